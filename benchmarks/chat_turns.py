@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     quiet_libraries()
     machine = machine_facts(__file__, arguments)
-    warn_if_busy(machine)
+    warn_if_busy()
     turns = measure(options.model, options.dtype, options.turns, options.rounds)
     record = {"model": options.model, "dtype": options.dtype, "machine": machine}
     record["turns"] = [asdict(turn) for turn in turns]

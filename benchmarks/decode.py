@@ -7,10 +7,9 @@ Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone a
 whole decoding loop: on the tiny backbone, random Llamas of 160M to 13B parameters or a model
 directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
 `stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
-`compiled` passes of single rows; on a GPU also `split`, `layers`, `fused` and `descent` (static, with
-more and more of the key gpu_kernels). There all settings of a dtype have the same weights in memory, steps in static
-buffers are CUDA graphs, and compiled passes are part of them: that is how a GPU decodes, without
-and with `compile: true`. Each row names the way of its steps, which is the same for the plain step,
+`compiled` passes of single rows. On a GPU all settings of a dtype have the same weights in memory,
+steps in static buffers are CUDA graphs, and compiled passes are part of them: that is how a GPU
+decodes, without and with `compile: true`. Each row names the way of its steps, which is the same for the plain step,
 the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over the
 measured read bandwidth, or its operations over the measured matrix rate, whichever takes longer.
 Writes decode.md and decode.json
@@ -72,14 +71,7 @@ from medusa_train.models.prepack import prepack_linears  # noqa: E402
 from medusa_train.tree_search.fit import paths_by_product  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
-#: Of the key `gpu_kernels`, by setting: each adds to the one before.
-KERNELS = {
-    "split": ("split_attention",),
-    "layers": ("split_attention", "layer_programs"),
-    "fused": ("split_attention", "layer_programs", "fused_linears"),
-    "descent": ("split_attention", "layer_programs", "fused_linears", "coordinate_descent"),
-}
-SETTINGS = ("stock", "prepacked", "static", *KERNELS, "compiled")
+SETTINGS = ("stock", "prepacked", "static", "compiled")
 #: Heads of the loops: over the whole vocabulary, over some tokens, or with the backbone's lm_head.
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
@@ -175,12 +167,6 @@ class Loaded:
     ready_seconds: float = 0.0
 
     @property
-    def num_programs(self) -> int | None:
-        """Programs of its layers; None where layers have none."""
-        programs = self.backbone.layer_programs
-        return None if programs is None else len(programs.programs)
-
-    @property
     def draft(self) -> MedusaDraft:
         """The heads that are timed alone."""
         return next(iter(self.drafts.values()))
@@ -218,8 +204,7 @@ class Shape:
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
         if shared:
-            fused = self.sizes.body if "fused_linears" in KERNELS.get(setting, ()) else 0
-            return (caches + fused) * getattr(torch, dtype).itemsize
+            return caches * getattr(torch, dtype).itemsize
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
 
     def load(
@@ -247,10 +232,6 @@ class Shape:
         else:
             backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
         started = time.perf_counter()
-        try:
-            backbone.use_gpu_kernels(KERNELS.get(setting, ()))
-        except BackboneError as error:
-            raise Unsupported(f"not run: {str(error).partition('; ')[2]}") from error
         if shared is None:
             with device:  # or large heads would be created on the CPU first
                 drafts = {kind: heads_of(backbone, kind) for kind in heads}
@@ -262,7 +243,7 @@ class Shape:
                 raise Unsupported(
                     "not prepacked: no faster here, dtype not supported, or too little memory"
                 )
-        elif setting == "static" or setting in KERNELS:
+        elif setting == "static":
             backbone.step_runner = (
                 FixedShapeRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
             )
@@ -341,7 +322,7 @@ class Timed:
     """One figure: a call to be timed, what to do before it untimed, its floor and its measured
     seconds.
 
-    `how` returns how the steps of its backbone run, once they have. `ready` and `programs` are those of
+    `how` returns how the steps of its backbone run, once they have. `ready` is that of
     its model, see `Loaded`.
     """
 
@@ -354,7 +335,6 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
     obstacle: str = ""
     ready: float = 0.0
-    programs: int | None = None
 
 
 def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
@@ -435,7 +415,6 @@ def cases_of(
         one.ready_seconds += time.perf_counter() - started
         for case in calls:
             case.ready = one.ready_seconds
-            case.programs = one.num_programs
         cases += calls or [Timed(setup, "plain", lambda: None, obstacle=obstacle)]
     return cases
 
@@ -497,7 +476,6 @@ class Row:
     obstacle: str = ""
     steps: str = PASSES
     ready: float = 0.0
-    programs: int | None = None
 
     def over_plain(self, name: str) -> float | None:
         """Return a latency over that of the plain step (or of the plain loop) of the same row."""
@@ -515,7 +493,6 @@ def rows_of(cases: Sequence[Timed]) -> list[Row]:
             row.floor_ms[case.name] = 1000 * case.floor
             row.steps = case.how()
             row.ready = case.ready
-            row.programs = case.programs
         else:
             row.obstacle = case.obstacle or "not measured"
     return list(rows.values())
@@ -534,8 +511,6 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
             "plain_tokens_per_s": round(1000 / row.ms["plain"], 1) if "plain" in row.ms else None,
             "ready_s": round(row.ready, 1),
         }
-        if row.programs is not None:
-            measured["programs"] = row.programs
         content.append(
             {**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})}
         )
@@ -618,7 +593,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     machine = machine_facts(__file__, arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    warn_if_busy(machine)
+    warn_if_busy()
     rates = measure_rates(device, args.dtypes, min(2.0, args.seconds / 4))
     print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)
     rows: list[Row] = []

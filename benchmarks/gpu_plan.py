@@ -58,10 +58,6 @@ COMMANDS = {
 }
 
 
-#: Of the settings of decode.py and gpu_profile.py, in the order in which each adds to the last.
-VARIANTS = ("static", "split", "layers", "fused", "descent")
-
-
 @dataclass(frozen=True)
 class Step:
     """One command of the plan.
@@ -172,7 +168,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         return script("train", part, words, expected, limit, name, work)
 
     def batches(shape: str, part: int, expected: int, limit: int) -> Step:
-        words = ("--shapes", shape, "--rows", "64", "128", "--settings", *VARIANTS[:2])
+        words = ("--shapes", shape, "--rows", "64", "128", "--settings", "static")
         return script("gpu_batches", part, words, expected, limit, f"batches-{shape}", work)
 
     data = (
@@ -253,26 +249,24 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
         common = ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", "6")
         return step(name, expected, limit, "train", *common, *words)
 
-    kernels = step("kernels", 45, 70, "gpu_kernels")
-    static = ("--settings", *VARIANTS[:2])
+    static = ("--settings", "static")
+    both = ("--settings", "static", "compiled")
     seven, eight = ("--shapes", "7B"), ("--shapes", "8B")
     heads = ("--heads", "full", "32768", "shared")
     if minutes <= 8:
         contexts = ("--contexts", "1024")
         profile = step("profile", 45, 70, "gpu_profile", "decode", *contexts, *static)
         return [
-            kernels,
             profile,
-            decode("variants-7b", 6, 120, 180, *seven, *contexts, "--settings", *VARIANTS[:3]),
+            decode("steps-7b", 6, 120, 180, *seven, *contexts, *both),
             decode("loops-8b", 6, 80, 130, *eight, *contexts, *static, *heads),
         ]
     contexts = ("--contexts", "1024", "4096")
     loss = ("--parts", "loss", "--width", "4096", "--tokens", "2048", "--vocab", "32000")
     lengths = ("--sequences", "2048")
     return [
-        kernels,
         step("profile", 75, 110, "gpu_profile", "decode", *contexts, *static),
-        decode("variants-7b", 10, 200, 250, *seven, *contexts, "--settings", *VARIANTS),
+        decode("steps-7b", 10, 200, 250, *seven, *contexts, *both),
         decode("loops-8b", 6, 80, 120, *eight, "--contexts", "1024", *static, *heads),
         step("profile-train", 35, 60, "gpu_profile", "train", "--parts", "medusa1_7b"),
         train("train-7b", 95, 130, "--parts", "medusa1_7b", "compiled7b", "packed7b", *lengths),

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the result."""
     args = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)
-    warn_if_busy(machine)
+    warn_if_busy()
     paths = resolve_model(None, args.model, None)
     prompts, _ = select_prompts(
         read_prompts(open_source(DatasetConfig(path=args.questions))), Selection(max_turns=1)

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every run, and write the page; returns the exit status."""
     options = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)
-    warn_if_busy(machine)
+    warn_if_busy()
     rows: list[Json] = []
     for run in options.runs:
         directory = options.out / "served_drafts" / run.resolve().name

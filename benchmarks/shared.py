@@ -14,7 +14,7 @@ from typing import Any
 from medusa_train.io import replace_text
 
 MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
-BUSY_LOAD = 0.25  # load average per core above which the machine counts as busy
+BUSY_PERCENT = 25  # use of all cores above which the machine counts as busy
 
 
 def describe_failure(error: BaseException) -> str:
@@ -83,13 +83,14 @@ def machine_line(machine: Mapping[str, Any]) -> str:
     )
 
 
-def warn_if_busy(machine: Mapping[str, Any]) -> None:
-    """Print a warning if other processes were running before the benchmark began."""
-    if machine["load"] > BUSY_LOAD * (machine["cores"] or 1):
-        print(
-            f"warning: load average {machine['load']:.2f}: other processes are running, times will"
-            " be too long"
-        )
+def warn_if_busy() -> None:
+    """Print a warning if other processes run now, before the benchmark begins."""
+    import psutil
+
+    # not the load average, which contains what this process, or the benchmark before it, computed
+    percent = psutil.cpu_percent(interval=0.5)
+    if percent > BUSY_PERCENT:
+        print(f"warning: other processes use {percent:.0f} % of all cores: times will be too long")
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:

@@ -24,7 +24,13 @@ from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
 from result_tables.large_models import estimate_7b, trees_table  # noqa: E402
 from result_tables.lookup import specbench_table  # noqa: E402
 from result_tables.pages import RESULT_PAGES  # noqa: E402
-from result_tables.papers import epsilon_table, nodes_table, table6_table  # noqa: E402
+from result_tables.papers import (  # noqa: E402
+    epsilon_table,
+    nodes_table,
+    published_acceptance_table,
+    published_speeds_table,
+    table6_table,
+)
 from result_tables.served import eagle3_served_table  # noqa: E402
 from result_tables.writing import RESULTS, Cells, Json, results, speed, table, times  # noqa: E402
 
@@ -207,6 +213,10 @@ MARKED: dict[str, dict[str, Block]] = {
     "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
     "docs/evaluation.md": {"acceptance": acceptance_table},
     "docs/large_models.md": {"trees": trees_table},
+    "docs/papers.md": {
+        "speeds": published_speeds_table,
+        "acceptance": published_acceptance_table,
+    },
     "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
     "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
     "benchmarks/results/qwen_coder.md": {

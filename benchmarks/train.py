@@ -724,7 +724,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine["threads"] = (
         args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
     )
-    warn_if_busy(machine)
+    warn_if_busy()
     measured: dict[Case, Result] = {}
     failed: list[str] = []
     for pair in case_pairs(args):

@@ -11,9 +11,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
+
+from medusa_train.network import check_network
 
 #: Attempts to continue a broken download, after each of which more time passes.
 MAX_ATTEMPTS = 5
@@ -72,6 +75,7 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
         return target
     if hub_is_unreachable():
         raise FetchError("no network, or HF_HUB_OFFLINE is set")
+    check_network()
     try:
         url = hf_hub_url(repo, filename, repo_type="dataset")
         metadata = get_hf_file_metadata(url)
@@ -112,6 +116,8 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     offline = hub_is_unreachable()
+    if not offline:
+        check_network()
 
     def download(patterns: tuple[str, ...]) -> Path:
         directory = snapshot_download(repo, allow_patterns=list(patterns), local_files_only=offline)
@@ -127,9 +133,8 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")
         if reason is None and offline:
-            reason = (
-                "it is not in the hub's cache, and there is no network (or HF_HUB_OFFLINE is set)"
-            )
+            place = f"models/{Path(repo).name}"
+            reason = f"{offline_advice(repo, 'model', place)}, then name {place}"
         if reason is None and not isinstance(error, OSError):
             raise
         raise FetchError(reason or str(error)) from error
@@ -195,17 +200,16 @@ def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None
     Raises:
         FetchError: the answer is another file's or a page of a proxy: it names another length, or
             goes on after `size` bytes. `part` keeps what it had.
-        httpx.TransportError: the connection breaks.
+        TransportError (of the hub's HTTP client): the connection breaks.
     """
-    import httpx
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers, get_session
 
     headers = {**build_hf_headers(), "Range": f"bytes={done}-", "Accept-Encoding": "identity"}
-    with httpx.stream(
+    with get_session().stream(
         "GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True
     ) as answer:
         answer.raise_for_status()
-        if answer.status_code != httpx.codes.PARTIAL_CONTENT:
+        if answer.status_code != HTTPStatus.PARTIAL_CONTENT:
             done = 0
         check_length(answer.headers.get("Content-Length"), size - done)
         with part.open("ab" if done else "wb") as file:
@@ -216,6 +220,15 @@ def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None
                 done += len(block)
                 if on_bytes is not None:
                     on_bytes(done, size)
+
+
+def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str) -> str:
+    """Say why `name` cannot be fetched without a network, and how it comes into `directory`."""
+    of_dataset = " --repo-type dataset" if kind == "dataset" else ""
+    return (
+        "there is no network (or HF_HUB_OFFLINE is set), and it is not in the hub's cache: where"
+        f" there is one, run `hf download {name}{of_dataset} --local-dir {directory}`"
+    )
 
 
 def check_length(stated: str | None, expected: int) -> None:

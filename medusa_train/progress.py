@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import rich.progress as rich_progress
 from rich import box
@@ -28,9 +28,11 @@ from rich.table import Table
 from medusa_train.hub import FETCHING
 
 #: Seconds between two lines where the output is not a terminal.
-LINE_SECONDS = 10.0
-#: Seconds of a ticking phase without a bar before its first line.
-SILENT_SECONDS = 5.0
+LINE_SECONDS = 8.0
+#: Seconds of a ticking phase without a bar before its first line, and between two of them. Together
+#: they are 10, so that phases that follow each other are not silent for longer.
+SILENT_SECONDS = 4.0
+TICK_SECONDS = 6.0
 #: Seconds between two redraws of a bar by the caller's updates.
 REDRAW_SECONDS = 0.1
 
@@ -48,8 +50,11 @@ class RunProgress:
     Attributes:
         seconds: wall time of every finished phase by name, in order; phases of the same name are
             added up.
-        last_line: `time.perf_counter()` when a line was printed last.
+        last_line: `time.perf_counter()` when any of them printed a line last: training and the
+            validation within it have their own.
     """
+
+    last_line: ClassVar[float]
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class RunProgress:
         self.line_seconds = line_seconds
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter() if started is None else started
-        self.last_line = time.perf_counter()
+        self.reset_clock()
 
     @property
     def total_seconds(self) -> float:
@@ -89,10 +94,10 @@ class RunProgress:
             completed: units that an earlier run already did; they do not count for the time left.
             ticking: show the elapsed time from a thread although nothing advances, for loading a
                 model: beside the bar, or in a line after `SILENT_SECONDS` and then every
-                `line_seconds`. Never for a phase in which something is timed: the thread would run
+                `TICK_SECONDS`. Never for a phase in which something is timed: the thread would run
                 beside it.
-            inline: the phase is part of one that is shown already: print lines in place of a bar,
-                the first after `line_seconds`.
+            inline: the phase is part of one that is shown already: print lines in place of a bar.
+                On a terminal the first one comes after `line_seconds`.
         """
         return Phase(self, name, total, unit, completed=completed, ticking=ticking, inline=inline)
 
@@ -118,7 +123,7 @@ class RunProgress:
 
     def reset_clock(self) -> None:
         """Make the next progress line due in `line_seconds`."""
-        self.last_line = time.perf_counter()
+        RunProgress.last_line = time.perf_counter()
 
     def print_if_due(self, line: str) -> None:
         """Print a progress line unless the last line is less than `line_seconds` old."""
@@ -174,7 +179,7 @@ class Phase:
     def start(self) -> None:
         """Show the phase and start its clock; `with` does this."""
         self._bar.start_task(self._task.id)
-        if self._inline:
+        if self._inline and self._progress.console.is_terminal:
             self._progress.reset_clock()
         elif self._has_bar:
             self._bar.start()
@@ -249,7 +254,7 @@ class Phase:
             if self._progress.last_line == printed:
                 self._progress.print(self.line())
             printed = self._progress.last_line
-            wait = self._progress.line_seconds
+            wait = TICK_SECONDS
 
     def _show(self) -> None:
         if not self._has_bar:

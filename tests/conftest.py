@@ -34,7 +34,9 @@ def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from medusa_train.models import compiled
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **keys: compile_(function, backend="eager", **keys)
+    )
     monkeypatch.setattr(compiled, "has_compiler", lambda device: True)
     yield
     torch.compiler.reset()

@@ -186,6 +186,12 @@ def test_the_architecture_page_lists_the_files() -> None:
     assert TEXTS["architecture.md"].split(FILES_START)[1].strip() == file_list()
 
 
+def test_the_architecture_page_names_every_runner() -> None:
+    code = (PROJECT_ROOT / "medusa_train" / "inference" / "runners.py").read_text(encoding="utf-8")
+    runners = set(re.findall(r"^class (\w+Runner)\b", code, flags=re.MULTILINE))
+    assert set(re.findall(r"`(\w+Runner)`", TEXTS["architecture.md"])) == runners
+
+
 def texts_of_the_code() -> list[str]:
     """Every string of the package, with {} where a formatted one has a value."""
     texts = []
@@ -231,6 +237,65 @@ def test_links_lead_to_a_heading(name: str) -> None:
         if anchor not in anchors(target.read_text(encoding="utf-8")):
             lost.append(link)
     assert lost == []
+
+
+def test_the_readme_names_demo_and_tests_first() -> None:
+    """With the time that each takes, on new and on old processors."""
+    first = "\n".join(TEXTS["README.md"].splitlines()[:40])
+    for command in ("make demo", "make test"):
+        assert re.search(rf"^\| `{command}`.* \| \d+ min \d+ s \| \d+ min \d+ s \|$", first, re.M)
+    assert "ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2" in TEXTS["README.md"]
+
+
+def test_pages_that_need_pytorchs_index_tell_where_its_address_is() -> None:
+    pages = [text for text in TEXTS.values() if "PIP_EXTRA_INDEX_URL" in text]
+    assert pages
+    assert all("https://pytorch.org/get-started/locally/" in text for text in pages)
+
+
+def test_what_a_loop_is_stands_on_one_page() -> None:
+    """Words in training data and tokens in an evaluation read like two definitions elsewhere."""
+    definition = re.compile(r"\b(?:eight|8)[- ](?:words|tokens?)\b")
+    pages = {name for name, text in TEXTS.items() if definition.search(text)}
+    # the second is the description of the key `drop_looping`
+    assert pages == {"selfdistill.md", "configuration.md"}
+
+
+@pytest.mark.parametrize("name", ["llama31_8b_eagle3", "llama31_8b_m1", "llama31_8b_m2"])
+def test_the_data_of_a_configuration_is_made_as_in_the_readme(name: str) -> None:
+    """README's recipe is for the model of these configurations."""
+    text = (PROJECT_ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    for pattern in (
+        r"vllm serve \S+ (.*--generation-config vllm)",
+        r"medusa-selfdistill (--prompts \S+ sample=\d+)",
+    ):
+        in_readme, in_configuration = (
+            re.search(pattern, TEXTS["README.md"]),
+            re.search(pattern, text),
+        )
+        assert in_readme is not None
+        assert in_configuration is not None
+        assert in_configuration[1] == in_readme[1]
+
+
+def test_an_eagle3_draft_of_a_large_model_has_one_size_of_vocabulary() -> None:
+    """In the configurations, and in what pages add to them."""
+    texts = list(TEXTS.values())
+    for name in ("any_eagle3", "llama31_8b_eagle3", "qwen3_8b_eagle3"):
+        texts.append((PROJECT_ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    sizes = re.findall(r"(?:^  vocab_size: |eagle3\.vocab_size=)(\d+)", "\n".join(texts), re.M)
+    assert set(sizes) == {"32000"}
+
+
+def test_a_study_names_its_model_before_its_figures() -> None:
+    studies = TEXTS["results.md"].split("## Studies")[1].split("\n- ")[1:]
+    models = ("SmolLM2", "coder", "test model", "tiny backbone", "demo")
+    nameless = []
+    for study in studies:
+        before, *figures = re.split(r"\d\.\d\d", study)
+        if figures and not any(model in before for model in models):
+            nameless.append(study)
+    assert nameless == []
 
 
 def test_python_blocks_run(

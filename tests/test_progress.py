@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from medusa_train.progress import RunProgress, duration
+from medusa_train.progress import SILENT_SECONDS, TICK_SECONDS, RunProgress, duration
 
 
 def console(terminal):
@@ -29,16 +29,31 @@ def clock(monkeypatch):
     return passes
 
 
-def test_lines_come_at_most_every_ten_seconds(clock):
+def test_lines_come_at_most_every_eight_seconds(clock):
     progress = RunProgress(console(False))
     with progress.phase("timing", total=20, unit="turns") as phase:
         for _ in range(10):
             clock(3)
             phase.advance(tokens=30)
     assert shown(progress).splitlines() == [
-        "timing: 4/20 turns, 10 tokens/s, 48 s left",
-        "timing: 8/20 turns, 10 tokens/s, 36 s left",
+        "timing: 3/20 turns, 10 tokens/s, 51 s left",
+        "timing: 6/20 turns, 10 tokens/s, 42 s left",
+        "timing: 9/20 turns, 10 tokens/s, 33 s left",
     ]
+
+
+def test_a_phase_within_another_is_due_by_the_last_line_of_either(clock):
+    training = RunProgress(console(False))
+    within = RunProgress(console(False))
+    clock(5)
+    training.print("step 10")
+    with within.phase("validation", unit="batches", inline=True) as phase:
+        clock(6)
+        phase.advance()
+        assert shown(within) == ""
+        clock(2)
+        phase.advance()
+        assert shown(within) == "validation: 2 batches, 8 s so far\n"
 
 
 def test_the_time_of_every_phase_is_kept(clock):
@@ -96,7 +111,8 @@ def test_a_ticking_phase_shows_that_time_passes():
 def test_a_ticking_phase_of_a_log_file_says_that_it_goes_on(monkeypatch):
     """A line once it was silent for a while, and further ones; none where it is over before."""
     monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 0.05)
-    progress = RunProgress(console(False), line_seconds=0.05)
+    monkeypatch.setattr("medusa_train.progress.TICK_SECONDS", 0.05)
+    progress = RunProgress(console(False))
     with progress.phase("loading", ticking=True):
         end = time.monotonic() + 30
         while shown(progress).count("loading: 0 s so far\n") < 2 and time.monotonic() < end:
@@ -107,6 +123,10 @@ def test_a_ticking_phase_of_a_log_file_says_that_it_goes_on(monkeypatch):
     with progress.phase("loading", ticking=True):
         assert threading.active_count() > 1
     assert not shown(progress)
+
+
+def test_phases_that_follow_each_other_are_silent_for_at_most_ten_seconds():
+    assert SILENT_SECONDS + TICK_SECONDS <= 10
 
 
 @pytest.mark.parametrize(

@@ -24,25 +24,29 @@ def gpu_rows() -> list[tuple[str, int, Json]]:
 
 def gpu_answer() -> str:
     """SmolLM2 by the clock, and the cost of a tree at 7B shape."""
-    clock = results("gpu")["after"]["smollm2_by_the_clock"]["medusa1"]
     shares = [over_plain(row, "loop, tree 64", "loop, plain") for _, _, row in gpu_rows()[:-1]]
     return (
-        "Yes. On one H100 SmolLM2 makes"
-        f" {speed(clock['tokens_per_s'])} tokens/s with Medusa-1 heads that have a Markov bias, and"
-        f" {speed(clock['baseline_tokens_per_s'])} without heads: {times(clock['speedup'])}. At 7B"
-        f" shape a step over 64 nodes costs {min(shares):.2f} to {max(shares):.2f} plain steps,"
-        " depending on context and compilation."
+        f"Yes. On one H100 {_gpu_speeds()}. At 7B shape a step over 64 nodes costs"
+        f" {min(shares):.2f} to {max(shares):.2f} plain steps, depending on context and compilation."
     )
 
 
 def gpu_short() -> str:
     """The same for the list of results."""
-    clock = results("gpu")["after"]["smollm2_by_the_clock"]["medusa1"]
-    return (
-        f"One H100: SmolLM2 {speed(clock['baseline_tokens_per_s'])} to"
-        f" {speed(clock['tokens_per_s'])} tokens/s, {times(clock['speedup'])}, with CUDA graphs and"
-        " Medusa-1 with a Markov bias."
-    )
+    return f"On one H100 with CUDA graphs {_gpu_speeds()}."
+
+
+def _gpu_speeds() -> str:
+    """SmolLM2 with each of the two drafts that ran on the GPU."""
+    clock = results("gpu")["after"]["smollm2_by_the_clock"]
+    speeds = []
+    for draft, key in (("Medusa-1 and a Markov bias", "medusa1"), ("EAGLE-3", "eagle3")):
+        run = clock[key]
+        speeds.append(
+            f"{times(run['speedup'])} as fast with {draft} ({speed(run['baseline_tokens_per_s'])} to"
+            f" {speed(run['tokens_per_s'])} tokens/s)"
+        )
+    return f"SmolLM2 is {' and '.join(speeds)}"
 
 
 def gpu_table() -> str:

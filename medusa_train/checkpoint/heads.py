@@ -133,6 +133,17 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, _settings(config, find_heads(directory).directory / HEADS_CONFIG)
 
 
+def read_token_map(directory: Path) -> Tensor | None:
+    """Read the reduced vocabulary of a draft of any kind: the token id of each logit, long [N];
+    None if its heads predict all tokens.
+    """
+    found = find_heads(directory)
+    tensors, config = _read_files(found)
+    if found.layout in ("draft", "eagle3"):
+        return tensors.get(TOKEN_MAP)
+    return _medusa_tensors(found, tensors, config).token_map
+
+
 def has_own_lm_head(directory: Path) -> bool:
     """Return whether the files of an EAGLE-3 draft in a server's layout hold an lm_head."""
     names: list[str] = []

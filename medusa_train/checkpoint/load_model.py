@@ -24,12 +24,9 @@ from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Limits, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
-from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.drafts.eagle3_layer import Eagle3Layer
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
-from medusa_train.models.layer_programs import LayerPrograms
 from medusa_train.models.loading import (
     UNREADABLE,
     auto_dtype_that_fits,
@@ -152,7 +149,6 @@ def load_for_decoding(
         backbone = load_backbone_without_adapter(paths, dtype)
     else:
         backbone = _load_merged(paths, paths.adapter, dtype)
-    backbone.use_gpu_kernels(paths.gpu_kernels)
     if prepack:
         prepack_linears(backbone.model)
     # a graph fills the whole tree: its host would wait at every level to stop early
@@ -162,7 +158,6 @@ def load_for_decoding(
     draft = None
     if paths.heads is not None:
         draft = load_draft(paths.heads, backbone, backbone.dtype)
-        serve_draft_layers(backbone.layer_programs, draft)
         backbone.decoding_need = draft.needs
         if paths.threshold is not None:
             draft.threshold = paths.threshold
@@ -181,17 +176,6 @@ def load_for_decoding(
     # refuses what does not go together
     assert model.proposer is not None or not tree.size
     return model
-
-
-def serve_draft_layers(programs: LayerPrograms | None, draft: Draft) -> None:
-    """Run the layers of a draft by the backbone's programs too, if it has any."""
-    if programs is None:
-        return
-    for module in draft.modules():
-        if isinstance(module, DraftLayer):
-            programs.serve(module.body.layers[0], 0)
-        elif isinstance(module, Eagle3Layer):
-            programs.serve_slots(module)
 
 
 def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
@@ -350,3 +334,20 @@ def _load_backbone(
     )
     backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     return backbone
+
+
+def compile_or_report(
+    backbone: Backbone,
+    paths: ModelPaths,
+    report: Callable[[str], None],
+    *,
+    rows: int = 1,
+    trees: bool = True,
+) -> None:
+    """Compile the decoding passes, see `compile_backbone`; a failure is reported, and decoding goes
+    on without.
+    """
+    try:
+        compile_backbone(backbone, paths, rows=rows, trees=trees)
+    except BackboneError as error:
+        report(f"{error}\ndecoding without compiled passes")

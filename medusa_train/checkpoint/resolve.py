@@ -7,7 +7,7 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from medusa_train.checkpoint.run_directory import ADAPTER, CONFIG, HEADS, MODEL, TREE
 from medusa_train.config.draft_sections import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
-from medusa_train.config.types import Quantization
+from medusa_train.config.types import ExportTarget, Quantization
+from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError, DataError
 from medusa_train.hub import FetchError, fetch_heads, hub_is_unreachable
 from medusa_train.io import parse_json
+from medusa_train.models.model_files import ADAPTER_CONFIG
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
@@ -34,8 +36,6 @@ MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 FIXED = "fixed"
 #: No tree.
 NO_TREE = "none"
-#: Of `gpu_kernels`, the one that takes 16 bits alone.
-SPLIT_ATTENTION = "split_attention"
 #: Another tree in every step, of a given size.
 DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
@@ -74,7 +74,6 @@ class ModelPaths:
         tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
             another tree in every step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
-        gpu_kernels: parts for GPUs that decoding uses, see the key.
         hub_name: of heads that were fetched from the hub.
     """
 
@@ -92,7 +91,6 @@ class ModelPaths:
     lookup: LookupChoice | None = None
     tree_mode: str = FIXED
     threshold: float | None = None
-    gpu_kernels: tuple[str, ...] = ()
     hub_name: str | None = None
 
     @property
@@ -187,11 +185,6 @@ class ModelPaths:
             )
         return replace(self, threshold=threshold)
 
-    def without_split_attention(self) -> ModelPaths:
-        """Return the paths for decoding in float32, which this kernel does not take."""
-        kept = [name for name in self.gpu_kernels if name != SPLIT_ATTENTION]
-        return replace(self, gpu_kernels=tuple(kept))
-
     @property
     def backbone_form(self) -> str:
         """How the backbone is loaded for decoding, in words for reports."""
@@ -221,7 +214,6 @@ def resolve_model(
     needs_backbone: bool = True,
     lookup: LookupChoice | None = None,
     threshold: float | None = None,
-    gpu_kernels: Sequence[str] = (),
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
@@ -238,7 +230,6 @@ def resolve_model(
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
-        gpu_kernels: parts for GPUs that decoding uses, see the key.
     """
     # 1. Where the backbone, the heads and a tree file are.
     tree_file = None
@@ -260,6 +251,8 @@ def resolve_model(
         if base_model:
             advice = ""
         raise BackboneError(f"base_model {base}: no such directory{advice}")
+    if chat_template:
+        get_template(chat_template)
     # 4. What the user says in place of the run.
     if chat_template_kwargs is None:
         chat_template_kwargs = paths.chat_template_kwargs
@@ -272,7 +265,6 @@ def resolve_model(
         special_tokens=special_tokens,
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
-        gpu_kernels=tuple(sorted(set(gpu_kernels))),
     )
 
 
@@ -336,6 +328,24 @@ def find_heads(directory: Path) -> HeadFiles:
     # 3. The tensors of a full model.
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
+
+
+def find_initial_heads(run: Path | None) -> Path | None:
+    """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
+    return _find_initial(run, HEADS, lambda path: find_heads(path).layout is not None)
+
+
+def find_initial_adapter(run: Path | None) -> Path | None:
+    """Return the adapter in `run` (a run, or an adapter's directory), or None."""
+    return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_CONFIG).is_file())
+
+
+def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
+    if run is None:
+        return None
+    if holds(run / name):
+        return run / name
+    return run if holds(run) else None
 
 
 def heads_of_other_kinds(found: HeadFiles) -> list[str]:
@@ -425,6 +435,21 @@ def heads_kind(directory: Path) -> str:
     return "medusa"
 
 
+def check_export(heads: Path, to: ExportTarget) -> None:
+    """Raise CheckpointError unless programs that read the layout `to` run heads of this kind."""
+    kind = heads_kind(heads)
+    exports = DRAFT_CONFIGS.get(kind, DraftConfig).exports
+    if to in exports:
+        return
+    advice = f"is exported --to {', '.join(exports)}, not to {to}"
+    if not exports:
+        advice = (
+            "cannot be exported: other programs have no layout for it. Decode with it here"
+            " (medusa-eval, medusa_train.load)"
+        )
+    raise CheckpointError(f"{heads}: a draft of the kind {kind} {advice}")
+
+
 def _advice(kind: str, lookup: LookupChoice) -> str:
     if not DRAFT_CONFIGS.get(kind, DraftConfig).merges:
         return f"no other guesses can be added to these; set draft: {lookup.kind}, or remove draft"
@@ -435,6 +460,8 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
     """Find out what `model` is: a run, heads alone, nothing but a backbone, or the newest run."""
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
+        if tree is not None:
+            raise CheckpointError(f"tree {tree}: {base} has no heads; name a run with --model")
         name = Path(base).name
         if name == "merged":  # RUN/export/merged, which every run may have
             name = "-".join(Path(base).resolve().parts[-3:])
@@ -530,7 +557,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         elif config.get("load_in_8bit"):
             quantization = "int8"
     adapter = None
-    if not is_merged and (run / ADAPTER / "adapter_config.json").is_file():
+    if not is_merged and (run / ADAPTER / ADAPTER_CONFIG).is_file():
         adapter = run / ADAPTER
     # 2. What is said of chats.
     template = config.get("chat_template")

@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 
 from medusa_train.config.load import dump_config, dump_yaml, stage_one_config
-from medusa_train.config.paths import absolute_name, looks_like_path, resolve_path
+from medusa_train.config.paths import absolute_name, resolve_path
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, DatasetConfig, TrainConfig
 from medusa_train.config.types import STAGE_ONE, TEMPLATE_SUFFIX
 from medusa_train.data.sources import BUILDERS, MAX_NAMED, is_data_file_name
-from medusa_train.errors import CheckpointError, ConfigError, MedusaError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError, MedusaError
 from medusa_train.io import (
     WRITE_ERRORS,
     existing_parent,
@@ -31,6 +31,7 @@ from medusa_train.io import (
     replace_text,
     write_failure,
 )
+from medusa_train.models.model_files import find_backbone
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -485,15 +486,14 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
-    """List local files and directories of the configuration that do not exist; names of the hub are
-    not checked.
+    """List files and directories of the configuration that do not exist or cannot be read; of the
+    hub's names, only a model that an unreachable hub cannot give.
     """
     missing = []
-    backbone = resolve_path(cfg.base_model)
-    if backbone is None and looks_like_path(cfg.base_model):
-        missing.append(f"base_model: {cfg.base_model}: no such directory")
-    elif backbone is not None and not (backbone / "config.json").is_file():
-        missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
+    try:
+        find_backbone(cfg.base_model)
+    except BackboneError as error:
+        missing.append(str(error))
     for key, entries in (("datasets", cfg.datasets), ("test_datasets", cfg.test_datasets or ())):
         for entry in entries:
             if resolve_path(entry.path) is None and is_data_file_name(entry.path):

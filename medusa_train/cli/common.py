@@ -305,6 +305,12 @@ def print_error(message: str) -> None:
     console.print(message)
 
 
+def print_next(command: str | None, console: Console) -> None:
+    """Print what to do next, as a line that can be copied; nothing for None."""
+    if command is not None:
+        console.print(f"next: {command}", style="bold", highlight=False, soft_wrap=True)
+
+
 def report_failed_streams() -> None:
     """Name a stream that could not be written, on the other one; of a closed pipe
     (`medusa-eval ... | head`) say nothing.

@@ -233,14 +233,12 @@ def _bitsandbytes(device: torch.device) -> str:
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
     from transformers.utils import is_flash_attn_2_available
 
-    from medusa_train.models.document_attention import flash_obstacle, uses_varlen_kernel
+    from medusa_train.models.document_attention import flash_obstacle
 
     installed = is_flash_attn_2_available()
     obstacle = flash_obstacle(device.type, dtype, capped=False, supported=True, installed=installed)
     if obstacle is None:
         return "flash-attn's varlen kernel, if the model supports it"
-    if uses_varlen_kernel(device, dtype, 64):
-        return f"torch's varlen kernel ({obstacle})"
     return f"one sdpa call per document ({obstacle})"
 
 

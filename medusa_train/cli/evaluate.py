@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from medusa_train.checkpoint.next_command import after_evaluation, after_serving, after_training
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import (
@@ -23,6 +24,7 @@ from medusa_train.cli.common import (
     PrintConfig,
     error_console,
     join_lines,
+    print_next,
     read_arguments,
     run_command,
     table_console,
@@ -33,6 +35,8 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.io import parse_json
+from medusa_train.models.model_files import find_backbone
 from medusa_train.progress import RunProgress
 from medusa_train.training.signals import signals_by_default
 
@@ -187,12 +191,14 @@ def evaluate(
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.calibrate import calibrate as calibrate_tree
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
+        print_next(after_training(paths.base_model, paths.home), console)
     else:
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.run_bench import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
         _, written = run_evaluation(cfg, questions, paths, command, progress)
         _print_paths(console, written)
+        print_next(after_evaluation(paths), console)
     return 0
 
 
@@ -227,8 +233,9 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         trust_remote_code=cfg.trust_remote_code,
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
-        gpu_kernels=() if cfg.uses_server else cfg.gpu_kernels,
     )
+    if not cfg.server_url:
+        find_backbone(paths.base_model)
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
     return paths
@@ -262,7 +269,11 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.measure_servers import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
+    written = measure_servers(cfg, bench, paths, command, progress)
+    _print_paths(progress.console, written)
+    if cfg.serve and paths is not None:
+        (report,) = (path for path in written if path.name == "served.json")
+        print_next(after_serving(paths, parse_json(report.read_text())), progress.console)
 
 
 def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
@@ -290,10 +301,14 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.evaluation.compare import load_reports, show, write
+    from medusa_train.evaluation.find_reports import find_reports
+
+    find_reports(names, bench)  # reports a wrong name before torch is imported
+    console = table_console()
+    with RunProgress(console).phase("importing torch", ticking=True):
+        from medusa_train.evaluation.compare import load_reports, show, write
 
     reports = load_reports(names, bench)
-    console = table_console()
     console.print(show(reports))
     out = runs_directory() / "compare"
     if output_dir:

@@ -16,6 +16,7 @@ from medusa_train.cli.common import (
     error_console,
     join_lines,
     output_console,
+    print_next,
     read_arguments,
     run_command,
     with_keys,
@@ -75,7 +76,8 @@ def export(
     """Read the arguments, export, and print what was written."""
     cfg = _read_config(arguments or [], flags)
 
-    from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
+    from medusa_train.checkpoint.next_command import after_export
+    from medusa_train.checkpoint.resolve import check_export, names_no_backbone, resolve_model
 
     # 1. The run, and the backbone where it names none.
     base_model = None
@@ -93,6 +95,9 @@ def export(
     has_moved = looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
     if cfg.base_model and has_moved:
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
+
+    if paths.heads is not None:
+        check_export(paths.heads, cfg.to)
 
     # 2. The export.
     progress = RunProgress(error_console())
@@ -129,6 +134,8 @@ def export(
         if cfg.to == "vllm" and (warning := path_warning(cfg.push_to_hub)) is not None:
             error_console().print(f"warning: {warning}", style="yellow")
         console.print(f"uploaded: {push(exported.target, cfg.push_to_hub, private=cfg.private)}")
+    if target is None:
+        print_next(after_export(paths, cfg.to), console)
 
 
 def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:

@@ -23,8 +23,13 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from medusa_train.checkpoint.run_directory import CONFIG, check_inputs, check_output_dir
-from medusa_train.cli.common import print_error, report_failed_streams, split_arguments
+from medusa_train.checkpoint.run_directory import CONFIG, check_output_dir
+from medusa_train.cli.common import (
+    error_console,
+    print_error,
+    report_failed_streams,
+    split_arguments,
+)
 from medusa_train.cli.workers import (
     LAUNCHER,
     MODULE,
@@ -36,6 +41,8 @@ from medusa_train.cli.workers import (
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.progress import RunProgress
+from medusa_train.training.preflight import check_files
 from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo, free_port
 from medusa_train.training.signals import StopSignals, leave_terminal, stop_signals
 
@@ -65,7 +72,8 @@ def launch(
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
-    import torch
+    with RunProgress(error_console()).phase("importing torch", ticking=True):
+        import torch
 
     # 1. The machines; a hostfile that lists this one alone is none.
     options = []  # for the command that resumes
@@ -403,7 +411,10 @@ def check_and_launch(
     path, overrides = split_arguments(arguments)
     cfg = load_config(TrainConfig, path, overrides, flags=flags)
     check_output_dir(cfg)
-    check_inputs(cfg)
+    processes = num_gpus or 1
+    if hostfile is not None:
+        processes = sum(num_gpus or slots for slots in read_hostfile(hostfile, num_gpus).values())
+    check_files(cfg, processes)
     words = [*arguments, *_words_of_flags(flags)]
     return launch(words, num_gpus, hostfile, master_port, Path(cfg.output_dir))
 
@@ -454,8 +465,6 @@ def train_distributed(
 
     If one process fails, it reports the error and the others exit as well.
     """
-    from medusa_train.progress import RunProgress
-
     progress = RunProgress(console)
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.training.distributed import (

@@ -15,6 +15,7 @@ from medusa_train.cli.common import (
     error_console,
     join_lines,
     output_console,
+    print_next,
     read_arguments,
     run_command,
     split_arguments,
@@ -115,7 +116,7 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
-    from medusa_train.data.builtin_templates import get_template
+    from medusa_train.models.model_files import find_backbone
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
@@ -136,10 +137,10 @@ def selfdistill(
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
         # reports a wrong path or template before torch is imported
-        if (note := resolve_model_paths(cfg).remote_code_note) is not None:
+        paths = resolve_model_paths(cfg)
+        find_backbone(paths.base_model)
+        if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
-        if cfg.chat_template is not None:
-            get_template(cfg.chat_template)
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)
@@ -187,9 +188,10 @@ def _generate(
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
     progress = RunProgress(console)
-    with progress.phase("importing torch", ticking=True):
+    with progress.phase("importing torch and transformers", ticking=True):
         dtype = resolve_dtype(cfg, progress.print)
-    with OutputWriter(target, output_settings(cfg, dtype)) as writer:
+        settings = output_settings(cfg, dtype)
+    with OutputWriter(target, settings) as writer:
         if writer.done:
             writer.check_prompts(prompts)
             console.print(f"{target}: resuming after {len(writer.done)} conversations")
@@ -223,11 +225,6 @@ def _generate(
     return 0
 
 
-def print_next(command: str, console: Console) -> None:
-    """Print what to do next, as a line that can be copied."""
-    console.print(f"next: {command}", style="bold")
-
-
 def _run(
     cfg: SelfDistillConfig,
     prompts: list[Prompt],
@@ -244,11 +241,7 @@ def _run(
     from medusa_train.selfdistill.settings import record_metadata
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    if cfg.mode == "selftalk":
-        answers = cfg.rounds * len(todo)
-    else:
-        answers = sum(len(prompt.turns) or 1 for prompt in todo)
-    engine = open_engine(cfg, dtype, answers, console.print, loading)
+    engine = open_engine(cfg, dtype, console.print, loading)
     try:
         progress = RunProgress(console)
         done = len(prompts) - len(todo)
@@ -279,7 +272,9 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     dtype = None
     if cfg.dtype != "auto":
         dtype = resolve_dtype(cfg, console.print)
-    merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
+    with RunProgress(console).phase("importing torch and transformers", ticking=True):
+        settings = output_settings(cfg, dtype)
+    merged = merge(out, settings, [prompt.id for prompt in prompts])
     if not merged.conversations:
         shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")
         raise nothing_kept(out, merged.dropped, cfg, dropped_path(shards))
@@ -302,7 +297,9 @@ def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) ->
     from medusa_train.selfdistill.preview import preview
 
     console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written")
-    for title, text in preview(cfg, prompts):
+    with RunProgress(error_console()).phase("loading the tokenizer", ticking=True):
+        requests = list(preview(cfg, prompts))
+    for title, text in requests:
         console.rule(title, align="left")
         console.print(text)
     return printed_all()

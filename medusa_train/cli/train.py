@@ -32,6 +32,7 @@ from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import ConfigError
+from medusa_train.progress import RunProgress
 from medusa_train.training.process_info import process_info_from_env
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -180,24 +181,25 @@ def train(
 
     # 3. The output directory and the inputs.
     results = table_console()
-    from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
+    from medusa_train.checkpoint.run_directory import check_output_dir
+    from medusa_train.training.preflight import check_files
 
     # of several processes, all check after joining, or the others would wait
     if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
-        check_inputs(cfg)  # before torch is imported, which takes seconds
+        check_files(cfg, num_gpus or 1)
+    progress = RunProgress(console)
     if inspect:
-        from medusa_train.training.inspect import inspect_run
+        with progress.phase("importing torch and transformers", ticking=True):
+            from medusa_train.training.inspect import inspect_run
 
         return inspect_run(cfg, console, results, num_gpus or 1) or printed_all()
     # 4. Training, and the exports.
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:
-        from medusa_train.progress import RunProgress
-
-        with RunProgress(console).phase("importing torch and transformers", ticking=True):
+        with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.training.stages import train_stages
         code = train_stages(cfg, console, results)
     if code == 0 and cfg.export:

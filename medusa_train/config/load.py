@@ -216,12 +216,15 @@ def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]
 def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     """Validate each key, then the rules between the valid ones, so that no problem hides another."""
     problems = [*source.problems, *text_problems(source.values, ())]
-    # 1. Keys that are read by other programs, or were read by earlier versions.
+    # 1. Keys that other programs or earlier versions read; a run's own file may have the latter.
     values: dict[str, Any] = {}
     ignored = list(source.replaced)
     for name, value in source.values.items():
+        removed = cls.removed.get(name) or cls.removed.get(f"{name}: {value}")
         of_run = source.is_run and source.place((name,)).startswith(f"{source.name}:")
-        if name in cls.ignored_axolotl_keys or (of_run and name in cls.removed_keys):
+        if removed and not of_run:
+            problems.append(((name,), removed))
+        elif removed or name in cls.ignored_axolotl_keys:
             ignored += [] if value is None else [name]
         else:
             values[name] = value

@@ -105,9 +105,8 @@ def _switches(cls: type[Config]) -> list[str]:
 
 def _unknown(name: str, owner: type[Section]) -> str:
     """Say what to write in place of an unknown key."""
-    hints = {**owner.axolotl_hints, **getattr(owner, "removed_keys", {})}
-    if name in hints:
-        return hints[name]
+    if name in owner.axolotl_hints:
+        return owner.axolotl_hints[name]
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
     meant = [key for key in _COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
     for suggested in meant or nearest:

@@ -187,7 +187,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "the hidden states of a backbone that is trained change with every step; set"
             " cache_hidden_states: false, or recipe: medusa1",
         )
-    if is_joint and cfg.torch_compile is True:
+    if is_joint and cfg.torch_compile:
         yield (
             ("torch_compile", *_RECIPE),
             "only passes of a frozen backbone are compiled, and this recipe trains it; set"
@@ -306,16 +306,8 @@ def eval_violations(cfg: Any) -> Iterator[Violation]:
     """Yield the rules of `medusa-eval` that are broken. Question files in HumanEval's format are
     checked when they have been read.
     """
-    uses_programs = "layer_programs" in cfg.gpu_kernels
     drafts_with = (cfg.draft or "").rpartition("+")[2]
     has_server = cfg.server_url is not None
-    if uses_programs and cfg.compile is True:
-        yield (
-            ("gpu_kernels", "compile"),
-            "layer_programs and compile: true both compile the layers; set compile: false",
-        )
-    if "coordinate_descent" in cfg.gpu_kernels and not uses_programs:
-        yield ("gpu_kernels",), "coordinate_descent is for programs; add layer_programs"
     runs_code = cfg.bench == "humaneval" and cfg.score and not cfg.uses_server
     if runs_code and not cfg.allow_code_execution:
         yield ("bench", "score", "allow_code_execution", "serve", "server_url"), CODE_BENCH
@@ -402,7 +394,6 @@ _EVAL_LOCAL_KEYS = (
     "lookahead",
     "rest",
     "compile",
-    "gpu_kernels",
     "batch_size",
     "exactness",
     "generate",
@@ -422,7 +413,7 @@ _EVAL_SERVE_KEYS = (
     "serve_args",
     "serve_start_seconds",
 )
-_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")
+_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds")
 
 
 def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
@@ -430,6 +421,8 @@ def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     yield from _EVAL_LOCAL_KEYS if cfg.uses_server else _EVAL_SERVER_KEYS
     if not cfg.serve:
         yield from _EVAL_SERVE_KEYS
+    if cfg.server_url is None and (cfg.serve or cfg.judge_base_url is None):
+        yield "api_key_env"  # VLLM_API_KEY locks the servers of `serve`
     if cfg.server_url is not None:
         yield from ("dtype", "trust_remote_code", "draft", "lookup")
     if cfg.draft is not None and "+" not in cfg.draft:  # it chooses its trees itself

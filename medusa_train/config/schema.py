@@ -45,7 +45,6 @@ from medusa_train.config.types import (
     Config,
     ExportTarget,
     Fraction,
-    GpuKernel,
     Int,
     Interval,
     NonNegativeFloat,
@@ -275,6 +274,9 @@ class TrainConfig(Config):
         "resume_from_checkpoint": "--resume",
     }
     ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
+    removed: ClassVar = {
+        "torch_compile: auto": "auto was never faster in a measurement; set true or false"
+    }
     stand_ins: ClassVar = {"base_model": "?", "datasets": "?"}
 
     # Backbone
@@ -512,14 +514,14 @@ class TrainConfig(Config):
     )
     flash_attention: BoolOrAuto = key(
         "auto",
-        "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and"
-        " supported",
+        "use flash-attn's varlen kernel on packed rows, else one call of torch's attention for each"
+        " conversation; auto: if it is installed and supported",
         NOTHING,
     )
-    torch_compile: BoolOrAuto = key(
-        "auto",
+    torch_compile: Bool = key(
+        False,
         "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
-        " take longer. auto: where it was measured to be faster, which is nowhere so far",
+        " take longer. Not benchmarked on a GPU yet",
         NOTHING,
     )
     deepspeed: TextOrMapping | None = key(
@@ -733,6 +735,11 @@ NOT_IN_STAGE_ONE = (
 class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
+    removed: ClassVar = {
+        "gpu_kernels": "no GPU ever ran these parts; remove it (`compile: true` compiles decoding)",
+        "compile: auto": "was a guess of the time that it saves; set true or false",
+    }
+
     bench: Text = key(
         "tiny",
         "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file or its directory",
@@ -781,18 +788,10 @@ class EvalConfig(Config):
         "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
         " decided once per run directory; on a CPU that emulates bfloat16, float32",
     )
-    compile: BoolOrAuto = key(
+    compile: Bool = key(
         False,
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
-        " start-up time; auto: if that is expected to save time in all, also the default for trees"
-        " that were fitted to compiled passes",
-    )
-    gpu_kernels: OneOrMore[GpuKernel] = key(
-        [],
-        "parts for GPUs that no GPU has measured yet; split_attention: attention of few tokens over"
-        " a long context as a Triton kernel that splits the context; layer_programs: one compiled"
-        " program for all decoder layers of a kind; fused_linears: projections of the same states"
-        " as one product; coordinate_descent: layer_programs that try several tilings",
+        " start-up time. By default also if the run's tree was fitted to compiled steps",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",
@@ -893,7 +892,9 @@ class EvalConfig(Config):
         120.0, "failed requests are retried for up to this many seconds"
     )
     api_key_env: VariableName = key(
-        "OPENAI_API_KEY", "environment variable that holds the API key of the servers"
+        "OPENAI_API_KEY",
+        "environment variable that holds the API key of running servers and of the judge; the"
+        " servers of `serve` have VLLM_API_KEY",
     )
 
     def violations(self) -> Iterable[Violation]:
@@ -934,6 +935,10 @@ class SelfDistillConfig(Config):
     options: ClassVar = {
         "base_model": "--model",
         "seed_dataset": "--prompts --seed",
+    }
+
+    removed: ClassVar = {
+        "compile: auto": "was a guess of the time that it saves; set true or false",
     }
 
     # Prompts
@@ -1027,11 +1032,10 @@ class SelfDistillConfig(Config):
     batch_size: PositiveInt | None = key(
         None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads"
     )
-    compile: BoolOrAuto = key(
+    compile: Bool = key(
         False,
         "compile decoding with torch.compile (engine: local): faster steps, one to several minutes"
-        " of additional start-up time; auto: if that is expected to save time in all, and never for"
-        " single rows in float32, whose answers are reproducible",
+        " of additional start-up time",
     )
     heads: Text | None = key(
         None, "run or directory of heads to decode with; its backbone is the default model"

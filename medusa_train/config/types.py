@@ -313,7 +313,6 @@ ReasoningTags = tuple[_Tag, _Tag]
 Schedule = Annotated[
     str, BeforeValidator(_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})
 ]
-GpuKernel = Literal["split_attention", "layer_programs", "fused_linears", "coordinate_descent"]
 #: Weights of a backbone in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
 Quantization = Literal["nf4", "int8"]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
@@ -415,8 +414,8 @@ class Config(Section):
 
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
-    #: Keys of earlier versions, and what happened to them.
-    removed_keys: ClassVar[Mapping[str, str]] = {}
+    #: Keys of earlier versions, alone or as `key: value`, and what happened to them.
+    removed: ClassVar[Mapping[str, str]] = {}
     #: (key, other): `key` on the command line replaces `other` of the file.
     replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: Options of keys that are not named as the key is.

@@ -80,6 +80,12 @@ class Conversation:
         digest.update(self.variables.encode("utf-8"))
         return digest.hexdigest()
 
+    @property
+    def first_prompt(self) -> Conversation:
+        """The first user turn, with the system message before it."""
+        roles = [message.role for message in self.messages]
+        return self.first(roles.index("user") + 1)
+
     def first(self, count: int) -> Conversation:
         """Return the chat truncated to its first `count` messages."""
         return Conversation(self.id, self.messages[:count], self.source, self.variables)

@@ -115,8 +115,8 @@ def load_datasets(
     on_progress: OnProgress | None = None,
     held_out: set[str] | None = None,
 ) -> tuple[EncodedDataset, EncodedDataset]:
-    """Read, tokenize and split the configured data sets; `held_out`: an earlier split's validation
-    keys.
+    """Read, tokenize and split the configured data sets; `held_out`: the prompts of an earlier
+    split's validation set.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows
     hold several conversations. See `encode_examples` for long conversations and `select_validation`
@@ -124,9 +124,9 @@ def load_datasets(
     data set are tokenized.
 
     Returns: (training, validation). `test_datasets` are the validation set if they are configured,
-        with a report of their own, and conversations that both have are not trained on. Else both
-        have the same report, and the validation set is empty if `val_set_size` is 0 or there is
-        only one conversation.
+        with a report of their own, and conversations with one of their prompts are not trained on.
+        Else both have the same report, and the validation set is empty if `val_set_size` is 0 or
+        there is only one prompt.
     """
     # 1. Read and tokenize, or take the tokens from the cache.
     readers = open_datasets(cfg, encoder, on_progress)
@@ -152,28 +152,33 @@ def load_datasets(
     test = None
     if cfg.test_datasets is not None:
         test = _load_test_data(cfg, encoder, on_progress)
-    # 3. What is not trained on, by conversation: all of its rows are on the same side.
+    # 3. The prompts that are not trained on, with all their conversations and all rows of these.
     if test is not None:
-        validation_keys = {example.key for example in test}
-        repeated = sum(key in validation_keys for key in keys)
-        if repeated:
-            report.notes.append(
-                f"{repeated} conversations not trained on, since test_datasets have them"
-            )
+        validation_prompts = {example.prompt for example in test}
     elif held_out is not None:
-        validation_keys = held_out
+        validation_prompts = held_out
     else:
-        validation_keys = select_validation(keys, cfg.val_set_size, cfg.seed)
+        validation_prompts = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
     # 4. The two parts.
     train: list[Example] = []
     validation: list[Example] = []
     for example in encoded.examples:
-        if example.key in validation_keys:
+        if example.prompt in validation_prompts:
             validation.append(example)
         else:
             train.append(example)
+    if test is not None and validation:
+        count = sum(example.row == 0 for example in validation)
+        report.notes.append(
+            f"{count} conversations not trained on, since test_datasets have their prompts"
+        )
     if not train:
-        raise DataError("no conversation left to train on: test_datasets have all of them")
+        raise DataError("no conversation left to train on: test_datasets have all of their prompts")
+    if cfg.val_set_size and not validation and len(keys) > 1 and test is None:
+        report.notes.append(
+            f"no conversation is held out: all {len(keys):,} begin with the same prompt; set"
+            " test_datasets"
+        )
     if not (test or validation) and cfg.early_stopping_patience is not None:
         raise DataError(
             "early_stopping_patience: no conversation is left for validation; set test_datasets"

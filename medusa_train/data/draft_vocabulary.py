@@ -13,16 +13,8 @@ from torch import Tensor
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import ConfigError
 
-
-def check_vocabulary(size: int | None, vocab_size: int, key: str) -> None:
-    """Raise ConfigError unless the draft vocabulary (`size`, set by `key`) is smaller than the
-    backbone's.
-    """
-    if size is not None and size >= vocab_size:
-        raise ConfigError(
-            f"{key}: {size:,} must be less than the {vocab_size:,} tokens of the backbone; leave it"
-            " out to use all of them"
-        )
+#: Share of the targets in the draft vocabulary below which the user is warned.
+NOTABLE_COVERAGE = 0.9
 
 
 def choose_draft_vocabulary(
@@ -74,13 +66,21 @@ def coverage(counts: Tensor, token_map: Tensor) -> float:
 
 
 def describe_vocabulary(
-    token_map: Tensor, train: EncodedDataset, validation: EncodedDataset, vocab_size: int
+    token_map: Tensor,
+    train: EncodedDataset,
+    validation: EncodedDataset,
+    vocab_size: int,
+    *,
+    key: str | None = "medusa_vocab_size",
 ) -> str:
     """Describe in one line how much of the training and validation targets the draft vocabulary
     covers.
+
+    Args:
+        key: the key of its size, if it was chosen from these training data; None: it came with
+            trained heads.
     """
     counts = token_counts(train, vocab_size)
-    distinct = int((counts > 0).sum())
     line = (
         f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%}"
         " of training targets"
@@ -88,8 +88,40 @@ def describe_vocabulary(
     if len(validation):
         validation_counts = token_counts(validation, vocab_size)
         line += f" and {coverage(validation_counts, token_map):.2%} of validation targets"
+    if key is None:
+        return line
+    distinct = int((counts > 0).sum())
     line += f"; {distinct:,} distinct tokens occur in training targets"
     unused = int((counts[token_map] == 0).sum())
     if unused:
         line += f", the other {unused:,} rows are filled with unused tokens of the lowest ids"
     return line
+
+
+def warn_of_coverage(
+    token_map: Tensor,
+    train: EncodedDataset,
+    validation: EncodedDataset,
+    vocab_size: int,
+    *,
+    key: str | None = "medusa_vocab_size",
+) -> str | None:
+    """Return a warning if the draft vocabulary covers less than `NOTABLE_COVERAGE` of the training
+    or validation targets; `key` as for `describe_vocabulary`.
+    """
+    low = []
+    for name, dataset in (("training", train), ("validation", validation)):
+        if not len(dataset):
+            continue
+        share = coverage(token_counts(dataset, vocab_size), token_map)
+        if share < NOTABLE_COVERAGE:
+            low.append(f"{share:.2%} of {name} targets")
+    if not low:
+        return None
+    advice = f"Set a larger {key}"
+    if key is None:
+        advice = "New heads, without lora_model_dir, get a vocabulary of these data"
+    return (
+        f"warning: the draft vocabulary covers only {' and '.join(low)}: the heads cannot draft the"
+        f" other tokens. {advice}"
+    )

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -40,11 +40,12 @@ class Example:
     Attributes:
         tokens: int32 [T].
         supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` up to the first answer that is trained: chats that begin alike are on the
-            same side of the split; the same for all rows of a conversation. id, source: of the
-            record.
+        key: `content_key` up to the first answer that is trained, the same for all rows of a
+            conversation. id, source: of the record.
         row: index among the rows of its conversation.
         dataset: index of its data set, in the order of the configuration.
+        prompt: `content_key` up to the first user turn: chats that begin with the same prompt are
+            on the same side of the split.
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class Example:
     source: str
     row: int = 0
     dataset: int = 0
+    prompt: str = ""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -114,14 +116,17 @@ def encode_examples(
         return ConversationExamples([], "too_long")
     # 3. Tensors.
     first_answer = kept[0].answers[0]
-    key = conversation.first(first_answer.message + 1).content_key
+    names: dict[str, Any] = {
+        "key": conversation.first(first_answer.message + 1).content_key,
+        "id": conversation.id,
+        "source": conversation.source,
+        "prompt": conversation.first_prompt.content_key,
+    }
     examples = []
     for number, part in enumerate(kept):
         tokens = torch.tensor(part.ids, dtype=torch.int32)
         supervised = torch.tensor(part.supervised, dtype=torch.bool)
-        examples.append(
-            Example(tokens, supervised, key, conversation.id, conversation.source, row=number)
-        )
+        examples.append(Example(tokens, supervised, row=number, **names))
     # 4. Why there are several: the first kept row is apart from nothing.
     splits = frozenset(part.split for part in kept[1:] if part.split is not None)
     outcome: Outcome = "complete"
@@ -131,31 +136,39 @@ def encode_examples(
     return ConversationExamples(examples, outcome, splits, ignored)
 
 
-def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
-    """Return the contents of the validation set, among those of all conversations (`Example.key`).
+def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
+    """Return the prompts of the validation set (`Example.prompt`).
 
-    Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all
-    conversations is reached. So the split does not depend on the order of files, and duplicates are
-    on the same side of it. If `share` is above 0 and there are two contents, at least one is held
-    out and at least one is left.
+    Prompts are ranked by a hash with `seed`; the conversations of the first ones are held out until
+    `share` of all conversations is reached. So the split does not depend on the order of files, and
+    all answers to a prompt are on the same side of it. If `share` is above 0 and there are two
+    prompts, at least one is held out and at least one is left.
     """
-    sizes = Counter(keys)
-    if share <= 0 or len(sizes) < 2:
+    # 1. The conversations of each prompt. The least key of its conversations is hashed: where every
+    # prompt has one answer, the split is that of earlier versions.
+    keys: dict[str, list[str]] = {}
+    for example in examples:
+        if example.row == 0:
+            keys.setdefault(example.prompt, []).append(example.key)
+    if share <= 0 or len(keys) < 2:
         return set()
-    room = max(1, round(share * len(keys)))
-    room = min(room, len(keys) - 1)
+    sizes = {prompt: len(found) for prompt, found in keys.items()}
 
-    def rank(key: str) -> bytes:
-        return hashlib.sha256(f"{seed}/{key}".encode()).digest()
+    def rank(prompt: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{min(keys[prompt])}".encode()).digest()
 
+    # 2. The first prompts whose conversations fit into the share.
+    total = sum(sizes.values())
+    room = max(1, round(share * total))
+    room = min(room, total - 1)
     order = sorted(sizes, key=rank)
     chosen: set[str] = set()
-    for key in order:
-        if sizes[key] <= room:
-            chosen.add(key)
-            room -= sizes[key]
-    if not chosen:  # every content has more duplicates than `share` allows: hold out the rarest
-        chosen.add(min(order, key=lambda key: sizes[key]))
+    for prompt in order:
+        if sizes[prompt] <= room:
+            chosen.add(prompt)
+            room -= sizes[prompt]
+    if not chosen:  # every prompt has more answers than `share` allows: hold out the rarest
+        chosen.add(min(order, key=lambda prompt: sizes[prompt]))
     return chosen
 
 
@@ -282,7 +295,14 @@ class EncodedExamples:
         """
         examples = self.examples
         names = [
-            [example.key, example.id, example.source, example.row, example.dataset]
+            [
+                example.key,
+                example.id,
+                example.source,
+                example.row,
+                example.dataset,
+                example.prompt,
+            ]
             for example in examples
         ]
         info = {

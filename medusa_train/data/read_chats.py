@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
+from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.records import parse_record
+from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
 from medusa_train.data.turns import USUAL_FIELDS, RecordError, RecordFields
 from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
+from medusa_train.hub import hub_is_unreachable
 
 MAX_SHOWN_PROBLEMS = 5
+#: Records of each data set that are checked before torch is imported.
+FIRST_RECORDS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,33 @@ def parse_records(
     if not conversations and not problems:
         notes.append(f"{name}: no records")
     return ReadResult(conversations, problems, notes, unread)
+
+
+def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> None:
+    """Parse the first `FIRST_RECORDS` of each data set that consists of local files, so that a
+    problem is reported before torch is imported; raises DataError as `parse_records`, ConfigError
+    as `open_source`.
+
+    What the hub may have is not opened, since it would be fetched.
+    """
+    for entry in entries:
+        is_local = resolve_path(entry.path) is not None or entry.path in BUILDERS
+        if not is_local and not hub_is_unreachable():
+            continue
+        source = open_source(entry)
+        if not isinstance(source, LocalFiles):
+            continue
+        left = FIRST_RECORDS
+        for name, records in source.parts():
+            first = list(islice(records, left))
+            left -= len(first)
+            parse_records(
+                first,
+                entry.type,
+                name=name if left else f"{name}, its first records",
+                skip_bad=skip_bad or source.is_public,
+                fields=RecordFields.of_dataset(entry),
+            )
 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:

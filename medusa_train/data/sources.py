@@ -29,8 +29,10 @@ from medusa_train.hub import (
     describe_hub_error,
     fetch_dataset_file,
     hub_is_unreachable,
+    offline_advice,
 )
 from medusa_train.io import parse_json
+from medusa_train.network import check_network
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -529,11 +531,15 @@ def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit
     try:
         return _load_split(source, on_progress)
     except FetchError as error:
-        raise DataError(
-            f"{source.path}: no such file or directory, and it cannot be loaded from the hub:"
-            f" {error}\nCheck its name, its `name` and `split` on the hub, and the connection, or"
-            " set the path of a JSONL file."
-        ) from None
+        reason = (
+            f", and it cannot be loaded from the hub: {error}\nCheck its name, its `name` and `split` on"
+            " the hub, and the connection, or set the path of a JSONL file."
+        )
+        if hub_is_unreachable() and isinstance(error.__cause__, ConnectionError):
+            directory = f"data/{Path(source.path).name}"
+            advice = offline_advice(source.path, "dataset", directory)
+            reason = f"; {advice}, then set path: {directory}"
+        raise DataError(f"{source.path}: no such file or directory{reason}") from None
 
 
 def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
@@ -541,8 +547,10 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
 
     if hub_is_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # use the local cache without retries
-    elif on_progress is not None:
-        on_progress(f"{FETCHING} {source.path}", 0, 0)
+    else:
+        check_network()
+        if on_progress is not None:
+            on_progress(f"{FETCHING} {source.path}", 0, 0)
     split = source.split or "train"
     try:
         files: dict[str, Any] = {}
@@ -555,7 +563,7 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
         if not is_known and describe_hub_error(error, source.path, "dataset") is None:
             raise
         first_lines = str(error).split("\n")[:2]
-        raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from None
+        raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from error
     return HubSplit(f"{source.path}[{split}]", rows, is_public=True)
 
 

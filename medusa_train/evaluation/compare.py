@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from medusa_train.config.paths import resolve_path
-from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.errors import CheckpointError
+from medusa_train.evaluation.find_reports import find_reports
 from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import speedup_figure
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
@@ -66,9 +66,7 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
     """Read the reports of runs, directories or report.json files; `bench`: which one of a run,
     default the newest.
     """
-    if len(names) < 2:
-        raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
-    reports = [_read(_find(name, bench)) for name in names]
+    reports = [_read(path) for path in find_reports(names, bench)]
 
     # 1. speeds in different modes cannot be compared
     modes = [describe_mode(mode_of(report["meta"])) for report in reports]
@@ -88,26 +86,6 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
             title += f" ({report['meta']['bench']})"
         evaluated.append(Evaluated(title, report))
     return evaluated
-
-
-def _find(name: str, bench: str | None) -> Path:
-    """Return the report.json that a name on the command line stands for."""
-    path = resolve_path(name)
-    if path is None:
-        raise CheckpointError(f"{name}: no such run or report")
-    if path.is_file():
-        return path
-    if (path / "report.json").is_file():
-        return path / "report.json"
-    reports = sorted(path.glob("eval/*/report.json"), key=lambda file: file.stat().st_mtime)
-    if bench is not None:
-        reports = [file for file in reports if file.parent.name == bench]
-    if not reports:
-        on_bench = "" if bench is None else f" on bench {bench}"
-        raise CheckpointError(
-            f"{name}: holds no evaluation{on_bench} yet; run medusa-eval --model {name} first"
-        )
-    return reports[-1]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -214,8 +192,11 @@ def _correct(scores: Mapping[str, Any] | None) -> str:
     if scores is None:
         return "-"
     score = scores.get("tree", scores["plain"])
-    low, high = score["interval"]
-    return f"{score['rate']:.1%} ({low:.1%}-{high:.1%})"
+    cell = f"{score['rate']:.1%}"
+    if score["interval"] is not None:
+        low, high = score["interval"]
+        cell += f" ({low:.1%}-{high:.1%})"
+    return cell
 
 
 def categories_table(evaluated: Sequence[Evaluated]) -> Table:

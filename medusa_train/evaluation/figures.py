@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa_train.data.conversation import is_looping
 from medusa_train.errors import DataError
-from medusa_train.evaluation.answer_scores import summarize_scores
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, summarize_scores
 from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
@@ -39,8 +39,7 @@ TREE_RATIOS = (
     "speedup_over_fastest",
     "tokens_per_s",
 )
-#: Least numbers of batches, and of a server's blocks, from which the spread of times can be told.
-LEAST_BATCHES = 5
+#: Least number of a server's blocks from which the spread of times can be told.
 LEAST_BLOCKS = 3
 
 
@@ -285,13 +284,13 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
 
     The unit of resampling is a question with all its turns, since the turns of a conversation are
     not independent. The questions of a batch share its time, so ratios of times are resampled by
-    batch, and left out with fewer than `LEAST_BATCHES`. Empty with fewer than two questions or
-    without a tree.
+    batch. Empty without a tree, and with fewer than `LEAST_QUESTIONS` questions; without ratios of
+    times with as few batches.
     """
     questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
         questions.setdefault(record.question_id, []).append(record)
-    if len(questions) < 2 or records[0].tree is None:
+    if len(questions) < LEAST_QUESTIONS or records[0].tree is None:
         return {}
     by_question = _bootstrap(questions.values())
     if all(record.plain.rows == 1 for record in records):
@@ -302,7 +301,7 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
         # the questions of a batch have equal shares of its time, to the last bit
         batches.setdefault(turns[0].plain.seconds, []).extend(turns)
     intervals: dict[str, Interval | None] = {}
-    if len(batches) >= LEAST_BATCHES:
+    if len(batches) >= LEAST_QUESTIONS:
         intervals = _bootstrap(batches.values())
     # it has no time in it, so the questions of a batch are independent
     intervals["acceleration_rate"] = by_question["acceleration_rate"]
@@ -346,7 +345,7 @@ def compare_rates(
     independent and form one unit.
 
     Raises:
-        DataError: the questions differ, or there are fewer than two in which both runs made steps.
+        DataError: the questions differ, or both runs made steps in fewer than `LEAST_QUESTIONS`.
     """
     if set(first) != set(second):
         unpaired = sorted(set(first) ^ set(second))[:5]
@@ -358,8 +357,8 @@ def compare_rates(
     for name in sorted(first):
         if first[name].cost and second[name].cost:
             pairs.append((first[name], second[name]))
-    if len(pairs) < 2:
-        raise DataError("comparing two runs needs two or more questions")
+    if len(pairs) < LEAST_QUESTIONS:
+        raise DataError(f"comparing two runs needs {LEAST_QUESTIONS} or more questions")
     rows = _pair_rows(pairs)
     ratio = _ratio_of_rates(rows.sum(dim=0))
     drawn_ratios = _ratio_of_rates(resample(rows, resamples))  # [R]

@@ -42,15 +42,34 @@ _TASK = (
 _BY_REFERENCE = "; compare it with the reference answer, and point out its mistakes"
 #: Keys of a judgement that are read from the file of an earlier run.
 _READ_KEYS = frozenset(["question_id", "turn", "judge", "user_prompt", "score"])
-_GRADE = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*(?:/\s*10\s*)?\]\]")
+_NUMBER = r"(\d+(?:\.\d*)?)"
+_OF_TEN = r"(?:/|\bout of\b|\bof\b)"
+#: The scale of a grade, which is no grade: "/ 10" in "[[7]] / [[10]]", "from [[1]] to [[10]]".
+_SCALE = re.compile(
+    rf"{_OF_TEN}[\s*]*(?:\[+\s*10\s*\]+|10\b)|\[+1\]+\s*(?:to|and|-|–)\s*\[+10\]+", re.I
+)
+_LABEL = r"(?:\b(?:rating|grade|score)\b[\s*:=]*(?:is\b\s*)?)"
+_GRADE = re.compile(rf"\[\[\s*{_LABEL}?{_NUMBER}\s*\]\]", re.I)
+#: Single brackets, which FastChat reads where there are no double ones; [1] may also be a footnote.
+_LABELLED = re.compile(rf"{_LABEL}\[\s*{_NUMBER}\s*\]", re.I)
+_SINGLE = re.compile(rf"\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge model on an OpenAI-compatible server, called at temperature 0."""
+    """A judge model on an OpenAI-compatible server, called at temperature 0, or at its own if it
+    takes no other (the server's `optional`).
+    """
 
     server: OpenAIClient
     model: str
+
+    def check(self) -> None:
+        """Ask for a reply to a greeting; raises ServerError if there is none."""
+        try:
+            self.ask([{"role": "user", "content": "Hello"}])
+        except (RequestRejected, ServerError) as error:
+            raise ServerError(f"judge {self.model}: {error}") from None
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.
@@ -159,12 +178,17 @@ def _means(
 
 
 def parse_grade(reply: str) -> float:
-    """Return the last grade from 1 to 10 in a reply; -1 if there is none."""
-    matches = _GRADE.findall(without_reasoning(reply))
-    for match in reversed(matches):
-        grade_given = float(match)
-        if 1 <= grade_given <= 10:
-            return grade_given
+    """Return the last grade from 1 to 10 in a reply; -1 if there is none.
+
+    A grade is a number in double brackets. Without any of these it is one in single brackets, if it
+    is called the rating, grade or score, or is the only number in brackets.
+    """
+    text = _SCALE.sub("", re.sub(r"\\([\[\]])", r"\1", without_reasoning(reply)))
+    grades = _GRADE.findall(text) or _LABELLED.findall(text) or _SINGLE.findall(text)
+    in_range = [float(grade) for grade in grades if 1 <= float(grade) <= 10]
+    is_called_grade = _GRADE.search(text) or _LABELLED.search(text)
+    if in_range and (is_called_grade or len(set(grades)) == 1):
+        return in_range[-1]
     return NO_SCORE
 
 

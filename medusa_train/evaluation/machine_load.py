@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from medusa_train.io import HUGE_PAGES_VARIABLE
 
-#: Load by other processes, as a share of the cores, from which a machine is called busy.
+#: Share of the machine's cores from which its use by other processes makes it busy.
 BUSY_SHARE = 0.25
 #: How much longer the slowest of equal plain steps may take than the fastest on a quiet machine.
 BUSY_SPREAD = 0.2
@@ -20,12 +22,27 @@ BUSY_SPREAD = 0.2
 HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def load_average() -> float | None:
-    """Return the processes that ran or waited in the last minute, on average; None on Windows."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):
-        return None
+class OtherProcesses:
+    """Measures how much processor time other processes use from now on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds = _seconds_of_others()
+
+    def cores(self) -> float:
+        """Return how many cores other processes have used so far, on average."""
+        used = _seconds_of_others() - self._seconds
+        # the system and the process count in ticks of their own, so the difference may be negative
+        return round(max(0.0, used / (time.perf_counter() - self._started)), 2)
+
+
+def _seconds_of_others() -> float:
+    """Return the processor seconds of all processes but this one since the machine started."""
+    # fields that this system lacks are 0; Linux counts guests in `user` and `nice` as well
+    all_times = psutil.cpu_times()._asdict()
+    system = sum(all_times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    own = psutil.Process().cpu_times()
+    return system - own.user - own.system
 
 
 def huge_pages(device: torch.device, setting: Path = HUGE_PAGES_SETTING) -> bool | None:
@@ -60,17 +77,14 @@ class MachineLoad:
     """What else a machine did during an evaluation.
 
     Attributes:
-        cores: of the machine. threads: with which the evaluation computed.
-        load_before, load_after: load averages of a minute, when it started and when the last answer
-            was timed; None where the system has none.
+        cores: of the machine.
+        other_cores: how many of them other processes used while the benchmark was timed, on average.
         plain_step_spread: of the times of equal plain steps, some timed before the bench and some
             after it, see `spread`.
     """
 
     cores: int
-    threads: int
-    load_before: float | None
-    load_after: float | None
+    other_cores: float
     plain_step_spread: float | None
 
     def as_json(self) -> dict[str, Any]:
@@ -80,13 +94,9 @@ class MachineLoad:
     def signs(self) -> list[str]:
         """List what says that other processes used the machine; empty for a quiet one."""
         found = []
-        limit = BUSY_SHARE * self.cores
-        if self.load_before is not None and self.load_before > limit:
-            found.append(f"load average {self.load_before:.1f} on {self.cores} cores before it")
-        if self.load_after is not None and self.load_after - self.threads > limit:
+        if self.other_cores > BUSY_SHARE * self.cores:
             found.append(
-                f"load average {self.load_after:.1f} on {self.cores} cores at its end, of which"
-                f" {self.threads} its own"
+                f"other processes used {self.other_cores:.1f} of {self.cores} cores meanwhile"
             )
         if self.plain_step_spread is not None and self.plain_step_spread > BUSY_SPREAD:
             found.append(f"equal plain steps took up to {self.plain_step_spread:.0%} longer")

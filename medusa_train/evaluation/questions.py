@@ -30,6 +30,7 @@ from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, check_length, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
+from medusa_train.network import check_network
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 FETCH_TIMEOUT = 15  # seconds
@@ -251,6 +252,7 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
         raise FetchError("it ships with this project")
     if hub_is_unreachable():
         raise FetchError("no network, or HF_HUB_OFFLINE is set")
+    check_network()
     note(f"bench {name}: not on this machine, downloading {url} ...")
     target = _download_directory() / name / FILES[0]
 

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
-from medusa_train.evaluation.answer_scores import ROUGE
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
 from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.machine_load import MachineLoad
@@ -316,6 +316,8 @@ def _speed_note(overall: Figures) -> str:
     """Say how fast the tree is, beside the fastest of plain decoding and `generate`."""
     interval = overall["intervals"].get("speedup_over_fastest")
     speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
+    if "speedup_over_fastest" not in overall["intervals"]:
+        speedup += f" (no interval: fewer than {LEAST_QUESTIONS} questions, or batches of them)"
     baseline = "plain decoding"
     if "generate" in overall["baselines"]:
         baseline = "the faster baseline"
@@ -483,8 +485,12 @@ def _scores_text(scores: Mapping[str, Any]) -> str:
 
     def rate(name: str) -> str:
         score = scores[name]
-        low, high = score["interval"]
-        share = f"{score['rate']:.1%}, 95 % interval {low:.1%} to {high:.1%}"
+        share = f"{score['rate']:.1%}"
+        if score["interval"] is None:
+            share += f", no interval: fewer than {LEAST_QUESTIONS} answers"
+        else:
+            low, high = score["interval"]
+            share += f", 95 % interval {low:.1%} to {high:.1%}"
         return f"{score['correct']} of {scores['answers']} ({share})"
 
     if "tree" not in scores:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import (
@@ -32,10 +33,11 @@ TERMS = {
     " several round differently.",
     "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
 }
-BRACKETS = "Brackets hold 95 % bootstrap intervals over questions."
+ENOUGH = f"of which it takes {LEAST_QUESTIONS} to see how much they vary"
+BRACKETS = f"Brackets hold 95 % bootstrap intervals over questions, {ENOUGH}."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
-    "Whiskers: 95 % bootstrap intervals over questions."
+    f"Whiskers: 95 % bootstrap intervals over questions, {ENOUGH}."
 )
 
 
@@ -87,8 +89,10 @@ def _tiles(report: Json) -> list[tuple[str, str]]:
             overall["speedup_over_fastest"], 2, "x", interval
         ),
         "tokens per step on this bench": number(overall["acceleration_rate"]),
-        "tokens per second": number(overall["tokens_per_s"], 0),
-        "tokens per second, plain decoding": number(overall["baseline_tokens_per_s"], 0),
+        "tokens per second on this bench": number(overall["tokens_per_s"], 0),
+        "tokens per second on this bench, plain decoding": number(
+            overall["baseline_tokens_per_s"], 0
+        ),
         "time to first token": number(first_token_ms, 1, " ms"),
     }
     return [(figure, label) for label, figure in tiles.items() if figure != "-"]
@@ -245,7 +249,8 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
         drawn(
             "Speed over tree size",
             "tokens_per_s",
-            "Those tokens per step over the measured step latency, no prefill.",
+            "Those tokens per step over the measured step latency. Unlike the tokens per second above"
+            " these are of the calibration's answers and without prefill.",
         ),
     ]
 
@@ -352,8 +357,7 @@ META_LABELS = {
     "exactness": "answers compared in",
     "resumed_turns": "turns measured before an interruption",
     "machine_load": "load of the machine",
-    "load_before": "load average before",
-    "load_after": "at the end of timing",
+    "other_cores": "cores that other processes used meanwhile",
     "plain_step_spread": "spread of equal plain steps",
     "seconds": "seconds in all",
     "baseline_tokens_per_s": "plain",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import zlib
@@ -13,27 +12,21 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel, auto_dtype_of, compile_or_report
 from medusa_train.checkpoint.resolve import (
     FIXED,
     NO_TREE,
-    SPLIT_ATTENTION,
     ModelPaths,
     names_tree_file,
 )
 from medusa_train.checkpoint.run_directory import only_writer
-from medusa_train.choose_decoding import (
-    compile_if_repaid,
-    compile_or_report,
-    decide_dtype,
-    plain_step_rounds,
-)
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.evaluation.answer_scores import (
+    code_samples,
     require_code_execution,
     rouge_means,
     rouge_scorer,
@@ -41,14 +34,12 @@ from medusa_train.evaluation.answer_scores import (
 )
 from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
 from medusa_train.evaluation.calibrate import (
-    chooses_compilation,
-    decisions_of,
+    describe_misfit,
+    is_compiled,
     load_with_progress,
-    refit_tree,
-    resumed_tree,
 )
 from medusa_train.evaluation.judge import Judge, grade
-from medusa_train.evaluation.machine_load import MachineLoad, load_average, spread
+from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
 from medusa_train.evaluation.measured_answers import (
     MeasurementLog,
     SkippedTurn,
@@ -69,16 +60,18 @@ from medusa_train.evaluation.report_page import size_figures
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
-from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.io import parse_json, warn_once
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
     emulates,
     release_memory,
 )
+from medusa_train.pages.page import write_files
 from medusa_train.progress import RunProgress
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
@@ -89,6 +82,8 @@ COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 EMULATED = "this device emulates it, which takes too long"
 
+#: Equal answers of so many tokens, whose plain steps show how evenly the machine works.
+SPREAD_ROUNDS = 3
 SPREAD_TOKENS = 9  # of the answers whose plain steps show how evenly the machine works
 
 JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
@@ -115,7 +110,9 @@ def evaluate(
         CheckpointError: another process evaluates into the same directory.
     """
     if cfg.score:
-        require_code_execution(cfg.allow_code_execution, bench.questions)
+        obstacle = require_code_execution(cfg.allow_code_execution, bench.questions)
+        if obstacle is not None:
+            progress.print(obstacle)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
@@ -136,6 +133,7 @@ class Timed:
         dtype: in which the turns were measured.
         log: their file; removed when the report is complete.
         plain_steps: seconds of equal plain steps, before the bench and after it.
+        other_cores: how many cores other processes used meanwhile, on average.
     """
 
     records: list[TurnRecord]
@@ -144,6 +142,7 @@ class Timed:
     dtype: str
     log: MeasurementLog[Turn]
     plain_steps: list[float]
+    other_cores: float
 
 
 @dataclasses.dataclass
@@ -205,7 +204,6 @@ class Evaluation:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. what can fail before a model is loaded
-        load_before = load_average()  # before this evaluation adds to it
         scorer = None
         if cfg.rouge:
             scorer = rouge_scorer(self.bench.questions)
@@ -214,7 +212,7 @@ class Evaluation:
 
         # 2. load the model, time the bench, and write the first report
         model, timed = self._load_and_time()
-        report = self._first_report(model, timed, load_before, command)
+        report = self._first_report(model, timed, command)
         try:
             # 3. what needs the tokenizer or the timed model
             self._score(report, model, scorer)
@@ -245,9 +243,7 @@ class Evaluation:
         _print_results(finished, timed.skipped, progress)
         return finished, written
 
-    def _first_report(
-        self, model: LoadedModel, timed: Timed, load_before: float | None, command: str
-    ) -> ReportInProgress:
+    def _first_report(self, model: LoadedModel, timed: Timed, command: str) -> ReportInProgress:
         """Write the report of what is timed, before the parts that may fail."""
         meta = collect_metadata(
             self.cfg,
@@ -261,9 +257,7 @@ class Evaluation:
         )
         meta["machine_load"] = MachineLoad(
             cores=os.cpu_count() or 1,
-            threads=torch.get_num_threads(),
-            load_before=load_before,
-            load_after=load_average(),
+            other_cores=timed.other_cores,
             plain_step_spread=spread(timed.plain_steps),
         ).as_json()
         resumed = completed_turns(timed.log.entries, self.bench.questions)
@@ -283,6 +277,9 @@ class Evaluation:
         questions = self.bench.questions
         records = report.timed.records
         tokenizer = model.backbone.tokenizer
+        for name, samples in code_samples(records, questions, tokenizer).items():
+            file = "samples.jsonl" if name == "tree" else f"samples_{name}.jsonl"
+            write_files(self.directory, {file: samples})
         is_scored = any(question.expected is not None for question in questions)
         if self.cfg.score and is_scored:
             with self.progress.phase(
@@ -303,44 +300,45 @@ class Evaluation:
         report.add_comparison(dtype, outcome)
 
     def _load_and_time(self) -> tuple[LoadedModel, Timed]:
-        """Load the model, choose what is not set (dtype, compilation, tree), time the bench and
-        trace the answers.
-        """
-        cfg, bench, progress = self.cfg, self.bench, self.progress
-        # 1. what an interrupted evaluation decided
-        paths = resumed_tree(cfg, self.paths)
+        """Load the model, time the benchmark and trace the answers."""
+        cfg, progress = self.cfg, self.progress
+        # 1. how it decodes; an interrupted evaluation goes on in its dtype
+        paths = self.paths
         log = self._open_log(paths)
         dtype = log.header.get("dtype", cfg.dtype)
         if dtype == "auto":
-            question = bench.questions[0].turns[0]
-            decisions = decisions_of(cfg, paths)
-            dtype = decide_dtype(question, paths, decisions, progress)
+            dtype = auto_dtype_of(paths, progress.print)
+        compiled = is_compiled(cfg, paths)
         with catch_out_of_memory() as caught:
             # 2. load
             model = load_with_progress(
-                paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
+                paths, dtype, progress, compiled=compiled and bool(cfg.compile), rows=cfg.batch_size
             )
             ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
             if ends is not None:
                 progress.print(ends)
-            # 3. compilation and tree
-            if chooses_compilation(cfg, paths):
-                earlier = log.header.get("compiled")
-                _choose_compile(cfg, bench, model, paths, earlier, progress)
-            most_tokens = cfg.max_new_tokens * sum(
-                len(question.turns) for question in bench.questions
-            )
-            refitted = refit_tree(cfg, model, paths, most_tokens, progress)
-            if refitted is not None:
-                model, paths = refitted
-                log = self._open_log(paths)
+            # 3. compilation that only the tree asks for may fail: then it decodes without
+            if compiled and not cfg.compile:
+                with progress.phase("compiling the decoding passes", ticking=True):
+                    compile_or_report(
+                        model.backbone,
+                        paths,
+                        progress.print,
+                        rows=cfg.batch_size,
+                        trees=model.proposer is not None,
+                    )
+            misfit = describe_misfit(cfg, model, paths)
+            if misfit is not None:
+                progress.print(misfit)
             if model.can_compile_tree:
                 with progress.phase("compiling passes over the tree", ticking=True):
                     model.compile_tree(progress.print)
             # 4. time
+            others = OtherProcesses()
             plain_steps = self._repeat_plain_steps(model)
             records, skipped = self._time_bench(model, dtype, log)
             plain_steps += self._repeat_plain_steps(model)
+            other_cores = others.cores()
         if caught:
             raise BackboneError(
                 f"base_model {paths.base_model}: not enough memory to decode with it in"
@@ -349,7 +347,7 @@ class Evaluation:
             )
         # 5. trace
         trace_records(records, model, progress)
-        return model, Timed(records, skipped, paths, dtype, log, plain_steps)
+        return model, Timed(records, skipped, paths, dtype, log, plain_steps, other_cores)
 
     def _open_log(self, paths: ModelPaths) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
@@ -417,7 +415,7 @@ class Evaluation:
         # 3. time what an interrupted evaluation did not
         completed = completed_turns(log.entries, questions)
         kept = [turn for turns in completed.values() for turn in turns]
-        log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
+        log.start(kept, dtype=dtype)
         left = [question for question in questions if question.question_id not in completed]
         count = sum(len(question.turns) for question in left) * len(test.names)
 
@@ -450,9 +448,6 @@ class Evaluation:
         if not memory.fit(dtype):
             return NO_MEMORY
         paths = timed.paths
-        if dtype == "float32" and SPLIT_ATTENTION in paths.gpu_kernels:
-            paths = paths.without_split_attention()
-            self.progress.print(f"output equality in float32: without {SPLIT_ATTENTION}")
 
         def compare() -> None:
             model = load_with_progress(paths, dtype, self.progress)
@@ -508,73 +503,26 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
         yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
     if paths.threshold is not None:
         yield f"threshold{paths.threshold:g}"
-    if paths.gpu_kernels:
-        yield "+".join(paths.gpu_kernels)
 
 
-def _choose_compile(
-    cfg: EvalConfig,
-    bench: Bench,
-    model: LoadedModel,
-    paths: ModelPaths,
-    earlier: bool | None,
-    progress: RunProgress,
-) -> None:
-    """Compile the decoding passes if the bench repays it, or if the interrupted evaluation did.
+def plain_step_rounds(
+    backbone: Backbone, prompt: list[int], rows: int, most_tokens: int
+) -> list[float]:
+    """Return the mean seconds of a plain step of `rows` equal rows in each of `SPREAD_ROUNDS` equal
+    answers.
 
-    It assumes one answer of full length per turn, for plain decoding and the tree together: most
-    answers of both end earlier, and a tree needs fewer steps.
+    Args:
+        most_tokens: of an answer, the prefill's included.
     """
-    backbone = model.backbone
-    rows = cfg.batch_size
-    trees = model.proposer is not None
-
-    def compile_now() -> None:
-        with progress.phase("compiling the decoding passes", ticking=True):
-            compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
-
-    # 1. as in the interrupted evaluation
-    if earlier is not None:
-        progress.print(f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation")
-        if earlier:
-            compile_now()
-        return
-    # 2. as chosen before under the same conditions
-    turns = sum(len(question.turns) for question in bench.questions)
-    steps = cfg.max_new_tokens * math.ceil(turns / rows)
-    decisions = decisions_of(cfg, paths)
-    conditions = {
-        **dataclasses.asdict(DecodingSettings.of(backbone)),
-        "steps": steps,
-        "rows": rows,
-        "trees": trees,
-    }
-    decided = decisions.find("compile", conditions)
-    if decided is not None:
-        choice, when = decided
-        progress.print(
-            f"compile: {'yes' if choice else 'no'}, as chosen before for as many steps"
-            f" ({when}; compile=true or false sets it)"
-        )
-        if choice:
-            compile_now()
-        return
-    # 3. by timing steps
-    chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    prompt = chat.prompt(bench.questions[0].opening)
-    with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
-        is_compiled = compile_if_repaid(
-            backbone,
-            paths,
-            steps,
-            prompt,
-            progress.print,
-            rows=rows,
-            trees=trees,
-            tree_program=model.usual_nodes is not None,
-        )
-    if is_compiled is not None:
-        decisions.keep("compile", conditions, is_compiled)
+    decoder = BatchDecoder(backbone)
+    tokens = min(most_tokens, backbone.max_context)
+    prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
+    decoder.generate_batch(prompts, tokens, ())  # a warm-up
+    rounds = []
+    for _ in range(SPREAD_ROUNDS):
+        last = max(decoder.generate_batch(prompts, tokens, ()), key=lambda out: out.seconds)
+        rounds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
+    return rounds
 
 
 def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:
@@ -656,17 +604,22 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
 
 
 def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
-    """Return the judge, whose address is checked here; None without one. Sends no request."""
+    """Return the judge, once it has answered a greeting; None without one."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     client = OpenAIClient(
         cfg.judge_base_url,
+        key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,
+        optional=["temperature"],
         note=progress.print,
     )
-    return Judge(client, cfg.judge_model)
+    judge = Judge(client, cfg.judge_model)
+    with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
+        judge.check()
+    return judge
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:

@@ -92,7 +92,6 @@ def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dic
         "dtype": dtype,
         "packed": is_prepacked(backbone.model),
         "attention": backbone.attention,
-        "gpu_kernels": list(paths.gpu_kernels) or None,
         "compiled": backbone.compiled is not None,
         "cuda_graphs": getattr(runner, "works", runner is not None),
     }
@@ -209,8 +208,6 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         settings["dynamic"] = paths.tree_mode
     if paths.threshold is not None:
         settings["threshold"] = paths.threshold
-    if paths.gpu_kernels:
-        settings["gpu_kernels"] = list(paths.gpu_kernels)
     if not cfg.generate:
         settings["generate"] = False
     return settings

@@ -11,7 +11,6 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.config.types import ExportTarget
-from medusa_train.errors import CheckpointError
 from medusa_train.export.card import card
 from medusa_train.io import replace_text
 from medusa_train.models.drafts.eagle3_layer import layer_config
@@ -52,10 +51,6 @@ def write_eagle3(
 
     `base_model` is named in config.json, `licence` on the card.
     """
-    if to not in _EAGLE3_COMMANDS:
-        raise CheckpointError(
-            f"{heads}: an EAGLE-3 draft is exported --to {', '.join(_EAGLE3_COMMANDS)}, not to {to}"
-        )
     # 1. Tensors and config.json as the server reads them.
     state, settings = read_eagle3(heads)
     _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)

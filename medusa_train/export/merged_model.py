@@ -18,8 +18,9 @@ from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, make_readable, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
-from medusa_train.models.loading import load_backbone, model_directory, resolve_backbone
+from medusa_train.models.loading import load_backbone, resolve_backbone
 from medusa_train.models.lora import Adapter
+from medusa_train.models.model_files import model_directory
 
 MERGED = "merged"
 TOKENIZER_CONFIG = "tokenizer_config.json"

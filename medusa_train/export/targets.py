@@ -16,6 +16,7 @@ from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.network import check_network
 from medusa_train.trees.tree import Tree
 
 MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
@@ -44,8 +45,11 @@ def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
     """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa
     conversion reads it.
     """
+    offline = hub_is_unreachable()
+    if not offline and not Path(paths.base_model).is_dir():
+        check_network()
     try:
-        path = cached_file(paths.base_model, "config.json", local_files_only=hub_is_unreachable())
+        path = cached_file(paths.base_model, "config.json", local_files_only=offline)
     except OSError as error:
         raise BackboneError(
             f"base_model {paths.base_model}: cannot read its config.json, which this export"

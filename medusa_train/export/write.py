@@ -25,6 +25,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_w
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     ModelPaths,
+    check_export,
     find_heads,
     heads_kind,
     holds_merged,
@@ -47,6 +48,7 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
+from medusa_train.network import check_network
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
@@ -96,6 +98,7 @@ def export_run(
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
+    check_export(paths.heads, to)
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
@@ -131,10 +134,6 @@ def _write(
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
-    if to in ("sglang", "speculators"):
-        raise CheckpointError(
-            f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
-        )
     # 2. Medusa heads, or the backbone that was trained with them.
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
@@ -495,6 +494,7 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
             raise MedusaError(
                 f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}"
             )
+        check_network()
         from huggingface_hub import HfApi
 
         api = HfApi()

@@ -18,8 +18,6 @@ from medusa_train.models.precision import device_name
 
 #: The settings' entry in tree.json.
 _KEY = "form"
-#: Settings that older files lack.
-_NEWER = ("graphs", "gpu_kernels")
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class DecodingSettings:
         device_name: of the processor or GPU.
         threads: that torch uses on a CPU; None on a GPU.
         graphs: whether steps are CUDA graphs.
-        gpu_kernels: of the key, joined by "+"; None: none.
     """
 
     dtype: str
@@ -47,7 +44,6 @@ class DecodingSettings:
     device_name: str
     threads: int | None
     graphs: bool = False
-    gpu_kernels: str | None = None
 
     @classmethod
     def of(cls, backbone: Backbone) -> DecodingSettings:
@@ -67,7 +63,6 @@ class DecodingSettings:
             device_name=device_name(device),
             threads=threads,
             graphs=getattr(runner, "works", runner is not None),
-            gpu_kernels="+".join(backbone.gpu_kernels) or None,
         )
 
     @classmethod
@@ -86,11 +81,11 @@ class DecodingSettings:
             return None
         names = [field.name for field in fields(cls)]
         for name in names:
-            if name not in settings and name not in _NEWER:
+            if name not in settings and name != "graphs":
                 return None
         # before there was "graphs", graphs and compilation went together
         graphs = settings["compiled"] and settings["device"] == "cuda"
-        settings = {"graphs": graphs, "gpu_kernels": None, **settings}
+        settings = {"graphs": graphs, **settings}
         return cls(**{name: settings[name] for name in names})
 
     def record(self) -> dict[str, Any]:

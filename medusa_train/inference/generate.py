@@ -25,8 +25,11 @@ from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
 
-#: Seconds after which an answer that nobody reads on counts as abandoned.
+#: Seconds after which an answer that nobody reads on counts as abandoned for another thread, and
+#: for the thread that read it last. That one rarely goes on with it; but web servers read the pieces
+#: of one answer in changing threads.
 ABANDONED_SECONDS = 10.0
+ABANDONED_HERE_SECONDS = 0.2
 
 
 class Step(NamedTuple):
@@ -148,9 +151,8 @@ class Decoder:
         at the end of the model's context: the last token is then predicted at position max_context
         but never read. The iterator may be abandoned at any step.
 
-        The decoder holds one answer at a time. An answer in another thread waits until this one is
-        complete, closed or dropped, or has not been read on for `ABANDONED_SECONDS`. One in the same
-        thread does not wait, since nobody would read this one on.
+        The decoder holds one answer at a time. The next one waits until this one is complete, closed
+        or dropped, or has not been read on for `ABANDONED_SECONDS`.
 
         Args:
             prompt: at least one token id.
@@ -200,11 +202,14 @@ class Decoder:
                     self._turn.notify_all()
 
     def _take_turn(self) -> int:
-        """Wait for the answer of another thread, begin an answer, and return its number."""
+        """Wait for an answer that is read, begin another, and return its number."""
         this_thread = threading.get_ident()
         with self._turn:
-            while self._reader not in (None, this_thread):
-                seconds_left = self._read_at + ABANDONED_SECONDS - time.monotonic()
+            while self._reader is not None:
+                patience = ABANDONED_SECONDS
+                if self._reader == this_thread:
+                    patience = ABANDONED_HERE_SECONDS
+                seconds_left = self._read_at + patience - time.monotonic()
                 if seconds_left <= 0:
                     break
                 self._turn.wait(seconds_left)

@@ -191,9 +191,9 @@ class Model:
         """Stream the answer piece by piece. Numbers may be those of numpy or torch; None stands for
         the default of an option.
 
-        A model streams one answer at a time. Other threads wait until it is complete, closed or
-        dropped, or nobody has read on for 10 seconds. An answer that is started before, or in the
-        same thread, ends this one with an error.
+        A model streams one answer at a time. The next one waits until it is complete, closed or
+        dropped. If nobody reads it on for 10 seconds, or for a moment in the thread that starts the
+        next one, it ends with an error.
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content (text, or
@@ -258,15 +258,17 @@ class Model:
 
     def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
         """Return the token ids of a prompt, by the chat template unless it is `raw`."""
-        if raw and not isinstance(prompt, str):
-            raise MedusaError(
-                "raw=True continues one text, and this prompt is none: leave raw out for a chat;"
-                " for several texts write [model.generate(text, raw=True) for text in texts]"
-            )
         if raw:
             if isinstance(prompt, str):
                 with self._encoding:
                     return self._raw_ids(prompt)
+            if isinstance(prompt, (list, tuple)) and isinstance(
+                next(iter(prompt), 0), (str, Mapping)
+            ):
+                raise MedusaError(
+                    "with raw=True, expected a text or a list of token ids: leave raw out for a chat;"
+                    " for several texts write [model.generate(text, raw=True) for text in texts]"
+                )
             return _token_ids(
                 "prompt: with raw=True, expected a text or a list of token ids", prompt
             )

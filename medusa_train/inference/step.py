@@ -591,8 +591,8 @@ class Steps:
         of a single row, which are read up to the root, where all of them lie in the window.
         """
         backbone = self._backbone
-        # programs and kernels take a mask; those of whole passes read whole blocks
-        if backbone.compiled is not None or backbone.gpu_kernels:
+        # compiled passes read whole blocks and take a mask
+        if backbone.compiled is not None:
             return False
         is_in_window = backbone.window is None or key_length <= backbone.window
         return is_in_window and self._is_single(inputs)
@@ -605,11 +605,9 @@ class Steps:
         key_length: int,
     ) -> NodeSlots:
         """Return where the nodes of a tree with these masks stand; see `Backbone.place_nodes`."""
-        # a single row writes slices, where the host may tell the device the column; programs of
-        # layers take columns that the device knows
+        # a single row writes slices, where the host may tell the device the column
         first_column: int | None = None
-        has_programs = self._backbone.layer_programs is not None
-        if inputs.host is not None and self._is_single(inputs) and not has_programs:
+        if inputs.host is not None and self._is_single(inputs):
             first_column = inputs.host.longest
         return self._backbone.place_nodes(
             tree.depths, masks, inputs.lengths, inputs.storage, key_length, first_column

@@ -12,13 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from medusa_train.errors import BackboneError
 from medusa_train.models.rounding import ceil_div
 
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
-#: The same, of `split_key_forward`.
-SPLIT_KEYS = "sdpa_split_keys"
 
 #: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
 # rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
@@ -31,10 +28,6 @@ _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 # quarter of the multiprocessors idle.
 _GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
 _GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
-
-#: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens,
-# 3 times at 2,000.
-_PROMPT_BLOCK = 128
 
 # score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone
 # would make it NaN
@@ -63,58 +56,6 @@ def use_folded_heads(model: Any) -> str:
     return str(config._attn_implementation)
 
 
-def use_split_keys(model: Any) -> str:
-    """Switch a model on a GPU to `split_key_forward`; return its attention's name now.
-
-    Raises:
-        BackboneError: the kernel does not compute this model's attention.
-    """
-    from medusa_train.models.split_attention import HEAD_SIZES, ITEM_SIZES
-
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    obstacle = None
-    if config._attn_implementation != FOLDED_HEADS:
-        obstacle = f"the model's attention is {config._attn_implementation} in {model.dtype}"
-    elif model.dtype.itemsize not in ITEM_SIZES or size not in HEAD_SIZES:
-        obstacle = f"the model has heads of {size} numbers in {model.dtype}"
-    if obstacle is not None:
-        raise BackboneError(
-            "gpu_kernels: split_attention needs torch's attention, and heads of 16 to 256 numbers (a"
-            f" power of two) in 16 bits; {obstacle}. Leave it out"
-        )
-    AttentionInterface.register(SPLIT_KEYS, split_key_forward)
-    AttentionMaskInterface.register(SPLIT_KEYS, sdpa_mask)
-    model.set_attn_implementation(SPLIT_KEYS)
-    return SPLIT_KEYS
-
-
-def split_key_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as `folded_head_forward` does, but decoding passes of few queries with a
-    kernel that splits the keys.
-    """
-    from medusa_train.models.split_attention import can_split, split_attention
-
-    if not _is_unsupported(kwargs) and _is_decoding(query, key, attention_mask, dropout):
-        folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])  # [B, H_kv, G q, d]
-        if attention_mask is not None and can_split(folded, key, value, attention_mask):
-            scale = _score_scale(query, scaling)
-            out = split_attention(folded, key, value, attention_mask, scale)
-            return out.reshape(query.shape).transpose(1, 2).contiguous(), None
-    return folded_head_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-
-
 def folded_head_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -128,14 +69,10 @@ def folded_head_forward(
     """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S,
     d] -> [B, q, H, d].
 
-    Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`;
-    all others (training, prefill with a window, a mask per head) transformers' "sdpa".
+    Decoding passes use `folded_head_attention`; all others (prompts, training, a mask per head)
+    transformers' "sdpa".
     """
     unsupported = _is_unsupported(kwargs)
-    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
-        out = _causal_attention(query, key, value, scaling)
-        return out.transpose(1, 2).contiguous(), None
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -281,36 +218,6 @@ def _attention_in_float32(
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Compute causal attention of whole prompts by two products for each block of queries, [B, H,
-    q, d] -> [.., d_v].
-
-        block 0   x . . . . .       a block reads the keys up to its last query
-                  x x . . . .
-        block 1   x x x . . .
-                  x x x x . .
-
-    torch's fused kernel takes 1.6 to 2.9 times as long in bfloat16 on a CPU, from 59 tokens on.
-    """
-    kv_heads = key.shape[1]
-    length = query.shape[2]
-    scaled = query * _score_scale(query, scaling)
-    size = min(length, _PROMPT_BLOCK)
-    causal = query.new_full((size, size), float("-inf")).triu_(1)
-    blocks = []
-    for start in range(0, length, size):
-        block = scaled[:, :, start : start + size]
-        count = block.shape[2]
-        keys = key[:, :, : start + count]
-        values = value[:, :, : start + count]
-        folded = block.reshape(len(query), kv_heads, -1, query.shape[3])
-        scores = torch.matmul(folded, keys.transpose(2, 3))
-        scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
-        out = torch.matmul(scores.softmax(-1), values)
-        blocks.append(out.reshape(*block.shape[:3], value.shape[3]))
-    return torch.cat(blocks, dim=2)
-
-
 def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
 
@@ -331,23 +238,6 @@ def _is_unsupported(options: Mapping[str, Any]) -> bool:
     if options.get("position_bias") is not None or options.get("softcap") is not None:
         return True
     return options.get("cache") is not None
-
-
-def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or
-    dropout.
-
-    Under autocast, in joint training, a teacher has to round as its student with gradients does.
-    """
-    if mask is not None or dropout or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    return (
-        query.dtype == torch.bfloat16
-        and query.device.type == "cpu"
-        and 1 < query.shape[2] == key.shape[2]
-    )
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

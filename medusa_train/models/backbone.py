@@ -5,7 +5,7 @@ cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import use_folded_heads, use_split_keys
+from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, Form, has_compiler, needed_forms
 from medusa_train.models.document_attention import (
     document_bounds,
@@ -30,8 +30,8 @@ from medusa_train.models.features import (
     capture_inputs,
     capture_outputs,
 )
-from medusa_train.models.fused_linears import fuse_linears
 from medusa_train.models.hf_config import (
+    check_exit_layer,
     context_length,
     decoder_of,
     has_experts,
@@ -39,8 +39,7 @@ from medusa_train.models.hf_config import (
     logit_scale,
     rope_switch,
 )
-from medusa_train.models.layer_programs import LayerPrograms
-from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
+from medusa_train.models.layer_split import LayerRunner, LayerSplit
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
@@ -81,8 +80,6 @@ class Backbone:
         compiled: the compiled decoding passes, after `compile_passes`.
         step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run eagerly,
             with exact sizes.
-        gpu_kernels: parts for GPUs that it decodes with, see `use_gpu_kernels`.
-        layer_programs: of its layers, and of those of its draft; None: they are not compiled apart.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -120,8 +117,6 @@ class Backbone:
         self.decoding_need = FINAL_STATES
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
-        self.gpu_kernels: tuple[str, ...] = ()
-        self.layer_programs: LayerPrograms | None = None
 
     def end_answers_by(
         self, chat_template: str | None, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -544,51 +539,9 @@ class Backbone:
 
     # Faster decoding
 
-    def use_gpu_kernels(self, names: Collection[str]) -> None:
-        """Decode with these parts for GPUs, see the key `gpu_kernels`; before a draft is built, whose
-        layers take the backbone's attention.
-
-        Raises:
-            BackboneError: one of them cannot be used with this model on this machine.
-        """
-        if not names:
-            return
-        obstacle = None
-        if self.device.type != "cuda":
-            obstacle = "there is no GPU"
-        elif not has_compiler(self.device):
-            obstacle = "Triton is not installed"
-        elif getattr(self.model, "is_quantized", False):
-            obstacle = "the model is quantized"
-        elif has_experts(self.config):
-            obstacle = "the model has experts"
-        if obstacle is not None:
-            raise BackboneError(
-                f"gpu_kernels: {', '.join(names)}: need a GPU, Triton, and a model that is neither"
-                f" quantized nor a mixture of experts; {obstacle}. Leave the key out"
-            )
-        # before programs are compiled: attention and products are a part of them
-        if "split_attention" in names:
-            self.attention = use_split_keys(self.model)
-        if "fused_linears" in names:
-            groups = sum(fuse_linears(layer) for layer in self.layers)
-            if not groups:
-                raise BackboneError(
-                    f"gpu_kernels: fused_linears: the layers of {type(self.model).__name__} have no"
-                    " projections that could be fused, or are fused already. Leave it out"
-                )
-        if "layer_programs" in names:
-            tuned = "coordinate_descent" in names
-            self.layer_programs = LayerPrograms(coordinate_descent=tuned)
-            for index, layer in enumerate(self.layers):
-                self.layer_programs.serve(layer, index)
-        self.gpu_kernels = tuple(names)
-
     @property
     def compile_obstacle(self) -> str | None:
         """Why this model's passes can't be compiled; None if they can."""
-        if self.layer_programs is not None:
-            return "decodes with layer programs (gpu_kernels)"
         if set(self.layer_types) != {"full_attention"} and self.window is not None:
             return "has sliding windows"
         return None if self.rope_switch is None else "uses longrope"

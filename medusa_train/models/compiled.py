@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features, capture_outputs
@@ -291,85 +290,51 @@ def with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
-#: Dimensions that differ between batches, by the number of dimensions: [documents], [B, T], [B, T,
-# d] and [B, 1, T, T].
-_VARYING = {1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 2, 3)}
+def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager[None]]:
+    """Compile decoder layers by torch.compile, for passes without gradients.
 
+    Sizes of batches are dynamic dimensions, so a kind of layer is compiled at most four times, when
+    it is first needed: for one row and for several, with a mask and without one.
 
-class CompiledLayers:
-    """Programs of torch.compile for decoder layers, which run in their place within `active`.
-
-    Batch size and length are dynamic dimensions. So each kind of layer is compiled at most four
-    times, when it is first
-    needed: for one row and for several, with a mask and without one.
-
-    Args:
-        layers: of a backbone whose weights are not trained. kinds: kind of attention of each layer.
+    Returns:
+        A context within which the layers run compiled. Decoding runs outside.
 
     Raises:
-        BackboneError: there is no compiler on this machine.
+        BackboneError: there is no compiler on this machine; in the context, torch.compile fails.
     """
+    device = next(layers[0].parameters()).device
+    if not has_compiler(device):
+        needed = "a C++ compiler (g++ or clang)" if device.type == "cpu" else "Triton"
+        raise BackboneError(
+            f"torch_compile: needs {needed}, which was not found; install it, or leave the key out"
+        )
+    programs = []
+    for layer in layers:
+        layer.compile(dynamic=True)
+        programs.append(layer._compiled_call_impl)
 
-    def __init__(self, layers: nn.ModuleList, kinds: Sequence[str]) -> None:
-        device = next(layers[0].parameters()).device
-        if not has_compiler(device):
-            needed = "a C++ compiler (g++ or clang)" if device.type == "cpu" else "Triton"
-            raise BackboneError(
-                f"torch_compile: needs {needed}, which was not found; install it, or leave the"
-                " key out"
-            )
-        # functions with code of their own, since the limit of programs that torch.compile keeps is
-        # one for each code
-        programs = {
-            kind: torch.compile(with_unique_code(_run_layer)) for kind in dict.fromkeys(kinds)
-        }
-        self._forwards = [
-            (layer, partial(_run_marked, programs[k], layer))
-            for layer, k in zip(layers, kinds, strict=True)
-        ]
+    def use(found: Sequence[Any]) -> None:
+        # `compile` sets this attribute; torch has no public way to switch back
+        for layer, program in zip(layers, found, strict=True):
+            layer._compiled_call_impl = program
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run the layers' programs in passes without gradients; decoding runs outside.
-
-        BackboneError: it fails.
-        """
+    def compiled() -> Iterator[None]:
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
-        # accelerate sets it, too
-        before: list[Any] = [vars(layer).get("forward") for layer, _ in self._forwards]
-        for layer, program in self._forwards:
-            layer.forward = program
+        use(programs)
         try:
             yield
         except TorchDynamoException as error:
-            reason = _first_line(error)
             raise BackboneError(
-                f"torch_compile: torch.compile failed: {reason}\nLeave the key out"
+                f"torch_compile: torch.compile failed: {_first_line(error)}\nLeave the key out"
             ) from error
         finally:
-            for (layer, _), forward in zip(self._forwards, before, strict=True):
-                if forward is None:
-                    del layer.forward
-                else:
-                    layer.forward = forward
+            use([None] * len(programs))
+
+    use([None] * len(programs))
+    return compiled
 
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _run_marked(program: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's program, with the dimensions marked that vary between batches."""
-    from torch._dynamo import maybe_mark_dynamic
-
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            for dim in _VARYING.get(leaf.dim(), ()):
-                maybe_mark_dynamic(leaf, dim)
-    return program(layer, *args, **kwargs)
-
-
-def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer by its class, since the layer's own `forward` is the program."""
-    return type(layer).forward(layer, *args, **kwargs)

@@ -4,9 +4,7 @@ without one.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ FLASH = "flash_attention_2"
 DOCUMENTS = "sdpa_documents"
 
 _HALF = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256  # of torch's flash kernels
 _WINDOW_QUERIES = 256  # queries with a sliding window that share a mask
 
 
@@ -141,31 +138,6 @@ def register_document_attention() -> str:
     return DOCUMENTS
 
 
-@lru_cache(maxsize=1)
-def _varlen_attn() -> Callable[..., Any] | None:
-    """Return torch's varlen kernel for GPUs; None where it is missing or lacks groups or windows
-    (before 2.12).
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    kernel: Callable[..., Any] = varlen_attn  # without `return_aux` it returns a tensor alone
-    parameters = inspect.signature(kernel).parameters
-    if not {"scale", "window_size", "enable_gqa"} <= set(parameters):
-        return None
-    return kernel
-
-
-def uses_varlen_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0
-) -> bool:
-    """Return whether documents are computed by torch's varlen kernel; otherwise by a call for each."""
-    if device.type != "cuda" or dtype not in _HALF or head_dim > _MAX_HEAD_DIM or dropout:
-        return False
-    return _varlen_attn() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 # Attention
 
 
@@ -179,7 +151,6 @@ def document_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention in transformers' interface: query [B, H, T, d], key and value [B, H_kv, T,
@@ -193,7 +164,7 @@ def document_attention_forward(
             and neither bounds nor a mask.
     """
     # 1. without bounds there is one document per row
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None:
         if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             raise ValueError("a sliding window needs the bounds of documents or a mask")
         return folded_head_forward(
@@ -210,43 +181,13 @@ def document_attention_forward(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
     # 3. join the rows end to end
-    rows, heads, length, head_dim = query.shape
+    rows, heads, length, _ = query.shape
     joined = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]  # [H, B*T, d]
 
     # 4. attend within each document
-    if uses_varlen_kernel(query.device, query.dtype, head_dim, dropout):
-        out = _by_kernel(joined, cu_seq_lens_q, max_length_q, sliding_window, scaling)
-    else:
-        lengths = cu_seq_lens_q.diff().tolist()
-        out = _one_by_one(joined, lengths, sliding_window, scaling, dropout)
+    lengths = cu_seq_lens_q.diff().tolist()
+    out = _one_by_one(joined, lengths, sliding_window, scaling, dropout)
     return out.view(rows, length, heads, value.shape[3]), None
-
-
-def _by_kernel(
-    joined: list[Tensor], bounds: Tensor, longest: int, window: int | None, scaling: float | None
-) -> Tensor:
-    """Compute all documents with torch's varlen kernel, -> [B * T, H, d].
-
-    Never run: it needs a GPU.
-    """
-    kernel = _varlen_attn()
-    assert kernel is not None
-    query, key, value = (states.transpose(0, 1) for states in joined)  # [B * T, H, d]
-    # the kernel counts the positions before a query, a window in transformers the query as well
-    before = -1 if window is None else window - 1
-    out: Tensor = kernel(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out
 
 
 def _one_by_one(

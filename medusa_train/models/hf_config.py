@@ -135,3 +135,11 @@ def has_experts(config: Any) -> bool:
     """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(getattr(config, name, None) for name in names)
+
+
+def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
+    """Raise BackboneError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
+    if not 0 < layers < num_layers:
+        raise BackboneError(
+            f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
+        )

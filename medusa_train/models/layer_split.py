@@ -97,14 +97,6 @@ class LayerRunner:
         return states
 
 
-def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
-    """Raise BackboneError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
-    if not 0 < layers < num_layers:
-        raise BackboneError(
-            f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
-        )
-
-
 class LayerSplit:
     """A model's decoder layers in two parts: 0 .. l - 1, and l .. with the final norm.
 

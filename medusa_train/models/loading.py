@@ -14,14 +14,13 @@ from typing import Any, Literal
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
-from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
@@ -32,12 +31,12 @@ from medusa_train.models.document_attention import (
     FLASH,
     flash_obstacle,
     register_document_attention,
-    uses_varlen_kernel,
 )
-from medusa_train.models.hf_config import head_dim
+from medusa_train.models.model_files import find_backbone, missing_from_hub, model_directory
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import WeightMemory, auto_dtype, default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
+from medusa_train.network import check_network
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
@@ -224,17 +223,6 @@ def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | 
     )
 
 
-def model_directory(source: str) -> Path:
-    """Return the directory of a model that is named by it, or by its name in the hub's cache."""
-    directory = Path(source)
-    if directory.is_dir():
-        return directory
-    cached = try_to_load_from_cache(source, "config.json")
-    if isinstance(cached, str):
-        return Path(cached).parent
-    return directory
-
-
 def _describe_index(source: str) -> str | None:
     """Name an index of weight files that is not what transformers writes; None without one."""
     for path in sorted(model_directory(source).glob("*.index.json")):
@@ -280,55 +268,24 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         BackboneError: the directory does not exist, the hub has no such model or cannot be reached,
             or the architecture is not supported.
     """
-    local = resolve_path(name)
-    if local is not None:
-        source = str(local)
-        if not (local / "config.json").is_file():
-            raise BackboneError(f"base_model {name}: not a model directory: no config.json")
-        similar = None
-    else:
-        source = name
-        similar = nearest_path(name)
-    advice = f"; did you mean {similar}?" if similar else ""
-    if local is None and looks_like_path(name):
-        raise BackboneError(f"base_model {name}: no such directory{advice}")
+    source, _ = find_backbone(name)
+    if resolve_path(name) is None and not hub_is_unreachable():
+        check_network()
     try:
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except UNREADABLE as error:
         _refuse_remote_code(error, source)
-        if local is not None:
+        if Path(source).is_dir():
             raise BackboneError(
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
-        # not refused before: the hub may have models of an owner with a local directory
-        if similar is not None:
-            raise BackboneError(
-                f"base_model {name}: no such directory, and no such model on the Hugging Face"
-                f" hub{advice}"
-            ) from error
-        # where the README and the shipped configurations keep models
-        directory = f"models/{Path(name).name}"
-        if name.startswith("models/"):
-            raise BackboneError(
-                f"base_model {name}: no such directory. `make smollm2-model` writes the model of"
-                f" configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name}"
-                f" --local-dir {name}`"
-            ) from error
-        reason = describe_hub_error(error, name, "model")
-        if not reason and hub_is_unreachable():
-            reason = "no network, or HF_HUB_OFFLINE is set, and it is not in the cache"
-        if not reason:
-            reason = (
-                "what it answered is no model's config.json; does a proxy answer in its place?"
-                f" ({str(error).strip().partition(chr(10))[0]})"
-            )
-        raise BackboneError(
-            f"base_model {name}: not a local directory, and not available from the Hugging Face"
-            f" hub: {reason}.\nDownload it where there is a network (`hf download {name} --local-dir"
-            f" {directory}`) and set base_model: {directory}"
-        ) from error
+        reason = describe_hub_error(error, name, "model") or (
+            "what the Hugging Face hub answered is no model's config.json; does a proxy answer in"
+            f" its place? ({str(error).strip().partition(chr(10))[0]})"
+        )
+        raise missing_from_hub(name, reason) from error
     check_architecture(config, name)
     _check_generation_config(name, source)
     return source, config
@@ -483,8 +440,8 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     """Choose the fastest attention that keeps packed conversations separate.
 
     Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows
-    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, by
-    torch's, or by one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
+    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, or by
+    one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
     sdpa from its flash kernel; only soft-capped scores need it. The same holds for sliding windows,
     which need a mask even in rows of one conversation.
 
@@ -539,7 +496,5 @@ def _varlen_attentions(
         reasons.append(obstacle)
     if capped:
         reasons.append("soft-capped scores need a mask")
-    elif uses_varlen_kernel(backbone.device, backbone.dtype, head_dim(backbone.config)):
-        yield register_document_attention(), "torch varlen kernel"
     else:
         yield register_document_attention(), "torch sdpa, one call per document,"

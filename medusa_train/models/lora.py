@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from medusa_train import checksums
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.io import parse_json, warn_once
+from medusa_train.io import warn_once
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
+from medusa_train.models.model_files import ADAPTER_CONFIG, read_adapter_config
 
 LM_HEAD = "lm_head"
 
@@ -42,7 +43,6 @@ class LoraSpec:
 
 #: The weights of an adapter, as PEFT names the file.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 
 
 def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ class Adapter:
 
         unknown = _unknown_entries(read_adapter_config(directory))
         if unknown:
-            warn_once(f"{directory / CONFIG}: not read: {', '.join(unknown)}")
+            warn_once(f"{directory / ADAPTER_CONFIG}: not read: {', '.join(unknown)}")
         weights = directory / ADAPTER_WEIGHTS
         if weights.is_file():
             checksums.check(weights)
@@ -185,22 +185,6 @@ class Adapter:
         weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         self.peft = get_peft_model(self.peft.unload().dequantize(), config)
         set_peft_model_state_dict(self.peft, weights)
-
-
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
-    JSON.
-    """
-    path = directory / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
-    try:
-        config: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict) or "peft_type" not in config:
-        raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
-    return config
 
 
 def _unknown_entries(config: Mapping[str, Any]) -> list[str]:

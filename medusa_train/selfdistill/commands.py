@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from medusa_train.checkpoint.next_command import is_embedded
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.config.yaml_source import read_yaml_file
@@ -69,7 +70,10 @@ def _commands_for(values: Mapping[str, Any], model: str, name: str) -> Iterator[
 
 
 def next_command(cfg: SelfDistillConfig, output: Path) -> str:
-    """Return the command that uses `output`: training, or after mode questions a second run."""
+    """Return the command that uses `output`: training, or after mode questions a second run.
+
+    As in README, answers of a server train EAGLE-3, which vLLM serves, others Medusa-1.
+    """
     shared = _overrides({key: getattr(cfg, key) for key in _SHARED_KEYS})
     template = cfg.chat_template
     if cfg.mode == "questions":
@@ -78,11 +82,11 @@ def next_command(cfg: SelfDistillConfig, output: Path) -> str:
             words += ["--chat-template", template]
         return shlex.join([*words, *shared])
     export, model = _trainable_model(cfg)
-    words = [
-        "medusa-train",
-        f"base_model={model}",
-        f"datasets=[{{path: {_yaml_text(str(output))}}}]",
-    ]
+    config = "any_eagle3" if cfg.engine == "openai" else "any_m1"
+    if is_embedded(model):
+        config = "tiny_m1"
+    data = f"datasets=[{{path: {_yaml_text(str(output))}, type: messages}}]"
+    words = ["medusa-train", f"configs/{config}.yaml", f"base_model={model}", data]
     if template is not None:
         words.append(f"chat_template={template}")
     return export + shlex.join([*words, *shared])

@@ -109,16 +109,14 @@ def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | 
 def open_engine(
     cfg: SelfDistillConfig,
     dtype: str | None,
-    answers: int,
     note: Callable[[str], None],
     loading: AbstractContextManager[object] | None = None,
 ) -> Engine:
     """Load the model, or connect to the server, that generates the answers.
 
     Args:
-        answers: number of answers to generate, by which `compile: auto` decides.
         note: receives that decision, and lines about servers that do not answer.
-        loading: entered while the weights are read.
+        loading: entered while torch is imported and the weights are read.
     """
     if cfg.engine == "openai":
         from medusa_train.selfdistill.openai_engine import OpenAIEngine
@@ -134,13 +132,14 @@ def open_engine(
             note=note,
         )
         return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
-    import torch
-
     assert dtype is not None  # only a server has none
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if "LOCAL_RANK" in os.environ:  # set by a launcher
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     paths = resolve_model_paths(cfg)
-    return open_hf_engine(cfg, paths, dtype, answers, note, loading)
+    return open_hf_engine(cfg, paths, dtype, note, loading)
 
 
 def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
@@ -156,18 +155,12 @@ def open_hf_engine(
     cfg: SelfDistillConfig,
     paths: ModelPaths,
     dtype: str,
-    answers: int,
     note: Callable[[str], None],
     loading: AbstractContextManager[object] | None = None,
 ) -> HFEngine:
     """Load the model in this process, compile it where wanted, and return its engine; see
     `open_engine`.
     """
-    from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
-    from medusa_train.choose_decoding import compile_if_repaid
-    from medusa_train.data.tokenize import ChatEncoder
-    from medusa_train.selfdistill.hf_engine import HFEngine
-
     batch_size = cfg.batch_size
     if batch_size is None:
         is_single = dtype == "float32" or paths.heads is not None
@@ -176,6 +169,10 @@ def open_hf_engine(
     # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
     with nullcontext() if loading is None else loading:
+        from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
+        from medusa_train.data.tokenize import ChatEncoder
+        from medusa_train.selfdistill.hf_engine import HFEngine
+
         model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
@@ -187,23 +184,8 @@ def open_hf_engine(
         note(ends)
 
     # 2. compile it
-    if cfg.compile is True:
+    if cfg.compile:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
-    elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):
-        # Compiled passes round differently, and single rows in float32 have the same answers on
-        # other machines. Half of the tokens are expected, since most answers end before their
-        # limit.
-        steps = answers * cfg.max_new_tokens // 2 // batch_size
-        compile_if_repaid(
-            model.backbone,
-            paths,
-            steps,
-            [0] * TIMED_PROMPT,
-            note,
-            rows=batch_size,
-            trees=trees,
-            tree_program=model.usual_nodes is not None,
-        )
     model.compile_tree(note)
     return HFEngine(
         model.backbone,

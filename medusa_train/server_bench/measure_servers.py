@@ -43,7 +43,7 @@ from medusa_train.server_bench.request_blocks import (
     open_server,
     plan_blocks,
 )
-from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
+from medusa_train.server_bench.serve import KEY_VARIABLE, ServedModel, ServerPool, prepare_model
 from medusa_train.server_bench.served_figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.served_report import terminal_report, write_report
 
@@ -461,9 +461,11 @@ def request_options(
         )
     # 2. what is known of a model that is served from here
     retry_seconds = cfg.retry_seconds
+    key_variable = cfg.api_key_env
     stop_tokens: tuple[int, ...] = ()
     if cfg.serve and paths is not None:
         retry_seconds = min(cfg.retry_seconds, 5.0)
+        key_variable = KEY_VARIABLE
         # those of a running server's model are known to it alone
         stop_tokens = read_stop_tokens(paths)[0].ids
     return RequestOptions(
@@ -471,7 +473,7 @@ def request_options(
         cfg.seed,
         cfg.request_timeout,
         retry_seconds,
-        cfg.api_key_env,
+        key_variable,
         stop_tokens=stop_tokens,
     )
 

@@ -34,11 +34,14 @@ from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.hide_secrets import excerpt, mask
 from medusa_train.io import environment_of_the_user, mask_file, replace_text
+from medusa_train.network import client_options
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.request_blocks import PLAIN, Target
 from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
+#: Environment variable of the key with which vLLM locks a server.
+KEY_VARIABLE = "VLLM_API_KEY"
 SERVED_NAME = "served"
 # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
 EAGLE3_TOKENS = 5
@@ -149,13 +152,14 @@ class VLLMServer:
         or `seconds` pass.
         """
         health = self.url.removesuffix("/v1") + "/health"
+        options = client_options(health)
         deadline = time.monotonic() + seconds
         with progress.phase(f"starting vLLM ({self.name})", ticking=True):
             while time.monotonic() < deadline:
                 if self._process.poll() is not None:
                     raise ServerError(self.explain())
                 try:
-                    if httpx.get(health, timeout=2.0, trust_env=False).status_code == 200:
+                    if httpx.get(health, timeout=2.0, **options).status_code == 200:
                         self._ready = True
                         return
                 except httpx.TransportError:

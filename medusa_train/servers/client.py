@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
@@ -119,29 +119,35 @@ class OpenAIClient:
         timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this
             long.
         concurrency: maximum number of concurrent requests to each server.
-        note: called with a line when a server stops answering, and when it answers again; by any
-            thread.
+        optional: keys of requests that are left out for a server that rejects them.
+        note: called with a line when a server stops answering, when it answers again, and when it
+            rejects a key that can be sent otherwise; by any thread.
 
     Attributes:
         capacity: maximum number of concurrent requests to all servers. retries, last_fault: number
         of retries of all requests so far, and why the last was necessary.
 
     Raises:
-        ConfigError: a URL is not a web address, or contains a password.
+        ConfigError: a URL is not a web address, or contains a password; the environment's proxy or
+            certificates cannot be used.
     """
 
     def __init__(
         self,
         urls: str | Sequence[str],
         *,
-        key_variable: str = "OPENAI_API_KEY",
+        key_variable: str,
         timeout: float,
         retry_seconds: float,
         concurrency: int = CONCURRENCY,
+        optional: Collection[str] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        servers = [ServerConnection(url, key_variable, timeout, concurrency) for url in urls]
+        servers = [
+            ServerConnection(url, key_variable, timeout, concurrency, optional, note)
+            for url in urls
+        ]
         self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
         self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(
             server.url for server in self._slots

@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.hide_secrets import excerpt, mask, remember
+from medusa_train.network import client_options
 from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
 from medusa_train.servers.responses import (
     error_message,
@@ -54,11 +54,23 @@ class ServerConnection:
     of the prompt from rejections or vLLM's `/tokenize`. Where a server names no numbers,
     `max_tokens` is halved until it accepts.
 
+    A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that rejects a
+    key in `optional` a request without it. What it accepts is sent from then on, and `note` is
+    called with a line.
+
     The answer to a request with `stream: true` is read to its end, and gets its times
     (`read_completion`).
     """
 
-    def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        key_variable: str,
+        timeout: float,
+        connections: int,
+        optional: Collection[str] = (),
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.url = _normalize_url(url)
         self.context: int | None = None
         self._can_tokenize = True
@@ -68,6 +80,11 @@ class ServerConnection:
         self._models_read = False
         self._timeout = timeout
         self._closed = False
+        # by the name of a key, the one to send in its place; None: it is left out
+        self._spellings: dict[str, str | None] = {}
+        self._other_spellings = {"max_tokens": "max_completion_tokens", **dict.fromkeys(optional)}
+        self._spellings_lock = threading.Lock()
+        self._note = note
         headers = {}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -75,8 +92,7 @@ class ServerConnection:
             headers=headers,
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
-            # a proxy (HTTP_PROXY) cannot reach a server on this machine
-            trust_env=not _is_loopback(self.url),
+            **client_options(self.url),
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
@@ -88,23 +104,25 @@ class ServerConnection:
             ServerError: wrong key or address.
         """
         body = dict(body)
+        spellings = dict(self._spellings)
         try:
             # 1. no more tokens than the context holds beside a prompt of one token
             self._read_models(body.get("model"))
             if "max_tokens" in body and self.context is not None:
                 body["max_tokens"] = min(body["max_tokens"], self.context - 1)
-            # 2. fewer and fewer, while the server says that they do not fit beside this prompt
+            # 2. once more, while it can be changed so that the server may accept it
             while True:
                 try:
-                    answer = self._post(body)
-                    if "max_tokens" in body and not isinstance(answer, Fault):
-                        answer["max_tokens"] = body["max_tokens"]
-                    return answer
+                    answer = self._post(_respelled(body, spellings))
+                    break
                 except RequestRejected as rejected:
-                    room = self._room(body, rejected.limit)
-                    if room is None:
+                    if not self._adapt(body, spellings, rejected):
                         raise
-                body["max_tokens"] = room
+            if isinstance(answer, dict):
+                self._remember(spellings)
+                if "max_tokens" in body:
+                    answer["max_tokens"] = body["max_tokens"]
+            return answer
         # 3. faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
@@ -191,7 +209,7 @@ class ServerConnection:
         if status == 200 or status in _RETRYABLE or status >= 500:
             return Fault(reason, "failed")
         if status in (400, 422):
-            raise RequestRejected(reason, parse_rejection(response.text))
+            raise RequestRejected(reason, parse_rejection(response.text), text=response.text)
         if status == 413:  # too long in any case, whatever the text says
             raise RequestRejected(reason, parse_rejection(response.text) or ContextLimit())
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
@@ -213,12 +231,37 @@ class ServerConnection:
         finally:
             self._models_lock.release()
 
-    def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
+    def _adapt(
+        self, body: dict[str, Any], spellings: dict[str, str | None], rejected: RequestRejected
+    ) -> bool:
+        """Change a rejected request for another try; False if nothing is left to change."""
+        # 1. fewer tokens, if it does not fit
+        if rejected.limit is not None:
+            room = self._room(body, rejected.limit)
+            if room is not None:
+                body["max_tokens"] = room
+            return room is not None
+        # 2. a key that the server names: under its other name, or left out
+        for name, other in self._other_spellings.items():
+            is_named = rejected.names(name) or (other is not None and rejected.names(other))
+            if is_named and name in body and name not in spellings:
+                spellings[name] = other
+                return True
+        return False
+
+    def _remember(self, spellings: Mapping[str, str | None]) -> None:
+        """Send keys as the server has accepted them from now on."""
+        with self._spellings_lock:
+            learned = {name: spellings[name] for name in spellings.keys() - self._spellings.keys()}
+            self._spellings.update(learned)
+        for name, other in learned.items():
+            instead = "it is left out" if other is None else f"{other} takes its place"
+            self._note(f"server {self.url}: rejects {name}; {instead}")
+
+    def _room(self, body: Mapping[str, Any], limit: ContextLimit) -> int | None:
         """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not
         fit.
         """
-        if limit is None:
-            return None  # it has another reason than the context
         asked = body.get("max_tokens", 0)
         self.context = limit.context or self.context
         # 1. exactly what is left beside the prompt, where both lengths are known
@@ -269,6 +312,16 @@ class ServerConnection:
         return f"{response.status_code} {phrase}: {excerpt(error_message(response), 300)}"
 
 
+def _respelled(body: Mapping[str, Any], spellings: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return a request with its keys as the server accepts them."""
+    sent = {}
+    for key, value in body.items():
+        name = spellings.get(key, key)
+        if name is not None:
+            sent[name] = value
+    return sent
+
+
 def _read_key(variable: str) -> str:
     """Return the API key of an environment variable, masked from now on; empty if it is not set.
 
@@ -291,8 +344,3 @@ def _normalize_url(url: str) -> str:
     if problem is not None:
         raise ConfigError(f"server {problem}")
     return url.rstrip("/").removesuffix("/chat/completions")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

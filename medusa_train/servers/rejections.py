@@ -64,14 +64,28 @@ class RequestRejected(Exception):
     `limit`.
 
     `failed`: it did not reject it, but all attempts failed; another run may get an answer.
+    `text`: the server's response.
     """
 
     def __init__(
-        self, message: str, limit: ContextLimit | None = None, *, failed: bool = False
+        self,
+        message: str,
+        limit: ContextLimit | None = None,
+        *,
+        failed: bool = False,
+        text: str = "",
     ) -> None:
         super().__init__(message)
         self.limit = limit
         self.failed = failed
+        self._text = text
+
+    def names(self, parameter: str) -> bool:
+        """Return whether the response names a parameter of the request, other than as a key of a
+        request that it repeats.
+        """
+        name = rf"\b{re.escape(parameter)}\b(?!\\?[\"']\s*:)"
+        return re.search(name, self._text, re.IGNORECASE) is not None
 
     @property
     def too_long(self) -> bool:

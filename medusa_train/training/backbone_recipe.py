@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.resolve import find_heads
-from medusa_train.checkpoint.run_directory import ADAPTER, HEADS, MODEL
+from medusa_train.checkpoint.resolve import find_initial_adapter
+from medusa_train.checkpoint.run_directory import ADAPTER, MODEL
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import CompiledLayers
+from medusa_train.models.compiled import compile_layers
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.hf_config import decoder_of
 from medusa_train.models.lm_head import LMHead
@@ -29,8 +29,6 @@ from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.hidden_states import HiddenStateCache
 
-ADAPTER_FILE = "adapter_config.json"
-
 
 @dataclass
 class BackboneRecipe:
@@ -39,7 +37,7 @@ class BackboneRecipe:
     Attributes:
         parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
         cache: hidden states on disk of a frozen backbone (`cache_hidden_states`).
-        compiled: programs for the layers of a frozen backbone (`torch_compile`).
+        compiled: context in which the layers of a frozen backbone run compiled (`torch_compile`).
     """
 
     backbone: Backbone
@@ -47,7 +45,7 @@ class BackboneRecipe:
     adapter: Adapter | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     cache: HiddenStateCache | None = None
-    compiled: CompiledLayers | None = None
+    compiled: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def joint(self) -> bool:
@@ -68,11 +66,8 @@ class BackboneRecipe:
 
     def _run(self, batch: Batch, need: FeatureSpec) -> Features:
         """Run the backbone on `batch`; without a graph if it is frozen."""
-        programs: AbstractContextManager[Any] = nullcontext()
-        if self.compiled is not None:
-            programs = self.compiled.active()
         has_graph = self.joint and torch.is_grad_enabled()
-        with torch.set_grad_enabled(has_graph), self._autocast(), programs:
+        with torch.set_grad_enabled(has_graph), self._autocast(), self.compiled():
             return self.backbone.run(
                 batch.tokens, positions=batch.positions, segments=batch.segments, need=need
             )
@@ -144,10 +139,10 @@ def build_backbone_recipe(
     """
     # 1. A frozen backbone.
     if cfg.recipe == "medusa1":
-        compiled = None
-        if cfg.torch_compile is True:
-            compiled = CompiledLayers(backbone.layers, backbone.layer_types)
-        return BackboneRecipe(backbone, precision, compiled=compiled)
+        recipe = BackboneRecipe(backbone, precision)
+        if cfg.torch_compile:
+            recipe.compiled = compile_layers(backbone.layers)
+        return recipe
     # 2. An adapter, or layers that are trained themselves.
     if cfg.gradient_checkpointing is True:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -196,24 +191,3 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
             " unfreeze"
         )
     return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
-
-
-# Weights of an earlier run (lora_model_dir)
-
-
-def find_initial_heads(run: Path | None) -> Path | None:
-    """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
-    return _find_initial(run, HEADS, lambda path: find_heads(path).layout is not None)
-
-
-def find_initial_adapter(run: Path | None) -> Path | None:
-    """Return the adapter in `run` (a run, or an adapter's directory), or None."""
-    return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
-
-
-def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    if run is None:
-        return None
-    if holds(run / name):
-        return run / name
-    return run if holds(run) else None

@@ -302,7 +302,7 @@ def _zero_problems(zero: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
         yield f"zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3"
     if stage == 3 and cfg.quantization is not None:
         yield "stage 3 cannot partition a quantized backbone; use stage 2"
-    if stage == 3 and cfg.torch_compile is True:
+    if stage == 3 and cfg.torch_compile:
         yield "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
     # 3. Offloading.
     for name in OFFLOADS:

@@ -15,10 +15,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from medusa_train.checkpoint.heads import read_token_map
+from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
+from medusa_train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    describe_vocabulary,
+    warn_of_coverage,
+)
 from medusa_train.data.examples import Example
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
@@ -27,7 +33,7 @@ from medusa_train.models.loading import load_tokenizer, resolve_backbone
 from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
-    choose_for_device,
+    choose_checkpointing,
     memory_without_checkpointing,
     precision_of_run,
 )
@@ -42,7 +48,7 @@ from medusa_train.training.estimate import (
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.preflight import check_run
-from medusa_train.training.setup import make_plan
+from medusa_train.training.setup import few_steps_advice, make_plan
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -71,9 +77,9 @@ class _Stage:
         precision = precision_of_run(cfg, self.device, notes.append)
         self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
-        choices = choose_for_device(cfg, self.device, without)
-        self.notes = (*notes, *choices.notes)
-        cfg = choices.apply(cfg)
+        cfg, note = choose_checkpointing(cfg, self.device, without)
+        advice = few_steps_advice(cfg, self.plan, loader.batches_per_epoch, processes)
+        self.notes = [line for line in (*notes, note, advice) if line is not None]
         self.cfg = cfg
         # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)
@@ -228,14 +234,8 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
         table.add_row("held out", _describe_tokens(validation))
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
-    size = cfg.draft_config.settings.get("vocab_size")
-    token_map = choose_draft_vocabulary(
-        size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key
-    )
-    if token_map is not None:
-        table.add_row(
-            "vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size)
-        )
+    for title, line in _describe_vocabulary(stage, tokenizer):
+        table.add_row(title, line)
     table.add_row("loss", cfg.describe_loss())
     table.add_row("rows", _describe_rows(train, stage.loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
@@ -249,6 +249,33 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     if cfg.cache_hidden_states:
         table.add_row("hidden states", _describe_hidden_states(stage))
     return table
+
+
+def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Describe a reduced vocabulary: that of the heads in `lora_model_dir`, or the one that new
+    heads get.
+    """
+    section = stage.cfg.draft_config
+    size = section.settings.get("vocab_size")
+    train = stage.data.train
+    key: str | None = section.vocab_size_key
+    token_map = None
+    heads = None
+    if stage.cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
+        heads = find_initial_heads(stage.cfg.initial_run)
+    if heads is None:
+        token_map = choose_draft_vocabulary(
+            size, train, tokenizer, stage.vocab_size, section.vocab_size_key
+        )
+    elif size is not None:
+        key = None
+        token_map = read_token_map(heads)
+    if token_map is None:
+        return
+    about = (token_map, train, stage.data.validation, stage.vocab_size)
+    yield "vocabulary", describe_vocabulary(*about, key=key)
+    if (warning := warn_of_coverage(*about, key=key)) is not None:
+        yield "", warning
 
 
 def _devices(count: int) -> str:

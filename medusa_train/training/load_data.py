@@ -134,7 +134,7 @@ def _load_data(
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
         held_out = None
         if not cfg.test_datasets:
-            held_out = {example.key for example in validation}
+            held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
     # 4. Drop what the backbone cannot read.
@@ -150,7 +150,7 @@ def _load_data(
             markup=False,
         )
     # 5. A tree needs some conversations: training data, if too few are held out.
-    held_out_chats = len({example.key for example in validation_answers})
+    held_out_chats = len({example.prompt for example in validation_answers})
     is_enough = held_out_chats >= MIN_CONVERSATIONS
     prompts = train_answers
     if is_enough:

@@ -1,35 +1,66 @@
-"""Checks of a configuration that need its backbone's config or files, before any weights are
-loaded.
+"""Checks of a configuration before any weights are loaded: of its files, before torch is imported,
+and of what transformers reads of the backbone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from medusa_train.checkpoint.run_directory import MODEL
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
+from medusa_train.checkpoint.run_directory import MODEL, check_inputs
+from medusa_train.config.load import stage_one_config
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.draft_vocabulary import check_vocabulary
+from medusa_train.data.builtin_templates import get_template
+from medusa_train.data.read_chats import check_first_records
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
-from medusa_train.models.hf_config import quantization_of
-from medusa_train.models.layer_split import check_exit_layer
-from medusa_train.models.loading import model_without_weights, resolve_backbone
-from medusa_train.models.lora import layers_left_out, read_adapter_config
-from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
+from medusa_train.models.hf_config import check_exit_layer, quantization_of
+from medusa_train.models.model_files import find_backbone, read_adapter_config
 from medusa_train.training.deepspeed_checks import check_deepspeed
 from medusa_train.training.deepspeed_engine_config import check_compiler, stage_of
-from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
-from medusa_train.training.optimizer import EIGHT_BIT
+
+
+def check_files(cfg: TrainConfig, processes: int = 1) -> None:
+    """Check the files of a run and its stage one, without the seconds that importing torch takes.
+
+    What only the backbone's config tells is checked if config.json is here and has it.
+
+    Raises:
+        MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
+    """
+    check_inputs(cfg)
+    first = stage_one_config(cfg)
+    stages = [cfg] if first is None else [first, cfg]
+    for stage in stages:
+        check_deepspeed(stage, processes)
+        check_initial_weights(stage)
+        _, config = find_backbone(stage.base_model)
+        text_config = _mapping(config.get("text_config")) or config
+        check_shape(stage, text_config, _mapping(config.get("quantization_config")))
+        for name in (stage.chat_template, *(entry.conversation for entry in stage.all_datasets)):
+            if name:
+                get_template(name)
+    check_first_records(cfg.all_datasets, skip_bad=cfg.skip_bad_records)
+    if first is not None:
+        others = [entry for entry in first.all_datasets if entry not in cfg.all_datasets]
+        check_first_records(others, skip_bad=first.skip_bad_records)
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and
     its config.
     """
+    import torch
+
+    from medusa_train.models.loading import resolve_backbone
+
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     # 1. The processes, and the weights to start from.
     zero_stage = stage_of(check_deepspeed(cfg, processes))
@@ -38,13 +69,24 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this backbone.
-    text_config = config.get_text_config()
-    check_vocabulary(
-        cfg.draft_config.settings.get("vocab_size"),
-        text_config.vocab_size,
-        cfg.draft_config.vocab_size_key,
-    )
-    stored = (quantization_of(config) or {}).get("quant_method")
+    check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
+    return resolved, config
+
+
+def check_shape(
+    cfg: TrainConfig, text_config: Mapping[str, Any], quantization: Mapping[str, Any] | None
+) -> None:
+    """Check the draft and the recipe against the backbone's vocabulary, layers and quantization;
+    numbers that `text_config` does not have are not checked.
+    """
+    size = cfg.draft_config.settings.get("vocab_size")
+    vocab_size = text_config.get("vocab_size")
+    if size is not None and isinstance(vocab_size, int) and size >= vocab_size:
+        raise ConfigError(
+            f"{cfg.draft_config.vocab_size_key}: {size:,} must be less than the {vocab_size:,}"
+            " tokens of the backbone; leave it out to use all of them"
+        )
+    stored = (quantization or {}).get("quant_method")
     can_be_merged = stored is None or (stored == "bitsandbytes" and cfg.adapter is not None)
     if cfg.recipe == "medusa2" and not can_be_merged:
         raise ConfigError(
@@ -52,7 +94,9 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
             " adapter that can be merged: name the original model, with load_in_4bit: true and"
             " adapter: qlora where memory is short"
         )
-    layers = text_config.num_hidden_layers
+    layers = text_config.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return
     if cfg.medusa_num_unfreeze_layers > layers:
         raise ConfigError(
             f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers}"
@@ -60,11 +104,13 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         )
     for count in cfg.draft_config.early_layers(layers):
         check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
-    return resolved, config
 
 
 def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:
     """Refuse an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
+    from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
+    from medusa_train.training.optimizer import EIGHT_BIT
+
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
     trained = Estimate(cfg, model_config).trained
@@ -78,11 +124,12 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes
     )
 
 
-def check_initial_weights(cfg: TrainConfig, config: Any) -> None:
+def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
     Args:
-        config: of the backbone.
+        config: transformers' config of the backbone. Without it the layers that an adapter leaves
+            out are not checked, which takes torch.
     """
     if cfg.lora_model_dir is None:
         return
@@ -114,7 +161,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any) -> None:
         )
 
 
-def _check_adapter(cfg: TrainConfig, config: Any, directory: Path) -> None:
+def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
     # 1. The adapter's, under the names of keys.
     saved = read_adapter_config(directory)
@@ -152,7 +199,10 @@ def _check_adapter(cfg: TrainConfig, config: Any, directory: Path) -> None:
             f" configuration {', '.join(wanted)}"
         )
     # 3. Layers that it lacks, where all are to be trained.
-    if cfg.lora_target_linear:
+    if cfg.lora_target_linear and config is not None:
+        from medusa_train.models.loading import model_without_weights
+        from medusa_train.models.lora import layers_left_out
+
         model = model_without_weights(config, trust_remote_code=cfg.trust_remote_code)
         left_out = layers_left_out(model, directory)
         if left_out:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
     METRICS,
     prepare_output_dir,
@@ -26,7 +27,11 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
+from medusa_train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    describe_vocabulary,
+    warn_of_coverage,
+)
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
@@ -37,16 +42,11 @@ from medusa_train.models.loading import choose_attention, load_backbone, resolve
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import (
-    BackboneRecipe,
-    build_backbone_recipe,
-    find_initial_adapter,
-    find_initial_heads,
-)
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
-    choose_for_device,
+    choose_checkpointing,
     memory_without_checkpointing,
     precision_of_run,
 )
@@ -75,6 +75,9 @@ from medusa_train.training.resume import (
 from medusa_train.training.snapshot import TrainState, restore_state, restore_weights
 from medusa_train.training.trainer import ROUNDING, Plan, Trainer
 
+#: Fewer steps in all are reported, with what to change.
+FEW_STEPS = 20
+
 
 def build_trainer(
     cfg: TrainConfig,
@@ -98,9 +101,10 @@ def build_trainer(
     dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, progress.print).dtype)
     precision = Precision(world.device, dtype)
     needed = partial(_memory_without_checkpointing, cfg, data, precision)
-    choices = choose_for_device(cfg, world.device, needed, start.choices)
-    cfg = choices.apply(cfg)
-    for line in (*choices.notes, *describe_other_choices(cfg, start)):
+    before = start.choices.get("gradient_checkpointing")
+    cfg, note = choose_checkpointing(cfg, world.device, needed, before)
+    notes = [] if note is None else [note]
+    for line in (*notes, *describe_other_choices(cfg, start)):
         console.print(line, highlight=False, soft_wrap=True)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
@@ -116,7 +120,8 @@ def build_trainer(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
     plan = make_plan(cfg, loader.batches_per_epoch, world.size)
-    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size):
+    advice = few_steps_advice(cfg, plan, loader.batches_per_epoch, world.size)
+    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size, advice):
         console.print(line, style=style)
 
     # 3. The weights of the checkpoint.
@@ -238,16 +243,12 @@ def build_heads(
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
+        key = section.vocab_size_key
         token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"),
-            data.train,
-            backbone.tokenizer,
-            backbone.vocab_size,
-            section.vocab_size_key,
+            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, key
         )
         if token_map is not None:
-            line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
-            console.print(f"draft vocabulary: {line}", highlight=False)
+            _print_vocabulary(token_map, data, backbone.vocab_size, console, key)
             settings["token_map"] = token_map
         return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **settings)
 
@@ -272,7 +273,23 @@ def build_heads(
             f" {', '.join(wanted)}"
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
+    token_map = draft.lm_head(1).token_map
+    if token_map is not None:
+        _print_vocabulary(token_map.cpu(), data, backbone.vocab_size, console)
     return draft
+
+
+def _print_vocabulary(
+    token_map: Tensor, data: TrainingData, vocab_size: int, console: Console, key: str | None = None
+) -> None:
+    """Print how much of the data a reduced vocabulary covers, and a warning if that is little;
+    `key` as for `describe_vocabulary`.
+    """
+    about = (token_map, data.train, data.validation, vocab_size)
+    line = describe_vocabulary(*about, key=key)
+    console.print(f"draft vocabulary: {line}", highlight=False, soft_wrap=True)
+    if (warning := warn_of_coverage(*about, key=key)) is not None:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 # Plan, optimizer and loss
@@ -281,6 +298,9 @@ def build_heads(
 def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
     """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
     otherwise.
+
+    Raises:
+        ConfigError: the learning rate is 0 in all of them.
     """
     per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
     total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
@@ -290,6 +310,15 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
 
     if cfg.lr_scheduler == "constant":
         warmup = 0
+    if total == 1 and warmup > 0:  # warm-up starts at 0
+        key = "warmup_ratio" if cfg.warmup_steps is None else "warmup_steps"
+        more = f"max_steps: {FEW_STEPS}"
+        if cfg.max_steps is None:
+            more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+        raise ConfigError(
+            f"{key}: {getattr(cfg, key)}: the learning rate is 0 in the only step of the run, so"
+            f" nothing would be trained. Set {more}, or {key}: 0"
+        )
 
     def every(steps: float | None, times_per_epoch: int | None) -> float:
         """Return the steps between two evaluations or checkpoints."""
@@ -307,6 +336,31 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
         eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
         save_every=every(cfg.save_steps, cfg.saves_per_epoch),
     )
+
+
+def few_steps_advice(
+    cfg: TrainConfig, plan: Plan, micro_batches_per_epoch: int, processes: int
+) -> str | None:
+    """Return what to change if a run has few steps that nobody asked for by `max_steps`."""
+    if cfg.max_steps is not None or plan.total_steps >= FEW_STEPS:
+        return None
+    more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+    return f"note: {plan.total_steps} steps in all are few to train a draft; for more set {more}"
+
+
+def _keys_for_more_steps(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int) -> str:
+    """Return values of keys with which the run has `FEW_STEPS` steps: a smaller batch and, if that
+    is not enough, more epochs.
+    """
+    per_epoch = micro_batches_per_epoch / processes
+    accumulation = max(1, int(cfg.num_epochs * per_epoch / FEW_STEPS))
+    epochs = math.ceil(FEW_STEPS * accumulation / per_epoch - ROUNDING)
+    changed = []
+    if accumulation < cfg.gradient_accumulation_steps:
+        changed.append(f"gradient_accumulation_steps: {accumulation}")
+    if epochs > cfg.num_epochs:
+        changed.append(f"num_epochs: {epochs}")
+    return " and ".join(changed)
 
 
 def _strategy_phase(cfg: TrainConfig, world: World) -> str:
@@ -448,6 +502,7 @@ def _describe_run(
     draft: Draft,
     plan: Plan,
     processes: int,
+    advice: str | None,
 ) -> Iterator[tuple[str, str | None]]:
     """Describe data, model and plan in a few lines, each with the style in which it is printed."""
     data_line = (
@@ -463,7 +518,7 @@ def _describe_run(
             learners = "the adapter and the heads"
         note = f"note: the backbone is quantized: {learners} learn from the quantized model"
         yield note, "yellow"
-    if recipe.compiled is not None:
+    if cfg.torch_compile:
         compiling = (
             "torch_compile: the backbone's layers are compiled in the first steps, which take"
             " longer"
@@ -476,9 +531,9 @@ def _describe_run(
         yield compiling, None
     plan_line = _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
     yield plan_line, None
-    warning = warmup_warning(plan.warmup_steps, plan.total_steps)
-    if warning:
-        yield warning, "yellow"
+    for warning in (advice, warmup_warning(plan.warmup_steps, plan.total_steps)):
+        if warning:
+            yield warning, "yellow"
 
 
 def _describe_model(draft: Draft, recipe: BackboneRecipe) -> str:

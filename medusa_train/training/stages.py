@@ -73,6 +73,7 @@ def train_stages(
         stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
             data = load_stages(stages, console, world, shown)
+        steps = [_count_steps(*stage, world) for stage in zip(stages, data, strict=True)]
         if plan.note is not None:
             console.print(plan.note, soft_wrap=True)
 
@@ -80,7 +81,7 @@ def train_stages(
         if first is None:
             return train(cfg, data[0], progress, results, world, plan.start)
 
-        for line in _describe_stages(stages, data, world):
+        for line in _describe_stages(stages, steps):
             console.print(line, highlight=False, soft_wrap=True)
         world.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
@@ -130,19 +131,21 @@ def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(cfg, key) == getattr(other, key) for key in DATA_KEYS)
 
 
-def _describe_stages(
-    stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: World
-) -> list[str]:
+def _count_steps(cfg: TrainConfig, data: TrainingData, world: World) -> int:
+    """Return the number of steps of a stage; ConfigError if they would train nothing."""
+    loader = BatchLoader(
+        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
+    )
+    return make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
+
+
+def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:
     lines = []
-    for title, cfg, part in zip(TITLES, stages, data, strict=True):
-        loader = BatchLoader(
-            part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
-        )
-        steps = make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
+    for title, cfg, count in zip(TITLES, stages, steps, strict=True):
         trained = f"heads and {cfg.adapter or 'backbone'}"
         if cfg.recipe == "medusa1":
             trained = cfg.draft_config.describe()
-        lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
+        lines.append(f"{title}: {trained}, {count:,} steps; output: {cfg.output_dir}")
     if stages[1].max_steps is not None and stages[0].max_steps is None:
         lines.append(
             "note: max_steps shortens stage 2 alone; stage_one.max_steps=N shortens stage 1"

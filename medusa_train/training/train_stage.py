@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,9 @@ from rich.text import Text
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.next_command import after_training
 from medusa_train.checkpoint.resolve import find_heads, resolve_model
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
@@ -44,6 +45,10 @@ from medusa_train.tree_search.choose_tree import (
     timing_budget,
 )
 from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
+
+#: How many times as long a token takes that is answered for the tree as one that is trained on,
+#: about: 8 to 14 on CPUs. A long run takes hardly any of its time for these answers.
+ANSWERING_FACTOR = 10
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,9 @@ def _train_and_finish(
     first_step = state.step  # of the run that is resumed
     seconds_before = state.seconds
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
-        outcome = trainer.run(stop)
+        outcome = trainer.run(
+            stop, lambda seconds: _print_time_left(cfg, data, trainer, progress, seconds)
+        )
     progress.seconds["training"] = state.seconds - seconds_before
     if outcome is Outcome.INTERRUPTED:
         console.print(
@@ -185,21 +192,36 @@ def _finish(
     lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
     following = "stage two"
     if trainer.whole_run is None:
-        following = _next_command(cfg.base_model, out, lacks_tree)
+        following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
-def _next_command(base_model: str, out: Path, lacks_tree: bool) -> str:
-    """Return the command that measures a finished run, or fits its tree."""
-    shipped = (PROJECT_ROOT / "data" / "tiny").resolve()
-    backbone = resolve_path(base_model) or Path()
-    if lacks_tree:
-        options = ["--calibrate"]
-    elif backbone.resolve() == shipped:
-        options = ["--bench", "tiny"]
-    else:
-        options = ["--bench", "mtbench"]
-    return shlex.join(["medusa-eval", *options, "--model", str(out)])
+def _print_time_left(
+    cfg: TrainConfig,
+    data: TrainingData,
+    trainer: Trainer,
+    progress: RunProgress,
+    step_seconds: float,
+) -> None:
+    """Print how long the rest of the stage takes; the time in the log's lines is of its steps alone."""
+    plan, state = trainer.plan, trainer.state
+    steps = plan.total_steps - state.step
+    if not steps or not trainer.world.is_main:
+        return
+    # 1. The steps and the validations: held-out text takes about as long as training text.
+    validations = max(1, math.ceil(steps / plan.eval_every))
+    share = data.validation.tokens / data.train.tokens
+    validation_steps = validations * share * plan.steps_per_epoch
+    seconds = (steps + validation_steps) * step_seconds
+    # 2. The tree.
+    if cfg.calibration_tokens and not trainer.strategy.partitioned:
+        tokens_per_s = state.tokens / state.seconds
+        seconds += ANSWERING_FACTOR * cfg.calibration_tokens / tokens_per_s
+        seconds += timing_budget(progress.total_seconds + seconds)
+    progress.print(
+        f"about {duration(seconds)} left of this run, {duration(steps * step_seconds)} of them for"
+        " steps; then come validation and the tree"
+    )
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:

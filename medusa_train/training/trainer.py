@@ -42,6 +42,8 @@ from medusa_train.training.validation import ValidationResult, validate
 
 #: Slack of comparisons of fractional epochs and steps.
 ROUNDING = 1e-9
+#: Steps after which it is known how long a step takes.
+TIMED_STEPS = 20
 
 
 class Outcome(Enum):
@@ -147,11 +149,16 @@ class Trainer:
         """The run directory."""
         return self.store.root.parent
 
-    def run(self, stop: StopRequest) -> Outcome:
+    def run(
+        self, stop: StopRequest, on_timed: Callable[[float], None] = lambda seconds: None
+    ) -> Outcome:
         """Train to the plan's last step, to `stop`, or until early stopping.
 
         Unless an exception is raised, the last finished step has a checkpoint on return, and the
         weights of the best evaluation are saved.
+
+        Args:
+            on_timed: called after `TIMED_STEPS` steps with the mean seconds of a step.
 
         Raises:
             CheckpointError: a checkpoint could not be written.
@@ -171,8 +178,14 @@ class Trainer:
         batches = iter(self.loader)
         self.recipe.train()
         self.draft.train()
+        first_step = state.step + 1
+        seconds_after_first = 0.0  # the first step is slower, since it allocates memory
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
+            if state.step == first_step:
+                seconds_after_first = state.seconds
+            if state.step == first_step + TIMED_STEPS - 1:
+                on_timed((state.seconds - seconds_after_first) / (TIMED_STEPS - 1))
             is_best = False
             if plan.evaluates(state.step):
                 is_best = self._evaluate_and_log(stop)

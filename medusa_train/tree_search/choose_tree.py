@@ -59,11 +59,12 @@ NOISE = 0.02
 #: How often trees are timed side by side at most, until the one that is chosen was among them.
 SIDE_BY_SIDE = 3
 #: Timing trees may take this share of the seconds that the run took before.
-TIMING_SHARE = 0.25
+TIMING_SHARE = 0.1
 #: But these seconds in any case.
-LEAST_TIMING_SECONDS = 20.0
-#: Trees that a thorough choice times, about: those of `SIZES`, then the best with its rivals.
-THOROUGH_TREES = 24
+LEAST_TIMING_SECONDS = 10.0
+#: Trees that are timed thoroughly, about: the best with its rivals. Those of `SIZES` before, a few
+#: steps of each, take as long as some more.
+THOROUGH_TREES = 15
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,9 @@ def choose_tree(
 
     Args:
         quick: time fewer steps of fewer trees.
-        seconds: that timing may take. Where a thorough choice would take longer it is quick, and
-            its rounds end when these have passed. None: without a limit.
+        seconds: that timing may take. All sizes are then timed briefly, and only the best of them
+            with its rivals thoroughly. Where that would take longer the choice is quick, and its
+            rounds end when these have passed. None: without a limit.
 
     Raises:
         MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.
@@ -225,10 +227,14 @@ class _Timer:
     quick: bool
     deadline: float | None
 
-    def step_ms(self, trees: Sequence[Tree]) -> dict[Tree, float]:
-        """Return the milliseconds of a step with each of `trees`, which take turns."""
+    def step_ms(self, trees: Sequence[Tree], *, briefly: bool = False) -> dict[Tree, float]:
+        """Return the milliseconds of a step with each of `trees`, which take turns.
+
+        Args:
+            briefly: time few steps although the choice is thorough, if its time is limited.
+        """
         effort = THOROUGH
-        if self.quick:
+        if self.quick or (briefly and self.deadline is not None):
             effort = QUICK
         return time_steps(
             self.backbone,
@@ -276,7 +282,7 @@ def _time_each_size(rated: Sequence[tuple[Tree, float]], timer: _Timer) -> dict[
     trees = [tree for tree, _ in rated]
     if timer.quick:
         trees = [tree for tree in trees if tree.size in QUICK_SIZES]
-    latency = {tree.size: ms for tree, ms in timer.step_ms(trees).items()}
+    latency = {tree.size: ms for tree, ms in timer.step_ms(trees, briefly=True).items()}
     by_size: dict[int, TreeCandidate] = {}
     for tree, rate in rated:
         by_size[tree.size] = TreeCandidate(tree, rate, interpolate(latency, tree.size))

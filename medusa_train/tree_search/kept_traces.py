@@ -18,7 +18,7 @@ from medusa_train.checkpoint.load_model import added_stop_tokens
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import parse_json, replace_file
-from medusa_train.models.loading import model_directory
+from medusa_train.models.model_files import model_directory
 from medusa_train.tree_search.fit import Trace
 from medusa_train.tree_search.traces import TracedAnswers, known_targets
 

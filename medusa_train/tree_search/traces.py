@@ -52,7 +52,8 @@ class TracedAnswers:
 
 
 def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) -> list[Prompts]:
-    """Return the tokens before assistant turns as prompts, by conversation, in random order.
+    """Return the tokens before assistant turns as prompts, by conversation, in random order. Those
+    that begin with the same prompt are one conversation.
 
     Earlier turns keep the data's answers as history; only the next answer is generated. The prompts
     suffice for `token_budget` tokens even if the backbone's answers are a quarter as long as the
@@ -62,9 +63,12 @@ def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) 
     remaining = 4 * token_budget
     shuffled = random.Random(seed).sample(list(data), len(data))
     for example in shuffled:
-        # a long conversation has several rows
-        conversations.setdefault(example.key, []).extend(example.prompts())
-        remaining -= int(example.supervised.sum())
+        # a conversation may have several rows, and a prompt several answers
+        prompts = conversations.setdefault(example.prompt, [])
+        new = [prompt for prompt in example.prompts() if prompt not in prompts]
+        prompts += new
+        if new:
+            remaining -= int(example.supervised.sum())
         if remaining <= 0:
             break
     return list(conversations.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,19 +129,6 @@ class SlotCache(Cache):
 
     def __init__(self, storage: Sequence[Tensor], columns: Tensor | int, key_length: int) -> None:
         super().__init__(layers=[_SlotLayer(layer, columns, key_length) for layer in storage])
-
-    def place(self, index: int) -> SlotPlace:
-        """Return where layer `index` writes and what it reads."""
-        layer: Any = self.layers[index]
-        return SlotPlace(layer._storage, layer._columns, layer._key_length)
-
-
-class SlotPlace(NamedTuple):
-    """Memory of one layer, see `SlotCache`."""
-
-    storage: Tensor
-    columns: Any
-    key_length: int
 
 
 class _SlotLayer(CacheLayerMixin):

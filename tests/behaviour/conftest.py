@@ -11,7 +11,16 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.behaviour import plain, world
-from tests.behaviour.world import as_yaml, make_chats, write_lines, write_model
+from tests.behaviour.world import (
+    NARROW,
+    QUICK,
+    as_yaml,
+    make_chats,
+    read_lines,
+    write_lines,
+    write_model,
+    write_tree,
+)
 
 #: Settings of each kind of draft, as keys of medusa-train: small, and none at its default.
 KINDS: dict[str, dict[str, Any]] = {
@@ -198,13 +207,25 @@ def whole_batches(held_out: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def own(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats with the model's own greedy answers, by medusa-selfdistill."""
-    where = tmp_path_factory.mktemp("own")
+    return answered(model, tmp_path_factory.mktemp("own"))
+
+
+def answered(model: Path, where: Path) -> Path:
+    """Let a model answer eight chats, greedily; return the file."""
     prompts = [{"messages": chat} for chat in make_chats(8, seed=3, turns=1)]
     words = ["--prompts", write_lines(where / "prompts.jsonl", prompts), "--model", model]
     settings = {"temperature": 0, "dtype": "float32", "max_new_tokens": 32}
     settings |= {"drop_truncated": False, "drop_looping": False, "output": where / "own.jsonl"}
     world.selfdistill(*words, **settings).ok()
     return where / "own.jsonl"
+
+
+def train_long(kind: str, model: Path, data: Path, out: Path) -> Path:
+    """Train a kind of draft until it guesses a model's answers to `data` often."""
+    keys = world.training_keys(model, data, out, micro_batch_size=8, max_steps=50)
+    keys |= {"lr_scheduler": "constant", "logging_steps": 50, "learning_rate": 1e-2, **KINDS[kind]}
+    world.train(**keys).ok()
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -217,11 +238,37 @@ def skilled(
     def run(kind: str) -> Path:
         if kind not in runs:
             out = tmp_path_factory.mktemp("skilled") / kind
-            keys = world.training_keys(model, own, out, micro_batch_size=8, max_steps=50)
-            keys |= {"lr_scheduler": "constant", "logging_steps": 50, "learning_rate": 1e-2}
-            words = [f"{key}={as_yaml(value)}" for key, value in KINDS[kind].items()]
-            world.train(*words, **{k: v for k, v in keys.items() if k not in KINDS[kind]}).ok()
-            runs[kind] = out
+            runs[kind] = train_long(kind, model, own, out)
         return runs[kind]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def bench(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five questions of two categories; two have a second turn, one a system message."""
+    texts = [record["messages"][0]["content"] for record in read_lines(own)]
+    questions: list[dict[str, Any]] = [
+        {"question_id": 11, "category": "known", "turns": [texts[0]]},
+        {"question_id": 12, "category": "known", "turns": [texts[1], "one more"]},
+        {"question_id": "x", "category": "new|er", "turns": ["two red"], "system": "five"},
+        {"question_id": 14, "category": "known", "turns": [texts[2]]},
+        {"question_id": 15, "category": "new|er", "turns": ["large", "nine nine"]},
+    ]
+    return write_lines(tmp_path_factory.mktemp("bench") / "questions.jsonl", questions)
+
+
+@pytest.fixture(scope="session")
+def tree_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tree(tmp_path_factory.mktemp("tree") / "narrow.json", NARROW)
+
+
+@pytest.fixture(scope="session")
+def evaluated(
+    skilled: Callable[[str], Path], bench: Path, tree_file: Path, tmp_path_factory: Any
+) -> Path:
+    """The report of Medusa heads on the bench, with answers compared in both dtypes."""
+    out = tmp_path_factory.mktemp("evaluated") / "report"
+    words = ["--bench", bench, "--model", skilled("medusa"), "--tree", tree_file]
+    world.evaluate(*words, **QUICK | {"exactness": True}, output_dir=out).ok()
+    return out

@@ -75,8 +75,10 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def attention(x: Tensor, w: Weights, heads: int, groups: int) -> Tensor:
-    """Causal attention over one text [T, d], with the output projection."""
+def attention(x: Tensor, w: Weights, heads: int, groups: int, window: int | None = None) -> Tensor:
+    """Causal attention over one text [T, d], with the output projection; with a window over as many
+    positions, the own one included.
+    """
     q, k, v = (
         linear(x, w[f"{name}_proj.weight"]).unflatten(-1, (count, -1))
         for name, count in (("q", heads), ("k", groups), ("v", groups))
@@ -85,8 +87,10 @@ def attention(x: Tensor, w: Weights, heads: int, groups: int) -> Tensor:
     q, k = rotate(q, places), rotate(k, places)
     k, v = (z.repeat_interleave(heads // groups, dim=1) for z in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-    future = places[:, None] < places
-    seen = scores.masked_fill(future, -math.inf).softmax(-1)
+    hidden = places[:, None] < places
+    if window is not None:
+        hidden |= places[:, None] - places >= window
+    seen = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return linear(torch.einsum("hqk,khd->qhd", seen, v).flatten(1), w["o_proj.weight"])
 
 
@@ -104,11 +108,13 @@ def part(weights: Weights, prefix: str) -> Weights:
     }
 
 
-def decoder_layer(x: Tensor, w: Weights, heads: int, groups: int) -> Tensor:
+def decoder_layer(
+    x: Tensor, w: Weights, heads: int, groups: int, window: int | None = None
+) -> Tensor:
     """Run Llama's decoder layer over one text; parts without weights are left out."""
     if "input_layernorm.weight" in w:
         read = rms_norm(x, w["input_layernorm.weight"])
-        x = x + attention(read, part(w, "self_attn."), heads, groups)
+        x = x + attention(read, part(w, "self_attn."), heads, groups, window)
     if "post_attention_layernorm.weight" in w:
         read = rms_norm(x, w["post_attention_layernorm.weight"])
         x = x + gated_mlp(read, part(w, "mlp."))
@@ -180,6 +186,12 @@ class PlainDraft:
         config = self.model.config
         return config.num_attention_heads, config.num_key_value_heads
 
+    @property
+    def window(self) -> int | None:
+        """Return the sliding window of a layer that is like the model's."""
+        window: int | None = getattr(self.model.config, "sliding_window", None)
+        return window
+
 
 def ahead(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the tokens `count` positions later, [T], and where there is none."""
@@ -218,7 +230,7 @@ def _hydra(draft: PlainDraft, text: Tensor, states: States) -> Iterator[Tensor]:
     x = states.last
     d = x.shape[-1]
     if settings["prefix_layer"]:
-        x = decoder_layer(x, part(w, "prefix.body.layers.0."), *draft.shape)
+        x = decoder_layer(x, part(w, "prefix.body.layers.0."), *draft.shape, draft.window)
         x = rms_norm(x, w["prefix.body.norm.weight"])
     for k in range(1, draft.num_heads + 1):
         later, missing = ahead(text, k)
@@ -241,7 +253,7 @@ def _amphista(draft: PlainDraft, text: Tensor, states: States) -> Iterator[Tenso
         if settings["sampled_token"]:
             x = linear(torch.cat([x, e], dim=-1), w[f"fc.{i}.weight"])
         if settings["adaptation_layers"]:
-            x = decoder_layer(x, part(w, f"layers.{i}.body.layers.0."), *draft.shape)
+            x = decoder_layer(x, part(w, f"layers.{i}.body.layers.0."), *draft.shape, draft.window)
         stages.append(x)
     stages = stages or [x]
     count = draft.num_heads
@@ -269,7 +281,10 @@ def _kangaroo(draft: PlainDraft, text: Tensor, states: States) -> Iterator[Tenso
     """One predictor of the next token; head k is what it says k positions later."""
     w = part(draft.weights, "adapter.body.")
     x = decoder_layer(
-        states.after[draft.settings["exit_layer"]], part(w, "layers.0."), *draft.shape
+        states.after[draft.settings["exit_layer"]],
+        part(w, "layers.0."),
+        *draft.shape,
+        draft.window,
     )
     logits = linear(rms_norm(x, w["norm.weight"]), draft.matrix("own_lm_head.weight"))
     for k in range(1, draft.num_heads + 1):

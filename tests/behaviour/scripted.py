@@ -11,15 +11,18 @@ import torch
 from tests.behaviour.world import ASSISTANT, EOS, VOCABULARY, build_tokenizer, random_model
 
 
-def write_scripted_model(directory: Path, *pieces: str) -> Path:
-    """Write a model that answers `pieces`, each a token of its own, different from the others."""
+def write_scripted_model(directory: Path, *pieces: str, loops: bool = False) -> Path:
+    """Write a model that answers `pieces`, each a token of its own, different from the others.
+
+    With `loops` it begins again after the last one, and never ends.
+    """
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([piece for piece in pieces if len(tokenizer.tokenize(piece)) > 1])
     ids = [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(piece))[0] for piece in pieces]
     assert len(set(ids)) == len(ids)
     size = max(VOCABULARY, len(tokenizer))
     model = random_model("llama", vocab_size=size, hidden_size=64)
-    chain: Sequence[int] = [ASSISTANT, *ids, EOS]
+    chain: Sequence[int] = [ASSISTANT, *ids, ids[0] if loops else EOS]
     with torch.no_grad():
         for layer in model.model.layers:  # nothing but the last token reaches lm_head
             layer.self_attn.o_proj.weight.zero_()

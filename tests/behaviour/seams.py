@@ -1,5 +1,5 @@
 """What tests of behaviour reach only inside the package: the losses' gradients, decoding in float64,
-steps of fixed shape as CUDA graphs replay them, and token ids of training rows.
+steps of fixed shape as CUDA graphs replay them, and token ids of training rows; and what a page draws.
 
 This is the one file of tests/behaviour that a rewrite of the package may edit. Its arguments and
 results are plain: tensors, lists, models of transformers, directories. Its names are those of
@@ -8,7 +8,9 @@ results are plain: tensors, lists, models of transformers, directories. Its name
 
 from __future__ import annotations
 
+import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +52,10 @@ __all__ = [
     "Matrix",
     "Sampling",
     "Typical",
+    "colored_answers",
     "decode",
+    "drawn_bars",
+    "drawn_curves",
     "encode",
     "loss_and_gradients",
     "new_draft",
@@ -387,3 +392,40 @@ def encode(**keys: Any) -> list[tuple[list[int], list[bool]]]:
     cfg = load_config(TrainConfig, None, flags={"val_set_size": 0, "output_dir": "runs/x", **keys})
     data = load_data(cfg, Console(file=io.StringIO()))
     return [(row.tokens.tolist(), row.supervised.tolist()) for row in data.train]
+
+
+# Pages
+
+
+def drawn_bars(page: str, title: str) -> list[float]:
+    """Return the lengths of the bars of a figure of a page, from the first to the last."""
+    return [
+        float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', _drawing(page, title))
+    ]
+
+
+def drawn_curves(page: str, title: str) -> list[list[tuple[float, float]]]:
+    """Return the points of each curve of a figure of a page, to the right and upwards."""
+    curves = []
+    for points in re.findall(r'<polyline points="([^"]*)"', _drawing(page, title)):
+        pairs = [point.split(",") for point in points.split(" ")]
+        curves.append([(float(x), -float(y)) for x, y in pairs])
+    return curves
+
+
+def _drawing(page: str, title: str) -> str:
+    return page.partition(f"<h3>{title}</h3>")[2].partition("</figure>")[0]
+
+
+def colored_answers(page: str) -> list[list[tuple[int, str]]]:
+    """Return the answers of a page in runs of tokens by one head, each after the head's number (0:
+    the backbone).
+    """
+    answers = []
+    for shown in re.findall(r"<div class=answer>(.*?)</div>", page, flags=re.DOTALL):
+        parts = re.split(r"<i class=h(\d)>(.*?)</i>", shown, flags=re.DOTALL)
+        runs = [(0, parts[0])]
+        for head, drafted, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+            runs += [(int(head), drafted), (0, text)]
+        answers.append([(head, html.unescape(text)) for head, text in runs if text])
+    return answers

@@ -190,7 +190,6 @@ FAMILIES: dict[str, tuple[str, Callable[[Messages], str]]] = {
     "Llama 3.1": (LLAMA_3_1, _llama_3_1),
     "Gemma": (GEMMA, _gemma),
     "SmolLM2": (SMOLLM2, lambda messages: _chatml(messages, "You are SmolLM.")),
-    "Qwen3 without reasoning": (QWEN3, _chatml),
 }
 
 
@@ -229,6 +228,18 @@ SAID: dict[str, tuple[str, Any, list[str], dict[str, Any]]] = {
             f"<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n[[{FIRST}<|im_end|>]]",
             "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
             f"<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n[[{SECOND}<|im_end|>]]",
+        ],
+        {},
+    ),
+    "qwen3 writes an empty reasoning before an answer without one": (
+        QWEN3,
+        chat("A", "four", "B", "five"),
+        [
+            "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
+            "[[<think>\n\n</think>\n\nfour<|im_end|>]]",
+            "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+            "<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+            "[[<think>\n\n</think>\n\nfive<|im_end|>]]",
         ],
         {},
     ),
@@ -327,6 +338,17 @@ def test_roles_and_inputs(rows: Encode, tokens: Any) -> None:
     ids, supervised = expected("user")
     end = max(n for n, is_trained in enumerate(supervised) if is_trained) + 1
     assert row == (ids[:end], supervised[:end])  # nothing after the last target
+
+
+def test_other_roles_are_trained_in_the_first_row_that_has_them(rows: Encode, tokens: Any) -> None:
+    record = {"messages": chat("A", FIRST, "B", SECOND)}
+    expected = [
+        f"<|im_start|>user\n[[A]]<|im_end|>\n<|im_start|>assistant\n[[{FIRST}<|im_end|>]]",
+        "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+        f"<|im_start|>user\n[[B]]<|im_end|>\n<|im_start|>assistant\n[[{SECOND}<|im_end|>]]",
+    ]
+    found = rows(QWEN3, record, roles_to_train=["user", "assistant"])
+    assert found == [marked(text, tokens) for text in expected]
 
 
 def test_switches_of_turns_decide_before_roles(rows: Encode, tokens: Any) -> None:

@@ -5,6 +5,7 @@ distribution, and what each step accepts follows from the draft's formula.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from tests.behaviour import plain, plain_trees
-from tests.behaviour.conftest import KINDS
+from tests.behaviour.conftest import KINDS, answered, train_long
 from tests.behaviour.seams import Answer, Greedy, Sampling, Typical, decode, new_draft
-from tests.behaviour.world import BOS, greedy, random_model, read_lines
+from tests.behaviour.world import BOS, NARROW, greedy, random_model, read_lines, write_model
 
 #: Wide at its root, so that lower ranks are accepted, too.
 TREE = [
@@ -24,7 +26,6 @@ TREE = [
     *((r, s) for r in range(3) for s in range(3)),
     *((r, s, t) for r in range(2) for s in range(2) for t in range(2)),
 ]
-NARROW = [(0,), (1,), (0, 0), (1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 TOKENS = 28
 
@@ -41,6 +42,14 @@ def prompts(own: Path, tokenizer: Any) -> list[list[int]]:
 def answers(exact_model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Their greedy answers, by whole passes of the model."""
     return [greedy(exact_model, prompt, TOKENS, ()) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with sliding windows, and its answers."""
+    where = tmp_path_factory.mktemp("windowed")
+    directory = write_model(where / "model", "mistral-window")
+    return directory, answered(directory, where)
 
 
 def expected_steps(
@@ -204,6 +213,35 @@ def test_other_families_in_all_ways(family: str) -> None:
     assert len({tuple(answer) for answer in expected}) == len(expected)
 
 
+@pytest.mark.parametrize("kind", ["hydra++", "amphista", "kangaroo"])
+def test_layers_of_drafts_have_the_models_window(kind: str, windowed: tuple[Path, Path]) -> None:
+    """A draft with a layer like those of a model with sliding windows sees as far back."""
+    directory, data = windowed
+    model = plain.load_model(directory)
+    heads = train_long(kind, directory, data, directory.parent / kind) / "heads"
+    draft = plain.PlainDraft.read(heads, model)
+    texts = [record["messages"][0]["content"] for record in read_lines(data)]
+    tokens = AutoTokenizer.from_pretrained(directory)
+    prompts = [tokens(f"<s><|user|>{text}<|assistant|>")["input_ids"] for text in texts[:4]]
+    answers = [greedy(model, prompt, TOKENS, ()) for prompt in prompts]
+    expected = [
+        expected_steps(draft, prompt, answer, CHAIN)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    assert sum(map(sum, expected)) > 10
+    model.config.sliding_window = None  # which the formula of the draft reads
+    assert expected != [
+        expected_steps(draft, prompt, answer, CHAIN)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    model.config.sliding_window = 7
+    whole = {"threshold": 0.0} if kind == "kangaroo" else {}
+    for way in ({}, {"rows": 3, "joins": 1}, {"steps": "fixed"}):
+        outs = decode(model, prompts, heads, tree=CHAIN, max_new_tokens=TOKENS, **whole, **way)
+        assert [out.tokens for out in outs] == answers
+        assert [out.accepted for out in outs] == expected
+
+
 def test_a_model_whose_angles_change_with_the_length() -> None:
     """longrope: from its 21st token on a text has other angles, from the beginning."""
     model = random_model("phi3-longrope").double()
@@ -251,17 +289,20 @@ def steps_by_copies(
     return accepted
 
 
-def test_prompt_lookup_copies_what_followed_the_longest_ngram(
-    exact_model: Any, prompts: list[list[int]], answers: list[list[int]]
-) -> None:
+def test_prompt_lookup_copies_what_followed_the_longest_ngram() -> None:
+    """Of a model of eight tokens, whose texts repeat themselves."""
+    model = random_model("llama", vocab_size=8, std=0.4).double()
+    prompts = [[1, 2, 4], [3, 5, 3, 6, 3], [7], [4, 1, 1, 4, 6, 1]]
+    answers = [greedy(model, prompt, TOKENS, ()) for prompt in prompts]
     expected = [
         steps_by_copies(prompt, answer, lambda text: looked_up(text, 3, 5))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    assert sum(map(sum, expected)) > 10
+    assert sum(map(sum, expected)) > 30
+    assert len({step for steps in expected for step in steps}) > 3
     for way in ({}, {"rows": 3, "joins": 1}):
         outs = decode(
-            exact_model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
+            model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
         )
         assert [out.tokens for out in outs] == answers
         assert [out.accepted for out in outs] == expected
@@ -479,7 +520,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
             },
         )
     },
-    "lookahead": {"lookup": ("lookahead", {"window": 2, "ngram": 2, "guesses": 2})},
+    "lookahead": {"lookup": ("lookahead", {"window": 3, "ngram": 3, "guesses": 4})},
     "medusa+prompt_lookup": {
         "draft": new_draft(*SETTINGS["medusa"]),
         "tree": NARROW,
@@ -492,6 +533,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> None:
     prompt, rule = [1, 2], Sampling(0.8, seed=7, shared=True)
+    if name == "lookahead":  # which needs n-grams
+        prompt = [1, 4, 3, 2, 2, 0, 1, 3, 0, 4, 1, 2]
     outs = decode(
         five_tokens, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3, **SAMPLED[name]
     )
@@ -505,6 +548,22 @@ def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> 
     assert p_value(counts, joint_distribution(five_tokens, prompt, Sampling(0.9))) < 1e-3
     if name != "plain":
         assert sum(sum(out.accepted) for out in outs) > 300
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_samples_of_models_that_change_their_logits(family: str) -> None:
+    """A soft cap, or a factor."""
+    shape = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "eos_token_id": 2}
+    if family == "granite":
+        shape["logits_scaling"] = 2
+    model = random_model(family, std=0.8, max_position_embeddings=16, **shape)
+    prompt, rule = [1, 2], Sampling(0.8, seed=5, shared=True)
+    counts = torch.zeros(125)
+    for out in decode(model, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3):
+        a, b, c = out.tokens
+        counts[25 * a + 5 * b + c] += 1
+    assert p_value(counts, joint_distribution(model, prompt, rule)) > 1e-4
+    assert p_value(counts, joint_distribution(model, prompt, Sampling(1.0))) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -553,39 +612,51 @@ def test_typical_acceptance_by_its_formula(
     """
     heads = skilled("medusa") / "heads"
     draft = plain.PlainDraft.read(heads, exact_model)
-    rule = Typical(0.9, 0.2, 0.5)
-    for prompt in prompts[:3]:
-        text = [*prompt, int(plain.run_model(exact_model, prompt).logits[-1].argmax())]
-        accepted = []
-        while len(text) - len(prompt) < TOKENS:
-            path = typical_path(draft, text, rule)
-            states = plain.run_model(exact_model, [*text, *path])
-            text += [*path, int(states.logits[-1].argmax())]
-            accepted.append(len(path))
-        (out,) = decode(exact_model, [prompt], heads, tree=NARROW, rule=rule, max_new_tokens=TOKENS)
-        assert out.tokens == text[len(prompt) :][:TOKENS]
-        assert out.accepted[:-1] == accepted[:-1]
-        assert sum(accepted) > 3
+    otherwise = 0
+    for rule in (Typical(0.9, 0.2, 0.5), Typical(1.0, 0.9, 2.0), Typical(0.7, 0.9, 1.0)):
+        accepted_of_rule = 0
+        for prompt in prompts[:3]:
+            text = [*prompt, int(plain.run_model(exact_model, prompt).logits[-1].argmax())]
+            accepted = []
+            while len(text) - len(prompt) < TOKENS:
+                path, other = typical_paths(draft, text, rule)
+                states = plain.run_model(exact_model, [*text, *path])
+                text += [*path, int(states.logits[-1].argmax())]
+                accepted.append(len(path))
+                otherwise += path != other
+            (out,) = decode(
+                exact_model, [prompt], heads, tree=NARROW, rule=rule, max_new_tokens=TOKENS
+            )
+            assert out.tokens == text[len(prompt) :][:TOKENS]
+            assert out.accepted[:-1] == accepted[:-1]
+            accepted_of_rule += sum(accepted)
+        assert accepted_of_rule > 3
+    assert otherwise > 1
 
 
-def typical_path(draft: plain.PlainDraft, text: list[int], rule: Typical) -> list[int]:
+def typical_paths(
+    draft: plain.PlainDraft, text: list[int], rule: Typical
+) -> tuple[list[int], list[int]]:
+    """Return the path that is accepted, and what would be with the threshold of the distribution
+    after a token in place of that which it is drawn from.
+    """
     logits = draft.head_logits(text, plain.run_model(draft.model, text))
-    best: tuple[int, float, list[int]] = (0, 0.0, [])
+    best: list[tuple[int, float, list[int]]] = [(0, 0.0, []), (0, 0.0, [])]
     for path in NARROW:
         tokens = [
             int(logits[k][len(text) - 2].topk(rank + 1).indices[-1]) for k, rank in enumerate(path)
         ]
         states = plain.run_model(draft.model, [*text, *tokens])
-        score, is_typical = 0.0, True
-        for k, token in enumerate(tokens):
-            log_p = (states.logits[len(text) - 1 + k] / rule.temperature).log_softmax(-1)
-            entropy = float(-(log_p.exp() * log_p).sum())
-            threshold = min(rule.epsilon, rule.delta * float(torch.tensor(-entropy).exp()))
-            is_typical = is_typical and float(log_p[token].exp()) > threshold
-            score += float(log_p[token])
-        if is_typical and (len(tokens), score) > best[:2]:
-            best = (len(tokens), score, tokens)
-    return best[2]
+        log_p = (states.logits[len(text) - 1 :] / rule.temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        thresholds = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)
+        own = [float(log_p[k][token]) for k, token in enumerate(tokens)]
+        for after in (0, 1):
+            limits = thresholds[after:].tolist()
+            passes = all(math.exp(p) > limit for p, limit in zip(own, limits, strict=False))
+            if passes and (len(tokens), sum(own)) > best[after][:2]:
+                best[after] = (len(tokens), sum(own), tokens)
+    return best[0][2], best[1][2]
 
 
 def test_combinations_that_do_not_go_together_are_refused(

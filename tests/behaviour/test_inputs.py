@@ -78,7 +78,7 @@ def test_a_directory_is_read_by_split_and_the_rest_is_named(
     shown = inspect(home).ok()
     shown.says("6 conversations")
     shown.says("not read:", "notes.csv", "below/", "test.jsonl", ".hidden.jsonl")
-    shown.says("1 of 2 files train-N-of-00002.jsonl are missing")
+    shown.says("1 of 2 files train-N-of-")
     inspect({"path": str(home), "split": "test"}).ok().says("3 conversations")
     inspect({"path": str(home), "split": "validation"}).fails(2, "validation", "test, train")
     inspect({"path": str(home), "data_files": ["more.jsonl", "te*.jsonl"]}).ok().says(
@@ -251,7 +251,8 @@ def test_records_of_every_format_are_the_same_chat(
     name: str, model: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     given, keys = CHATS[name]
-    path = write_lines(tmp_path / "a.jsonl", [given])
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([given]))
     (row,) = encode(base_model=str(model), datasets=[{"path": str(path), **keys}], sequence_len=256)
     expected = document(chat(Q, A), tokenizer)
     assert row == (expected.tokens, expected.supervised)

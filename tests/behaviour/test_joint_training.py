@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tests.behaviour import plain
 from tests.behaviour.conftest import RunOf, whole_batches
-from tests.behaviour.world import as_yaml, metrics, read_json, tensors, train, training_keys
+from tests.behaviour.world import (
+    as_yaml,
+    metrics,
+    read_json,
+    tensors,
+    train,
+    training_keys,
+    write_model,
+)
 
 Documents = tuple[list[plain.Document], list[plain.Document]]
 STEPS = 3
@@ -290,6 +298,19 @@ def test_dropout_and_chosen_layers_of_an_adapter(joint_run: Callable[..., Path])
     first, second = metrics(run), metrics(with_dropout)
     assert first[0]["loss"] == second[0]["loss"]  # B = 0: there is nothing to drop
     assert first[2]["loss"] != second[2]["loss"]
+
+
+def test_layers_that_an_adapter_cannot_have(chats: Path, tmp_path: Path) -> None:
+    tied = write_model(tmp_path / "tied", "llama-bias-tied")
+    keys = {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "lm_head"]}
+    written = training_keys(tied, chats, tmp_path / "run", **keys)
+    train(**written).fails(1, "lora_target_modules", "tied")
+    train(**written | {"lora_target_modules": ["q_proj", "qq_proj"]}).fails(1, "qq_proj")
+    written["lora_target_modules"] = ["q_proj"]
+    train(**written, lora_modules_to_save=["normal"]).fails(1, "normal")
+    train(**written | {"lora_target_modules": None, "lora_target_linear": True}).ok()
+    names = tensors(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert not any("lm_head" in name for name in names)
 
 
 def test_gradient_checkpointing_changes_nothing(joint_run: Callable[..., Path]) -> None:

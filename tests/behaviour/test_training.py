@@ -107,6 +107,25 @@ def test_steps_of_every_draft_are_those_of_plain_torch(
     assert_same_weights(run, reference.draft)
 
 
+@pytest.mark.parametrize("kind", ["medusa", "amphista", "eagle3-reduced"])
+def test_each_head_has_the_mean_over_its_own_targets(
+    kind: str, run_of: RunOf, exact_model: Any, documents: Documents
+) -> None:
+    """Where all tokens are trained, the farther head has fewer of them before a text ends."""
+    whole = [plain.Document(d.tokens, [True] * len(d.tokens)) for d in documents[0]]
+    reference = PlainRun(initial(run_of, kind) / "heads", exact_model, whole)
+    if kind == "eagle3-reduced":  # whose vocabulary are the most frequent targets
+        first = initial(run_of, kind, train_on_inputs=True)
+        reference = PlainRun(first / "heads", exact_model, whole)
+    reference.train(LOSSES[kind], lambda step: RATE * plain.cosine(step, STEPS))
+    run = run_of(kind, train_on_inputs=True)
+    for step, record in enumerate(metrics(run)):
+        assert_close(record["loss"], reference.losses[step], 1e-4)
+        assert_close(record["grad_norm"], reference.norms[step], 1e-3)
+        assert record["head_top1"] == pytest.approx(reference.hits[step])
+    assert_same_weights(run, reference.draft)
+
+
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float], dict[str, Any]]] = {
     "warm-up, minimum, clipping, weight decay, betas": (
         {

@@ -5,7 +5,7 @@ from pathlib import Path
 import estimates
 import pytest
 import tables
-from result_tables import coder, drafts, lookup, pages, writing
+from result_tables import coder, drafts, gpu, lookup, pages, writing
 
 
 def test_pages_say_what_their_json_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +47,38 @@ def test_the_pairs_of_eagle3_and_medusa1_are_of_equal_questions() -> None:
         True,
         True,
     ]
+
+
+def test_headlines_of_the_gpu_name_the_draft_of_each_speed() -> None:
+    """One page had Medusa-1's, another EAGLE-3's, as if they were one measurement."""
+    for headline in (gpu.gpu_answer(), gpu.gpu_short()):
+        assert "1.58x as fast with Medusa-1" in headline
+        assert "1.60x as fast with EAGLE-3" in headline
+
+
+def test_training_says_of_amphista_what_both_result_pages_say() -> None:
+    """It is slower than Medusa-1 compiled, and faster uncompiled with trees of equal size."""
+    compiled = {
+        (title, place, questions): run["over"]["heads_alone"]["over_plain"]
+        for title, place, questions, run in lookup.compiled_rows()
+    }
+    pairs = [
+        (ratio, compiled[title.replace("Amphista", "Medusa-1"), place, questions])
+        for (title, place, questions), ratio in compiled.items()
+        if title.startswith("Amphista")
+    ]
+    assert len(pairs) == 2
+    assert all(amphista < medusa for amphista, medusa in pairs)
+    experiments = writing.results("papers_speed_smollm2")["experiments"]
+    for nodes in ("22 nodes", "64 nodes"):
+        rows = experiments[f"amphista_table6, {nodes}"]["rows"]
+        assert rows["Amphista"][nodes][0] > rows["Medusa"][nodes][0]
+    page = (tables.ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| study Amphista"))
+    assert "[slower than Medusa-1](../benchmarks/results/compiled_smollm2.md)" in row
+    assert (
+        "[faster](../benchmarks/results/papers_speed_smollm2.md) when neither was compiled" in row
+    )
 
 
 def test_every_marked_block_is_generated() -> None:

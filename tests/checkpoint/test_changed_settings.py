@@ -38,10 +38,10 @@ def test_the_same_backbone_by_another_path_is_no_change(
 
 def test_what_was_decided_for_the_device(tmp_path: Path) -> None:
     """And nothing where config.yaml still says `auto`."""
-    write_config(config(torch_compile=True), tmp_path)
-    assert device_choices_of(tmp_path)["torch_compile"] is True
-    write_config(config(torch_compile="auto"), tmp_path)
-    assert "torch_compile" not in device_choices_of(tmp_path)
+    write_config(config(adapter="lora", gradient_checkpointing=True), tmp_path)
+    assert device_choices_of(tmp_path)["gradient_checkpointing"] is True
+    write_config(config(adapter="lora", gradient_checkpointing="auto"), tmp_path)
+    assert "gradient_checkpointing" not in device_choices_of(tmp_path)
 
 
 def test_a_run_without_config_yaml_has_neither(tmp_path: Path) -> None:

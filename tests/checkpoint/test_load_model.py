@@ -1,26 +1,34 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from medusa_train.api import load
+from medusa_train.checkpoint import load_model as module
 from medusa_train.checkpoint.load_model import (
     compile_backbone,
     compile_cache_dir,
+    compile_or_report,
+    load_backbone_without_adapter,
     load_for_decoding,
     load_tree,
 )
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.models import compiled as compiled_module
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import fake_run
 from tests.evaluation.tiny_model import write_run
+from tests.families import random_backbone
 
 
 def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
@@ -158,3 +166,68 @@ def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: 
     assert [chosen.generate(p, 24, raw=True) for p in prompts] == [
         fixed.generate(p, 24, raw=True) for p in prompts
     ]
+
+
+def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def load(name: str, **options: object) -> SimpleNamespace:
+        keys = ("dtype", "quantization", "trust_remote_code", "special_tokens")
+        asked.append((name, *(options[key] for key in keys)))
+        return SimpleNamespace(end_answers_by=lambda *template: asked.append(template))
+
+    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
+    over_4bit = ModelPaths(
+        Path("run"),
+        "m",
+        None,
+        None,
+        "chatml",
+        quantization="nf4",
+        trust_remote_code=True,
+        special_tokens={"eos_token": "<end>"},
+        chat_template_kwargs={"thinking": False},
+    )
+    load_backbone_without_adapter(over_4bit, "bfloat16")
+    folded = ModelPaths(
+        Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
+    )
+    load_backbone_without_adapter(folded, "float32")
+    assert asked == [
+        ("m", "bfloat16", "nf4", True, {"eos_token": "<end>"}),
+        ("chatml", {"thinking": False}),
+        ("m", "float32", None, False, {}),
+        (None, {}),
+    ]
+
+
+def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object()
+    monkeypatch.setattr(
+        "medusa_train.inference.cuda_graphs.graph_runner", lambda device, model: runner
+    )
+    backbone = load_for_decoding(resolve_model(str(run_dir), None, None), "float32").backbone
+    assert backbone.step_runner is runner
+    settings = DecodingSettings.of(backbone)
+    assert (settings.compiled, settings.graphs) == (False, True)
+
+
+def test_a_compiler_that_fails_does_not_end_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(backbone: Backbone, paths: ModelPaths, **shape: int) -> None:
+        raise BackboneError("compile: torch.compile failed: no room")
+
+    monkeypatch.setattr(module, "compile_backbone", fail)
+    lines: list[str] = []
+    paths = ModelPaths(Path("run"), "m", None, None, None)
+    compile_or_report(random_backbone("llama"), paths, lines.append)
+    assert lines == ["compile: torch.compile failed: no room\ndecoding without compiled passes"]
+
+
+def test_whether_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import cpp_compiler_search
+
+    cpp_compiler_search.cache_clear()
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert not compiled_module.has_compiler(torch.device("cpu"))
+    cpp_compiler_search.cache_clear()

@@ -12,6 +12,7 @@ from medusa_train.checkpoint.heads import (
     VLLM_WEIGHTS,
     load_draft,
     read_heads,
+    read_token_map,
     save_draft,
     write_heads,
     write_weights,
@@ -23,6 +24,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
+from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
 from tests.checkpoint.test_vllm_layout import same
 from tests.checkpoint.vllm_rules import loader_problems
 from tests.families import random_backbone
@@ -114,6 +116,27 @@ def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Pa
         CheckpointError, match="heads over 9 tokens need a token_map of that length"
     ):
         load_draft(tmp_path, backbone)
+
+
+def test_the_vocabulary_is_read_alone_from_every_layout(tmp_path: Path) -> None:
+    """Ours, vLLM's and that of EAGLE-3 drafts, whose map has offsets; none without one."""
+    ours = save_draft(draft(share=False), tmp_path / "ours", "m")
+    tensors, config = to_vllm(read_heads(ours), None)
+    write_weights(tmp_path / "vllm", VLLM_WEIGHTS, tensors, config)
+    backbone = random_backbone("llama", dtype=torch.float32)
+    hydra = DRAFTS["hydra"].from_backbone(backbone, num_heads=2, vocab_size=8, token_map=KEPT)
+    save_draft(hydra, tmp_path / "hydra", "m")
+    for name in ("ours", "vllm", "hydra"):
+        found = read_token_map(tmp_path / name)
+        assert found is not None
+        assert found.tolist() == KEPT.tolist()
+    sizes = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=20)
+    eagle3 = write_eagle3(tmp_path / "eagle3", EAGLE3["authors"], sizes)
+    found = read_token_map(tmp_path / "eagle3")
+    assert found is not None
+    assert found.tolist() == (eagle3["d2t"] + torch.arange(20)).tolist()
+    save_draft(MedusaDraft.from_backbone(backbone, 2), tmp_path / "whole", "m")
+    assert read_token_map(tmp_path / "whole") is None
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -134,6 +134,8 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
     write_bench(tmp_path / "small.jsonl")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
     result = runner.invoke(app, arguments)
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())

@@ -161,9 +161,17 @@ def test_answers_of_servers(at_work: Path) -> None:
     assert "your key is ***" in judgment.read_text()
     with serving() as server:
         repeating(server, ERRORS["refused"])
+        refuse = server.script  # all but the first request, by which the judge is checked
+        server.script = lambda number, body: refuse(number, body) if number else None
         judge = ["--judge-base-url", server.url, "--judge-model", "m", "--output-dir", "unjudged"]
         run(at_work, evaluate.app, "--model", "run", *EVAL, *judge)
     assert "no access with ***" in (at_work / "unjudged" / "report.json").read_text()
+    with serving() as server:
+        repeating(server, ERRORS["refused"])
+        judge = ["--judge-base-url", server.url, "--judge-model", "m", "--output-dir", "refused"]
+        refused = run(at_work, evaluate.app, "--model", "run", *EVAL, *judge)
+    assert refused.exit_code == 1
+    assert "no access with ***" in refused.output
 
 
 def test_servers_that_are_started(at_work: Path, tmp_path: Path) -> None:
@@ -300,8 +308,6 @@ def test_only_masking_places_print_and_write() -> None:
     allowed = (
         "config/docs.py: ",  # the project's own pages
         "console_streams.py: sys.std",  # /dev/null
-        "evaluation/code_sandbox_script.py: ",  # in the sandbox, which has no keys
-        "evaluation/code_sandbox.py: (group",
         "training/deepspeed_strategy.py: with open(os.devnull",
         "console_streams.py: class MaskingConsole(Console)",
     )

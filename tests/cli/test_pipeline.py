@@ -56,8 +56,9 @@ def test_seeds_become_heads_that_are_measured(
         "bf16": "false",
         "sequence_len": 256,
     }
-    invoke(train.app, *(f"{name}={value}" for name, value in keys.items()))
+    output = invoke(train.app, *(f"{name}={value}" for name, value in keys.items()))
     assert (tmp_path / "run" / "heads" / "medusa_lm_head.safetensors").is_file()
+    assert output.endswith("next: medusa-eval --bench mtbench --limit 16 --model run\n")
 
     bench = [
         {"question_id": n, "category": "sums", "turns": [f"what is {n} + 1"]} for n in range(3)
@@ -65,7 +66,7 @@ def test_seeds_become_heads_that_are_measured(
     Path("bench.jsonl").write_text(
         "".join(json.dumps(question) + "\n" for question in bench), encoding="utf-8"
     )
-    invoke(
+    output = invoke(
         evaluate.app,
         "--bench",
         "bench.jsonl",
@@ -75,6 +76,8 @@ def test_seeds_become_heads_that_are_measured(
         "max_new_tokens=12",
         "warmup=0",
     )
+    command = "medusa-export run --to transformers"
+    assert output.endswith(f"next: {command}\n")
     overall = json.loads((tmp_path / "run" / "eval" / "bench" / "report.json").read_text())[
         "overall"
     ]

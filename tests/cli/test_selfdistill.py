@@ -354,11 +354,12 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
         output = f"for{len(model)}{model[-1][-5:]}.jsonl"
         for _ in range(2):
             last = succeed([*words, *model, "--output", output]).stdout.splitlines()[-1]
-            command = f"'datasets=[{{path: {output}}}]' chat_template=zephyr"
-            assert last.startswith("next: medusa-train base_model=")
+            command = f"'datasets=[{{path: {output}, type: messages}}]' chat_template=zephyr"
+            assert last.startswith("next: medusa-train configs/any_m1.yaml base_model=")
             assert last.endswith(f"backbone {command}")
         arguments = shlex.split(last.removeprefix("next: "))
-        assert load_config(TrainConfig, None, arguments[1:]).datasets[0].path == output
+        config = load_config(TrainConfig, Path(arguments[1]), arguments[2:])
+        assert config.datasets[0].path == output
     questions = ["--mode", "questions", "--limit", "1", "dtype=float32", "drop_truncated=false"]
     questions += ["max_new_tokens=8", "--model", "backbone", "--output", "asked one.jsonl"]
     assert succeed(questions).stdout.splitlines()[-1] == (

@@ -77,7 +77,7 @@ def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, t
     assert done.stdout.split() == ["exit", "2", "False"]
     assert done.stderr[done.stderr.index("error: ") :].splitlines() == [
         "error: 5 inputs are missing:",
-        f"  base_model: {tmp_path / 'absent-model'}: no such directory",
+        f"  base_model {tmp_path / 'absent-model'}: no such directory",
         f"  datasets: {tmp_path / 'absent.jsonl'}: no such file or directory",
         "  test_datasets: absent/t.jsonl: no such file or directory",
         (

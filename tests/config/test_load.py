@@ -588,7 +588,7 @@ def test_a_number_in_place_of_prompts_is_taken_for_a_random_seed(value: str) -> 
 class Later(TrainConfig):
     """A configuration of a version that no longer has the key `old`."""
 
-    removed_keys: ClassVar = {"old": "was removed in 9.9: write seed"}
+    removed: ClassVar = {"old": "was removed in 9.9: write seed", "bf16: maybe": "maybe is gone"}
 
 
 def test_a_removed_key_is_an_error_that_says_what_happened_to_it(tmp_path: Path) -> None:
@@ -600,6 +600,9 @@ def test_a_removed_key_in_a_runs_own_file_is_ignored_and_listed(tmp_path: Path) 
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "config.yaml").write_text(GOOD + "old: 1\nstage_one: {old: 2}\n")
     assert load_config(Later, tmp_path / "config.yaml").ignored == ("old", "stage_one.old")
+    (tmp_path / "config.yaml").write_text(GOOD + "bf16: maybe\n")
+    cfg = load_config(Later, tmp_path / "config.yaml")
+    assert (cfg.ignored, cfg.bf16) == (("bf16",), "auto")
     with pytest.raises(ConfigError, match="override 'old=3': old: was removed"):
         load_config(Later, tmp_path / "config.yaml", ["old=3"])
 

@@ -21,8 +21,6 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
-from medusa_train.models import split_attention as kernels
-from medusa_train.models.attention import use_split_keys
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.progress import RunProgress
@@ -34,7 +32,6 @@ from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, captu
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
 from tests.inference.test_refill import make_draft
-from tests.models.split_in_torch import CountedSplits
 
 RULES: dict[str, Rule] = {
     "greedy": None,
@@ -135,35 +132,6 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
             assert (step["pinned upload"] == 1) is static
     if rule != "sampling":
         assert all(text == texts[0] for text in texts)
-
-
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
-def test_split_attention_gives_the_same_text_in_all_loops(
-    kind: str, steps: list[Transfers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In plain torch with the arithmetic of the kernel, which Triton's interpreter takes minutes for."""
-    splits = CountedSplits()
-    monkeypatch.setattr(kernels, "ITEM_SIZES", (8,))
-    monkeypatch.setattr(kernels, "split_attention", splits)
-    texts = []
-    for split in (False, True):
-        model = random_backbone("llama", head_dim=16).model.to("cuda")
-        backbone = Backbone(model, NoTokenizer(), "llama")
-        if split:
-            backbone.attention = use_split_keys(backbone.model)
-        draft = None if kind == "plain" else random_draft(kind, backbone)
-        for answers, static in LOOPS.values():
-            backbone.step_runner = CheckedRunner() if static else None
-            steps.clear()
-            splits.calls = 0
-            with nullcontext() if draft is None else draft.no_early_exit():
-                texts.append([one.tokens for one in answers(backbone, draft, None)[:2]])
-            # a plain step of a single row sees all that is there, and has no mask
-            has_mask = kind != "plain" or static or answers is together
-            assert (splits.calls > 0) is (split and has_mask)
-            assert all(step["wait"] == 0 for step in steps)
-    assert all(text == texts[0] for text in texts)
-    assert splits.most_splits > 2
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.models import document_attention
 from medusa_train.progress import RunProgress
 from medusa_train.training.load_data import load_data
 from medusa_train.training.setup import build_trainer
@@ -70,7 +69,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_a_validation_and_a_checkpoint(
     case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_attention, "_varlen_attn", lambda: None)
     keys = {
         "base_model": str(home / "model"),
         "datasets": [{"path": str(home / "chats.jsonl"), "type": "sharegpt"}],

@@ -123,7 +123,7 @@ def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
         DataError, match="early_stopping_patience: no conversation is left for validation"
     ):
         load_datasets(config(one, val_set_size=0.5, early_stopping_patience=1), encoder)
-    with pytest.raises(DataError, match="left to train on: test_datasets have all of them"):
+    with pytest.raises(DataError, match="to train on: test_datasets have all of their prompts"):
         load_datasets(config(one, test_datasets=[{"path": str(one)}]), encoder)
 
 
@@ -145,8 +145,54 @@ def test_test_datasets_are_the_validation_set_and_not_trained_on(
     assert held_out.row_len == train.row_len
     assert [example.source for example in train] == [f"{train_path}:{n}" for n in range(1, 9)]
     assert train.report.describe() == [
-        "1 conversations not trained on, since test_datasets have them"
+        "1 conversations not trained on, since test_datasets have their prompts"
     ]
+
+
+def test_other_answers_to_prompts_of_the_test_data_are_not_trained_on(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
+    train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", f"B{n}") for n in range(4)))
+    test_path = write(tmp_path / "test.jsonl", record("q1", "other"), record("q2", "C", "D", "E"))
+    cfg = config(train_path, test_datasets=[{"path": test_path}])
+    train, held_out = load_datasets(cfg, encoder)
+    assert [example.source for example in train] == [f"{train_path}:1", f"{train_path}:4"]
+    assert len(held_out) == 2
+    assert train.report.describe()[0].startswith("2 conversations not trained on")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_all_answers_to_a_prompt_are_on_the_same_side_of_the_split(
+    tmp_path: Path, encoder: ChatEncoder, cached: bool
+) -> None:
+    """With other words before the prompt it is another prompt."""
+    records = []
+    for answer in range(5):
+        for question in range(12):
+            records.append(record(f"q{question}", f"B{answer}", f"more {answer}", "C"))
+    for question in range(12):
+        system = {"role": "system", "content": f"S{question}"}
+        records.append({"messages": [system, *record("q", "B")["messages"]]})
+    path = write(tmp_path / "d.jsonl", *records)
+    keys = {"dataset_prepared_path": str(tmp_path / "cache")} if cached else {}
+    for _ in range(1 + cached):
+        train, held_out = load_datasets(config(path, val_set_size=0.2, **keys), encoder)
+        of_train, of_held_out = (
+            {tuple(example.prompts()[0]) for example in part} for part in (train, held_out)
+        )
+        assert of_train.isdisjoint(of_held_out)
+        assert len(of_train) + len(of_held_out) == 24
+        assert abs(len(held_out) - 0.2 * 72) < 5
+
+
+def test_data_of_one_prompt_are_not_split_and_that_is_noted(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
+    path = write(tmp_path / "d.jsonl", *(record("q", f"B{n}") for n in range(4)))
+    train, held_out = load_datasets(config(path), encoder)
+    assert (len(train), len(held_out)) == (4, 0)
+    note = "no conversation is held out: all 4 begin with the same prompt; set test_datasets"
+    assert train.report.describe() == [note]
 
 
 def test_repeated_conversations_are_named_and_used(tmp_path: Path, encoder: ChatEncoder) -> None:

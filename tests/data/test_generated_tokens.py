@@ -45,6 +45,29 @@ def test_an_answer_is_trained_as_the_tokens_that_were_generated(encoder: ChatEnc
     assert row.ids[: -len(ids) - len(end)] == encoder.prompt([USER])
 
 
+@pytest.mark.parametrize("space", ["\n", " ", "\n\n", " \n"])
+def test_white_space_before_the_end_token_is_not_added_to_generated_tokens(
+    make_tokenizer: Callable[..., Any], space: str
+) -> None:
+    """It would be one of them if the model had generated it; a template adds it to the text alone."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '"
+        + space.replace("\n", "\\n")
+        + "<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% endif %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(template))
+    end = encoder.tokenize_continuation("<|im_end|>")
+    assert len(end) == 1
+    # without tokens of its own, the answer is the text that the template writes
+    (row,) = encode(encoder, USER, Message("assistant", "A B"))
+    assert supervised(encoder, row) == encoder.tokenize_continuation(f"A B{space}<|im_end|>")
+    # its own tokens are kept, those of white space among them
+    for ids in (other_tokens(encoder, "A B"), other_tokens(encoder, f"A B{space}")):
+        (row,) = encode(encoder, USER, Message("assistant", "A B", ids))
+        assert supervised(encoder, row) == [*ids, *end]
+
+
 def test_as_history_it_has_the_tokens_of_its_text(encoder: ChatEncoder) -> None:
     ids = other_tokens(encoder, "A B")
     first, second = encode(

@@ -1,4 +1,4 @@
-"""`make` fetches a model once."""
+"""`make` fetches a model once, and says that an installation goes on."""
 
 import os
 import shutil
@@ -37,3 +37,20 @@ def test_a_newer_installation_fetches_no_model_again(
     (tmp_path / "models" / model / "config.json").unlink()
     planned = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "convert.py" in planned.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_installation_says_that_it_goes_on_until_it_ends(tmp_path: Path, code: int) -> None:
+    shutil.copy(PROJECT_ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text("torch==1\n")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$3" = install ] || exit 0\nsleep 1.5\nexit {code}\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", "TICK=1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "\ninstalling: 1 s so far\n" in done.stdout
+    assert (done.returncode == 0) == (code == 0), done.stderr
+    assert (tmp_path / ".venv" / ".installed").exists() == (code == 0)

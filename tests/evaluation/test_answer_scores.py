@@ -9,6 +9,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation import answer_scores
 from medusa_train.evaluation.answer_scores import (
     build_program,
+    code_samples,
     extract_number,
     rouge_means,
     rouge_scorer,
@@ -113,7 +114,7 @@ class Words:
         return " ".join(self.words[token] for token in token_ids)
 
 
-def turn(question: int, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> TurnRecord:
+def turn(question: int | str, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> TurnRecord:
     timed = None if tree is None else TimedAnswer(tree, 1.0)
     return TurnRecord(
         question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0)
@@ -140,7 +141,10 @@ def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
     assert summary is not None
     assert (summary["metric"], summary["answers"], summary["differing"]) == ("exact match", 2, 1)
     assert (summary["tree"]["correct"], summary["tree"]["rate"]) == (1, 0.5)
-    assert summary["plain"]["interval"] == wilson_interval(2, 2)
+    assert summary["plain"]["interval"] is None  # of two answers
+    five = summarize_scores([records[0]] * 5)
+    assert five is not None
+    assert five["plain"]["interval"] == wilson_interval(5, 5)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,7 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
         return Outcome("failed", "AssertionError")
 
     monkeypatch.setattr(answer_scores, "run_program", run_program)
+    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
     records = [turn(1, (0,), (0,))]
     score_answers(
         records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3")
@@ -201,11 +206,30 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
     assert records[0].scores["plain"] == Score("pass@1", False, "failed: AssertionError")
 
 
+def test_without_a_sandbox_no_code_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: "no bubblewrap")
+    records = [turn(1, (0,), (1,))]
+    questions = [Question(1, "humaneval", ("?",), "f:1", expected=TEST)]
+    score_answers(records, questions, Words("a", "b"))
+    assert records[0].scores == {}
+
+
+def test_samples_have_the_programs_of_the_answers() -> None:
+    records = [turn("a/0", (0,), (1,))]
+    questions = [Question("a/0", "humaneval", ("?",), "f:1", expected=TEST)]
+    samples = code_samples(records, questions, Words("    return 3", "    return 4"))
+    for name, line in (("tree", "    return 3"), ("plain", "    return 4")):
+        (sample,) = samples[name]
+        assert sample["task_id"] == "a/0"
+        assert sample["completion"] == sample["solution"] == f"{PROMPT}{line}"
+
+
 def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outcomes = iter([Outcome("passed", "")])
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
+    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
     records = [turn(1, (0,), (1,))]
     with pytest.raises(StopIteration):
         score_answers(

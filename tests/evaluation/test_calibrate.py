@@ -1,6 +1,5 @@
 import io
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +8,15 @@ import pytest
 import yaml
 from rich.console import Console
 
-from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.calibrate import (
     calibrate,
+    describe_misfit,
+    is_compiled,
     load_with_progress,
-    refit_tokens,
-    refit_tree,
-    resumed_tree,
 )
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -104,10 +101,8 @@ def write_run_with_data(home: Path) -> Path:
 @pytest.mark.usefixtures("small")
 def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
     directory = write_run_with_data(tmp_path)
-    written, shown = run(directory, questions, None, compile="auto")
-    assert [
-        part in shown for part in ("validation prompts of the run", "calibrating uncompiled")
-    ] == [True, True]
+    written, shown = run(directory, questions, None)
+    assert "validation prompts of the run" in shown
     assert written[0] == directory / "tree.json"
     record = json.loads((directory / "tree.json").read_text(encoding="utf-8"))
     assert record["calibration"]["conversations"] == 6
@@ -142,89 +137,75 @@ def test_a_tree_is_not_fitted_to_one_held_out_chat(
     assert source in run(directory, questions, tmp_path / "other")[1]
 
 
-def refit(
-    directory: Path, dtype: str = "float32", **keys: object
-) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
-    cfg = EvalConfig(max_new_tokens=24, calibration_tokens=400, **keys)
-    progress = RunProgress(Console(file=io.StringIO(), width=300))
+def misfit(directory: Path, dtype: str = "float32", **keys: object) -> str | None:
+    """What is said of the tree of a run that is decoded in `dtype`."""
+    cfg = EvalConfig(bench="tiny", **keys)
     paths = resolve_model(str(directory), None, None if cfg.tree is None else Path(cfg.tree))
-    result = refit_tree(cfg, load_with_progress(paths, dtype, progress), paths, 100, progress)
-    return result, progress.console.file.getvalue()  # type: ignore[attr-defined]
+    return describe_misfit(cfg, load_with_progress(paths, dtype, quiet()), paths)
 
 
-@pytest.mark.usefixtures("small")
-def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) -> None:
-    directory = write_run_with_data(tmp_path)
-    tree = directory / "tree.json"
-    before = tree.read_bytes()
-    result, shown = refit(directory)
-    assert result is None
-    assert "does not say for which dtype and device it was fitted; using it as it is" in shown
-    form = DecodingSettings.of(
-        load_with_progress(resolve_model(str(directory), None, None), "float32", quiet()).backbone
-    )
-    Tree.chain(2).save(tree, **form.record())
-    assert refit(directory)[0] is None
-    Tree.chain(2).save(tree, **replace(form, quantization="nf4", merged=False).record())
-    result, shown = refit(directory, tree=str(tree))
-    assert result is None
-    assert "(quantization nf4, now none, merged no, now yes); using it as named by tree" in shown
-    result, shown = refit(directory)
-    assert "(quantization nf4, now none, merged no, now yes): fitting it again" in shown
-    assert result is not None
-    model, paths = result
-    assert paths.tree == tree
-    assert model.tree == Tree.load(tree)
-    assert DecodingSettings.load(tree) == form
-    assert tree.read_bytes() != before
-    assert refit(directory)[0] is None  # now it fits
-    Tree.chain(2).save(tree, **replace(form, compiled=True).record())
-    assert refit(directory)[0] is None  # auto, by default here, does not compile a few questions
-    assert refit(directory, compile=False)[0] is not None
-    other = Path(shutil.copytree(directory, tmp_path / "elsewhere"))
-    cfg = EvalConfig(bench="tiny", output_dir=str(other))
-    assert resumed_tree(cfg, paths).tree == other / "tree.json"
-    os.utime(tree)
-    assert resumed_tree(cfg, paths).tree == tree  # chosen again since
-    os.utime(other / "tree.json")
-    (other / "tree_traces.npz").unlink()
-    assert resumed_tree(cfg, paths) is paths
-
-    traces = (directory / "tree_traces.npz").read_bytes()
-    (tmp_path / "chats.jsonl").unlink()  # nothing is answered again
-    result, shown = refit(directory, dtype="bfloat16")
-    assert "(dtype float32, now bfloat16): choosing it again from the 144 kept tokens" in shown
-    assert result is not None
-    assert DecodingSettings.load(tree) == replace(form, dtype="bfloat16")
-    assert (directory / "tree_traces.npz").read_bytes() == traces
-    with (tmp_path / "backbone" / "config.json").open("a") as file:
-        file.write("\n")
-    assert "the run's data to fit it again are not available" in refit(directory)[1]
-
-
-def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:
+@pytest.fixture
+def fitted(tmp_path: Path) -> tuple[Path, DecodingSettings]:
+    """A run, and the settings in which it decodes here."""
     directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
-    form = DecodingSettings.of(
-        load_with_progress(resolve_model(str(directory), None, None), "float32", quiet()).backbone
-    )
-    Tree.chain(2).save(
-        directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record()
-    )
-    result, shown = refit(directory)
-    assert result is None
-    assert (
-        f"(device cuda, now cpu, device name A GPU, now {form.device_name}); using it as it is,"
-        " since the" in shown
-    )
+    paths = resolve_model(str(directory), None, None)
+    return directory, DecodingSettings.of(load_with_progress(paths, "float32", quiet()).backbone)
 
 
-def test_a_short_bench_is_worth_a_short_fit() -> None:
-    assert [refit_tokens(EvalConfig(), tokens) for tokens in (100, 10_000, 10**6)] == [
-        2000,
-        5000,
-        12_000,
-    ]
-    assert refit_tokens(EvalConfig(calibration_tokens=700), 10**6) == 700
+def test_a_tree_that_fits_needs_no_line(fitted: tuple[Path, DecodingSettings]) -> None:
+    directory, settings = fitted
+    Tree.chain(2).save(directory / "tree.json", **settings.record())
+    assert misfit(directory) is None
+
+
+def test_a_tree_without_settings_is_reported(fitted: tuple[Path, DecodingSettings]) -> None:
+    shown = misfit(fitted[0])
+    assert shown is not None
+    assert "does not say for which dtype and device it was fitted" in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"device": "cuda", "device_name": "A GPU"}, "device cuda, now cpu, device name A GPU"),
+        (
+            {"quantization": "nf4", "merged": False},
+            "quantization nf4, now none, merged no, now yes",
+        ),
+        ({"compiled": True}, "compiled yes, now no"),
+    ],
+    ids=["device", "weights", "compiled"],
+)
+def test_a_tree_of_other_settings_names_the_command_that_fits_it_again(
+    changed: dict[str, object], words: str, fitted: tuple[Path, DecodingSettings]
+) -> None:
+    directory, settings = fitted
+    Tree.chain(2).save(directory / "tree.json", **replace(settings, **changed).record())
+    shown = misfit(directory)
+    assert shown is not None
+    assert words in shown
+    assert f"medusa-eval --calibrate --model {directory} dtype=float32" in shown
+
+
+def test_a_tree_that_the_user_names_is_used_as_it_is(
+    fitted: tuple[Path, DecodingSettings],
+) -> None:
+    directory, settings = fitted
+    tree = directory / "tree.json"
+    Tree.chain(2).save(tree, **replace(settings, compiled=True).record())
+    assert misfit(directory, tree=str(tree)) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decoding_is_compiled_by_default_if_the_tree_was_fitted_to_it(
+    compiled: bool, fitted: tuple[Path, DecodingSettings]
+) -> None:
+    directory, settings = fitted
+    Tree.chain(2).save(directory / "tree.json", **replace(settings, compiled=compiled).record())
+    paths = resolve_model(str(directory), None, None)
+    assert is_compiled(EvalConfig(), paths) == compiled
+    assert not is_compiled(EvalConfig(compile=False), paths)
+    assert is_compiled(EvalConfig(compile=True), paths)
 
 
 def quiet() -> RunProgress:
@@ -245,12 +226,17 @@ def test_two_processes_do_not_calibrate_into_one_directory(
 
 
 @pytest.mark.usefixtures("small")
-def test_compilation_that_is_chosen_for_benches_is_named_as_not_used(
+def test_calibrating_uncompiled_after_a_compiled_fit_is_said(
     run_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
-    _, shown = run(run_dir, questions, tmp_path, compile="auto")
-    assert "compile: auto is for benches: calibrating uncompiled; compile=true" in shown
-    assert "uncompiled" not in run(run_dir, questions, tmp_path)[1]
+    settings = DecodingSettings.of(
+        load_with_progress(resolve_model(str(run_dir), None, None), "float32", quiet()).backbone
+    )
+    tree = tmp_path / "tree.json"
+    Tree.chain(2).save(tree, **replace(settings, compiled=True).record())
+    _, shown = run(run_dir, questions, tmp_path / "out", tree=str(tree))
+    assert "calibrating uncompiled; compile=true fits to compiled steps" in shown
+    assert "uncompiled" not in run(run_dir, questions, tmp_path / "plain")[1]
 
 
 def test_calibration_errors(

@@ -25,7 +25,8 @@ from tests.evaluation.test_report_page import TREE, Balance, record
 def write_run(
     run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any
 ) -> Path:
-    records = [record(number, category) for number, category in enumerate(categories, start=1)]
+    asked = categories * 3  # enough questions for intervals
+    records = [record(number, category) for number, category in enumerate(asked, start=1)]
     write_report(
         Report.from_records(records, meta(bench=bench, **changes), TREE),
         records,

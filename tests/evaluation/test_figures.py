@@ -9,6 +9,7 @@ from medusa_train.evaluation.figures import (
     Counts,
     accepted_lengths,
     block_interval,
+    by_category,
     chain_rates,
     compare_rates,
     ctar,
@@ -16,6 +17,7 @@ from medusa_train.evaluation.figures import (
     interval,
     resample,
     speed_intervals,
+    student_quantile,
     summarize,
 )
 from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
@@ -68,6 +70,60 @@ def test_a_batch_counts_its_passes_once() -> None:
     assert figures["acceleration_rate"] == 2.0
     assert figures["baseline_tokens_per_s"] == 14 / 10
     assert figures["time_to_first_token_s"] == 2.0
+
+
+#: Turns that differ in all that is summed: of the tree and the plain loop.
+DIFFERENT_TURNS = [
+    (timed(11, 2.0, prefill=0.5, steps=4), timed(11, 4.0, prefill=1.0, steps=10)),
+    (timed(21, 6.0, prefill=1.0, steps=12), timed(21, 11.0, prefill=2.0, steps=20)),
+    (timed(5, 1.0, prefill=0.25, steps=1), timed(5, 2.0, prefill=0.5, steps=4)),
+]
+
+
+def test_rates_divide_sums_over_all_turns() -> None:
+    figures = summarize([record(tree=tree, plain=plain) for tree, plain in DIFFERENT_TURNS])
+    # decoding alone: 1.5 + 5 + 0.75 s in 17 passes, and 3 + 9 + 1.5 s in 34
+    assert figures["overhead"] == pytest.approx((7.25 / 17) / (13.5 / 34))
+    assert figures["acceleration_rate"] == pytest.approx((10 + 20 + 4) / 17)
+    assert figures["tokens_per_s"] == pytest.approx(37 / 9)
+    assert figures["baseline_tokens_per_s"] == pytest.approx(37 / 17)
+    assert figures["speedup"] == pytest.approx(17 / 9)
+    assert figures["time_to_first_token_s"] == pytest.approx((0.5 + 1.0 + 0.25) / 3)
+
+
+def test_passes_of_several_batches_are_summed_once_each() -> None:
+    """A batch of two with 8 passes in 8 s after 2 s of prefill, and one of one with 3 in 6 s."""
+    batch = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [*batch, TimedAnswer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
+    tree = timed(4, 3.0, prefill=1.0, steps=2)
+    figures = summarize([record(tree=tree, plain=one) for one in plain])
+    assert figures["overhead"] == pytest.approx((6 / 6) / (14 / 11))
+
+
+def test_a_category_sums_its_own_turns() -> None:
+    first, second, third = DIFFERENT_TURNS
+    records = [
+        record("a", *first),
+        record("b", *second),
+        record("a", *third),
+    ]
+    figures = by_category(records)
+    assert figures["a"]["overhead"] == pytest.approx((2.25 / 5) / (4.5 / 14))
+    assert figures["b"]["overhead"] == pytest.approx((5 / 12) / (9 / 20))
+
+
+def test_the_interval_of_the_overhead_is_that_of_whole_questions() -> None:
+    """By hand: a sample sums decoding seconds and passes over the turns of the drawn questions."""
+    records, rows = [], []
+    for number in range(6):
+        tree, plain = DIFFERENT_TURNS[number % 3]
+        slower = replace(tree, seconds=tree.seconds * (1 + number / 10))
+        for turn_number in (1, 2):
+            records.append(TurnRecord(number, "a", turn_number, (1,), slower, plain, None))
+        rows.append([slower.decode_seconds, slower.steps, plain.decode_seconds, plain.steps])
+    tree_seconds, passes, plain_seconds, plain_passes = resample(torch.tensor(rows)).unbind(1)
+    expected = interval((tree_seconds / passes) / (plain_seconds / plain_passes))
+    assert speed_intervals(records)["overhead"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_summary_gives_every_ratio_and_count() -> None:
@@ -209,11 +265,13 @@ def test_the_interval_of_a_ratio_of_normal_rates_is_that_of_the_delta_method() -
 
 
 def test_rates_are_ratios_of_sums() -> None:
-    first = {"short": Counts(10, 10), "long": Counts(300, 100), "no steps": Counts(0, 0)}
-    second = {"short": Counts(40, 10), "long": Counts(300, 100), "no steps": Counts(50, 10)}
-    ratio, bounds = compare_rates(first, second)
-    assert ratio == pytest.approx(340 / 310)
-    assert bounds == pytest.approx((1.0, 4.0))  # the extremes draw one of the two questions twice
+    long = {f"long {n}": Counts(300, 100) for n in range(4)}
+    first = {"short": Counts(10, 10), "no steps": Counts(0, 0), **long}
+    second = {"short": Counts(40, 10), "no steps": Counts(50, 10), **long}
+    ratio, (low, high) = compare_rates(first, second)
+    assert ratio == pytest.approx(1240 / 1210)
+    assert low == 1.0  # samples of the long ones alone
+    assert high > ratio
 
 
 def test_other_questions_are_refused() -> None:
@@ -222,8 +280,12 @@ def test_other_questions_are_refused() -> None:
             {"a": Counts(1, 1), "b": Counts(1, 1)},
             {"a": Counts(1, 1), "b": Counts(1, 1), "c": Counts(1, 1)},
         )
-    with pytest.raises(DataError, match="two or more questions"):
-        compare_rates({"a": Counts(1, 1)}, {"a": Counts(2, 1)})
+
+
+def test_four_questions_are_too_few_to_compare_two_runs() -> None:
+    few = {name: Counts(1, 1) for name in "abcd"}
+    with pytest.raises(DataError, match="5 or more questions"):
+        compare_rates(few, few)
 
 
 def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
@@ -295,11 +357,48 @@ def test_equal_servers_differ_once_in_twenty_times() -> None:
     assert block_interval(plain[:2], heads[:2]) is None
 
 
-def test_one_question_or_no_tree_has_no_interval() -> None:
-    assert speed_intervals([turn(1, 1.0), turn(1, 2.0, 2)]) == {}
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),  # of published tables
+    [(2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (30, 2.042)],
+)
+def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        [(3.0, 2.0), (3.3, 2.0), (2.8, 2.1)],
+        [(3.0, 2.0), (3.3, 2.0), (2.8, 2.1), (3.1, 1.7), (2.9, 1.9)],
+    ],
+    ids=["three blocks", "five blocks"],
+)
+def test_the_interval_of_blocks_is_that_of_the_jackknife(
+    seconds: list[tuple[float, float]],
+) -> None:
+    """By hand: of n blocks there are n - 1 degrees of freedom."""
+    count = len(seconds)
+    ratios = []
+    for left_out in range(count):
+        kept = [pair for block, pair in enumerate(seconds) if block != left_out]
+        ratios.append(math.log(sum(first for first, _ in kept) / sum(second for _, second in kept)))
+    mean = sum(ratios) / count
+    error = math.sqrt((count - 1) / count * sum((ratio - mean) ** 2 for ratio in ratios))
+    whole = math.log(sum(first for first, _ in seconds) / sum(second for _, second in seconds))
+    margin = {3: 4.303, 5: 2.776}[count] * error
+    result = block_interval(
+        [Counts(9, first) for first, _ in seconds], [Counts(9, second) for _, second in seconds]
+    )
+    assert result is not None
+    assert math.log(result[0]) == pytest.approx(whole - margin, abs=0.01 * margin)
+    assert math.log(result[1]) == pytest.approx(whole + margin, abs=0.01 * margin)
+
+
+def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:
+    assert speed_intervals([turn(n, 1.0, place) for n in range(4) for place in (1, 2)]) == {}
     alone = [
         TurnRecord(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0))
-        for n in range(3)
+        for n in range(5)
     ]
     assert speed_intervals(alone) == {}
     assert speed_intervals([]) == {}
@@ -307,6 +406,6 @@ def test_one_question_or_no_tree_has_no_interval() -> None:
 
 def test_answers_of_one_token_leave_step_ratios_open() -> None:
     one = TimedAnswer((1,), 1.0, 1.0, 0)
-    result = speed_intervals([TurnRecord(n, "a", 1, (1,), one, one, one) for n in range(3)])
+    result = speed_intervals([TurnRecord(n, "a", 1, (1,), one, one, one) for n in range(5)])
     assert result["acceleration_rate"] is None
     assert result["speedup"] == pytest.approx((1.0, 1.0))

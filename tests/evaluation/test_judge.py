@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from medusa_train.errors import ServerError
 from medusa_train.evaluation.judge import (
     NO_SCORE,
     PROMPT_NAME,
@@ -21,6 +22,7 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.servers.client import OpenAIClient
 from tests.evaluation.test_run_bench import run as evaluate
 from tests.fake_server import FakeServer, Reply, completion, error, serving
+from tests.servers.test_client import newer_model
 
 
 def says(text: str) -> Reply:
@@ -34,7 +36,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 def judge(server: FakeServer) -> Judge:
-    return Judge(OpenAIClient(server.url, timeout=5.0, retry_seconds=0.5), "judge-1")
+    return Judge(
+        OpenAIClient(server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=0.5),
+        "judge-1",
+    )
 
 
 QUESTIONS = [
@@ -66,6 +71,64 @@ def records(text: str = "Roses.") -> list[TurnRecord]:
 )
 def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) -> None:
     assert parse_grade(reply) == score
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "[[7]] / [[10]]",
+        "[[7]]/[[10]]",
+        "**[[7]]** / **[[10]]**",
+        "Rating: [[7]] / 10",
+        "[[7 / 10]]",
+        "[[7 out of 10]]",
+        "[[7]] out of [[10]]",
+        "[[7]] (of [[10]])",
+        "On a scale from [[1]] to [[10]]: [[7]]",
+        "[[7]] on a scale of [[1]]-[[10]]",
+        "Rating: [7] / [10]",
+    ],
+)
+def test_the_scale_is_no_grade(reply: str) -> None:
+    assert parse_grade(reply) == 7
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("[[10]] / [[10]]", 10.0),
+        ("[[Rating: 6]]", 6.0),
+        (r"\[\[7\]\]", 7.0),
+        ("[[8.]]", 8.0),
+        ("[7]", 7.0),
+        ("Rating: [8.5]", 8.5),
+        ("Rating: **[8]**", 8.0),
+        ("[Score: 6]", 6.0),
+        ("[[7]", 7.0),
+        ("As [1] and [2] say, it is right. Rating: [8]", 8.0),
+        ("[[8]], as [1] says", 8.0),
+    ],
+)
+def test_grades_of_other_forms(reply: str, score: float) -> None:
+    """FastChat's second pattern reads single brackets, too."""
+    assert parse_grade(reply) == score
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "As [1] says. [8]",
+        "As [1] and [2] say.",
+        "[[7, 8]]",
+        "[[grade]]",
+        "[[85]]",
+        "Rating: [11]",
+        "[0]",
+        "Rating: 8/10",
+    ],
+)
+def test_what_may_be_another_number_is_no_grade(reply: str) -> None:
+    assert parse_grade(reply) == NO_SCORE
 
 
 def test_judgements_are_kept_in_fastchats_form_and_averaged(
@@ -172,6 +235,61 @@ def test_an_evaluation_is_graded_where_a_judge_is_named(
         len((tmp_path / "model_judgment" / "small_judge_single.jsonl").read_text().splitlines())
         == 4
     )
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (error(400, "no such model"), "no such model"),
+        (error(401, "who are you?"), "requires an API key"),
+        (error(404, "not here"), "check the URL"),
+    ],
+)
+def test_a_judge_that_refuses_ends_an_evaluation_before_anything_is_decoded(
+    server: FakeServer, run_dir: Path, bench_file: Path, tmp_path: Path, reply: Reply, message: str
+) -> None:
+    server.script = lambda number, body: reply
+    keys = {"judge_base_url": server.url, "judge_model": "j", "dtype": "float32"}
+    with pytest.raises(ServerError, match=rf"(?s)judge j: .*{message}"):
+        evaluate(bench_file, run_dir, tmp_path, **keys)
+    assert not list(tmp_path.rglob("turns.jsonl"))
+    assert len(server.bodies) == 1
+
+
+def test_a_judge_gets_the_key_that_is_named_and_no_other(
+    server: FakeServer,
+    run_dir: Path,
+    bench_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-judge")
+    monkeypatch.setenv("JUDGE_KEY", "key-of-the-judge")
+    server.script = lambda number, body: error(404, "not here")
+    keys = {"judge_base_url": server.url, "judge_model": "j", "api_key_env": "JUDGE_KEY"}
+    with pytest.raises(ServerError):
+        evaluate(bench_file, run_dir, tmp_path, **keys)
+    assert server.authorization == ["Bearer key-of-the-judge"]
+
+
+def test_a_judge_that_takes_no_temperature_is_asked_without_before_anything_is_decoded(
+    server: FakeServer, run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    decoded: list[bool] = []  # whether there were answers yet, at each request
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        decoded.append((tmp_path / "turns.jsonl").exists())
+        return newer_model(number, body) or says("[[7]]")
+
+    server.script = script
+    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False}
+    report, shown = evaluate(
+        bench_file, run_dir, tmp_path, judge_base_url=server.url, judge_model="j", **keys
+    )
+    assert report["judge"]["graded"] == 4
+    assert decoded == 3 * [False] + 4 * [True]  # two rejections and an answer; the grades
+    text = " ".join(shown.split())
+    assert text.count("rejects temperature") == text.count("rejects max_tokens") == 1
 
 
 def test_a_question_is_one_line_with_all_its_turns() -> None:

@@ -1,15 +1,39 @@
 """When a machine is called busy."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 
-from medusa_train.evaluation.machine_load import MachineLoad, huge_pages, spread
+from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, huge_pages, spread
 from medusa_train.io import HUGE_PAGES_VARIABLE
 
-QUIET = MachineLoad(4, 4, 0.9, 4.9, 0.1)
+QUIET = MachineLoad(4, 0.9, 0.1)
+
+
+class SystemTimes(NamedTuple):
+    """Processor seconds of the whole machine, as psutil gives them."""
+
+    user: float
+    system: float
+    idle: float
+    iowait: float
+
+
+def test_only_the_time_of_other_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 14 busy seconds in 10, this process used 11 and the others 3; waiting uses none."""
+    system = iter([SystemTimes(100.0, 20.0, 500.0, 7.0), SystemTimes(112.0, 22.0, 505.0, 9.0)])
+    own = iter([SimpleNamespace(user=30.0, system=5.0), SimpleNamespace(user=40.0, system=6.0)])
+    clock = iter([1000.0, 1010.0])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(system))
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: next(own)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert OtherProcesses().cores() == 0.3
 
 
 def test_the_spread_is_of_the_slowest_over_the_fastest() -> None:
@@ -20,15 +44,14 @@ def test_the_spread_is_of_the_slowest_over_the_fastest() -> None:
 @pytest.mark.parametrize(
     ("change", "sign"),
     [
-        ({"load_before": 1.1}, "load average 1.1 on 4 cores before it"),
-        ({"load_after": 5.1}, "load average 5.1 on 4 cores at its end, of which 4 its own"),
+        ({"other_cores": 1.1}, "other processes used 1.1 of 4 cores meanwhile"),
         ({"plain_step_spread": 0.34}, "equal plain steps took up to 34% longer"),
     ],
 )
 def test_each_sign_of_a_busy_machine_is_named(change: dict[str, float], sign: str) -> None:
     assert QUIET.signs() == []
     assert replace(QUIET, **change).signs() == [sign]
-    assert MachineLoad(4, 4, None, None, None).signs() == []  # nothing is known
+    assert replace(QUIET, plain_step_spread=None).signs() == []  # too few were timed
 
 
 @pytest.mark.parametrize(

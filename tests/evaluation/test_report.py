@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,11 @@ def test_quality_is_reported_where_they_are_known() -> None:
 
 
 def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
-    quiet = {
-        "cores": 2,
-        "threads": 2,
-        "load_before": 0.3,
-        "load_after": 2.1,
-        "plain_step_spread": 0.05,
-    }
+    quiet = {"cores": 2, "other_cores": 0.3, "plain_step_spread": 0.05}
     assert "busy" not in markdown(Report.from_records(records(), meta(machine_load=quiet)))
-    busy = {**quiet, "load_before": 3.0}
+    busy = {**quiet, "other_cores": 1.5}
     text = markdown(Report.from_records(records(), meta(machine_load=busy)))
-    assert "The machine seems to have been busy: load average 3.0 on 2 cores before it. " in text
+    assert "seems to have been busy: other processes used 1.5 of 2 cores meanwhile. " in text
     fast = records()
     for record in fast:
         record.tree = TimedAnswer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
@@ -160,36 +155,47 @@ def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
     assert "busy: overhead 0.50, though a step with a tree costs no less than a plain one" in text
 
 
-def scored(tree: bool, plain: bool, with_tree: bool = True) -> list[TurnRecord]:
+def scored(tree: bool, plain: bool, with_tree: bool = True, questions: int = 5) -> list[TurnRecord]:
     scores = {"tree": Score("exact match", tree, "12"), "plain": Score("exact match", plain, "12")}
     if not with_tree:
         del scores["tree"]
-    answers = records(with_tree)
-    answers[0].scores = scores
+    answers = []
+    for question in range(questions):
+        math, code = records(with_tree)
+        answers += [replace(math, question_id=question, scores=scores), code]
     return answers
 
 
 def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> None:
     equal = Report.from_records(scored(True, True), meta())
     expected = (
-        "Quality: exact match 1 of 1 (100.0%, 95 % interval 20.7% to 100.0%), with plain decoding"
+        "Quality: exact match 5 of 5 (100.0%, 95 % interval 56.6% to 100.0%), with plain decoding"
         " equal on every"
     )
     assert expected in markdown(equal)
-    assert "| 1/1 |" in markdown(equal)
+    assert "| 5/5 |" in markdown(equal)
     differing = markdown(Report.from_records(scored(True, False), meta()))
     assert (
-        "with plain decoding 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%); 1 question scored"
+        "with plain decoding 0 of 5 (0.0%, 95 % interval 0.0% to 43.4%); 5 questions scored"
         " differently" in differing
     )
-    assert "| 1/1 (plain 0) |" in differing
+    assert "| 5/5 (plain 0) |" in differing
     alone = Report.from_records(
         scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None)
     )
-    assert "Quality: exact match 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%)." in markdown(alone)
+    assert "Quality: exact match 0 of 5 (0.0%, 95 % interval 0.0% to 43.4%)." in markdown(alone)
     write_report(equal, scored(True, True), [], tmp_path)
     line = json.loads((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert line["scores"]["plain"] == {"metric": "exact match", "correct": True, "detail": "12"}
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["overall"]["scores"]["tree"]["correct"] == 1
+    assert content["overall"]["scores"]["tree"]["correct"] == 5
     assert content["categories"]["code"]["scores"] is None
+
+
+def test_fewer_than_five_questions_have_figures_without_intervals_and_it_says_why() -> None:
+    # three scored questions, and one that is not
+    few = markdown(Report.from_records(scored(True, True, questions=3), meta()))
+    assert "1.10x (no interval: fewer than 5 questions, or batches of them) the speed" in few
+    assert "3 of 3 (100.0%, no interval: fewer than 5 answers)" in few
+    enough = markdown(Report.from_records(scored(True, True), meta()))
+    assert "no interval" not in enough

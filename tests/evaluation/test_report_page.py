@@ -140,7 +140,7 @@ def test_every_answer_has_its_score() -> None:
     scored = [record(1, "math"), record(2, "math")]
     scored[0].scores = {"tree": right, "plain": right}
     scored[1].scores = {"tree": wrong, "plain": wrong}
-    assert "1 of 2 (50.0%, 95 % interval 9.5% to 90.5%), with plain decoding equal" in page(scored)
+    assert "1 of 2 (50.0%, no interval: fewer than 5 answers), with plain decoding" in page(scored)
     scored[1].scores["plain"] = right
     lines = [
         {**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}}
@@ -173,3 +173,12 @@ def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_backbone(
     tokens: int, accepted: list[int], heads: list[int]
 ) -> None:
     assert proposing_heads(tokens, accepted) == heads
+
+
+def test_simulated_speed_is_told_from_that_of_the_bench() -> None:
+    sizes = [
+        {"nodes": nodes, "tokens_per_step": 1.0 + nodes, "tokens_per_s": 9.0} for nodes in (0, 2)
+    ]
+    html = page([record(1, "math")], calibration={"sizes": sizes, "nodes": 2})
+    assert "<span>tokens per second on this bench</span>" in html
+    assert "these are of the calibration&#39;s answers and without prefill" in html

@@ -2,7 +2,6 @@ import io
 import json
 import re
 import weakref
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from medusa_train.evaluation.measured_answers import TurnRecord
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
@@ -50,7 +48,6 @@ def run(
         cfg.base_model,
         cfg.tree,
         lookup=cfg.lookup_choice,
-        gpu_kernels=cfg.gpu_kernels,
     )
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
@@ -160,7 +157,7 @@ def test_drafts_without_training_are_timed_like_heads(
     assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4, min probability 0.05)"
     assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
     assert ("tree" in report) == (draft != "prompt_lookup")
-    assert f"draft {draft} (" in shown
+    assert f"draft {draft} (" in " ".join(shown.split())  # lines are wrapped
     parts = set() if draft == "prompt_lookup" else {"heads_alone", "lookup_alone"}
     assert set(report["baselines"]) == {"plain", "generate", *parts}
     for name in parts:
@@ -211,10 +208,10 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
         baseline = report["baselines"][name]
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
-        assert (baseline["speedup_interval"] is None) == (batch_size > 1)  # one batch does not tell
+        assert baseline["speedup_interval"] is None  # of fewer than five questions
         over_plain = overall["speedup"] / baseline["speedup"]
         assert baseline["over_plain"] == pytest.approx(over_plain)
-        assert (baseline["over_plain_interval"] is None) == (batch_size > 1)
+        assert baseline["over_plain_interval"] is None
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
@@ -380,7 +377,7 @@ def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_p
     assert "No tree used" in page
     load = report["meta"]["machine_load"]
     assert load["plain_step_spread"] >= 0
-    assert load["cores"] >= 1
+    assert load["cores"] + 1 >= load["other_cores"] >= 0  # of a moment: accurate to some ticks
 
 
 def test_a_backbone_alone_gives_baselines(
@@ -461,23 +458,6 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     assert "answers were not compared in float32: not enough memory" in shown
 
 
-def use_kernels_as_on_a_gpu(backbone: Backbone, names: Sequence[str]) -> None:
-    """Refuse what a GPU refuses, and leave the rest out."""
-    if "split_attention" in names and backbone.dtype == torch.float32:
-        raise BackboneError("split_attention needs 16 bits")
-
-
-def test_answers_are_compared_in_float32_without_a_kernel_of_16_bits(
-    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backbone, "use_gpu_kernels", use_kernels_as_on_a_gpu)
-    report, shown = run(
-        bench_file, run_dir, tmp_path, dtype="bfloat16", gpu_kernels=["split_attention"]
-    )
-    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": "compared"}
-    assert "output equality in float32: without split_attention" in shown
-
-
 @pytest.mark.parametrize("emulated", [False, True])
 def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
     emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -495,9 +475,7 @@ def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparis
     assert f"answers were not compared in bfloat16: {reason}" in shown
 
 
-@pytest.mark.parametrize("fitted_again", [False, True])
 def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
-    fitted_again: bool,
     run_dir: Path,
     bench_file: Path,
     tmp_path: Path,
@@ -517,10 +495,6 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
 
     monkeypatch.setattr(module, "load_with_progress", load_with_progress)
     monkeypatch.setattr(module.WeightMemory, "fit", fit)
-    if fitted_again:
-        monkeypatch.setattr(
-            module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths)
-        )
     run(bench_file, run_dir, tmp_path, dtype="float32")
     assert (len(loaded), alive) == (2, [False])
 

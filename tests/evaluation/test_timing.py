@@ -87,14 +87,19 @@ class StubChat:
         return ""
 
 
-def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTest:
+def stub_test(
+    context: int,
+    order: list[str],
+    names: tuple[str, ...],
+    answers: dict[str, tuple[int, ...]] | None = None,
+) -> SpeedTest:
     class Stub:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def answer(self, prompts: Any, max_new_tokens: int) -> list[TimedAnswer]:
             order.append(self.name)
-            return [TimedAnswer((5,), 1.0)]
+            return [TimedAnswer((answers or {}).get(self.name, (5,)), 1.0) for _ in prompts]
 
     special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
     tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)
@@ -103,6 +108,30 @@ def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTe
     test._chat, test._max_new_tokens = StubChat(), 4
     test._decoders, test._batch_size = {name: Stub(name) for name in names}, 1
     return test
+
+
+def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() -> None:
+    """All decoders get the same prompts; the reported text is that of the tree."""
+    answers = {"plain": (1, 2, 3), "tree": (4,), "generate": (5, 6), "other": (7,)}
+    test = stub_test(99, [], tuple(answers), answers)
+    test._backbone.tokenizer.decode = lambda tokens, **options: "".join(map(str, tokens))
+    seen: list[list[str]] = []
+    prompt = StubChat.prompt
+
+    def ask(messages: Any) -> list[int]:
+        seen.append([message.content for message in messages])
+        return prompt(test._chat, messages)  # type: ignore[arg-type]
+
+    test._chat.prompt = ask  # type: ignore[method-assign]
+    first, second, third = test.run([Question(1, "a", ("q", "r", "s"), "")], lambda turn: None)[0]
+    assert seen == [["q"], ["q", "123", "r"], ["q", "123", "r", "123", "s"]]
+    for record in (first, second, third):
+        assert record.tree is not None
+        assert record.generate is not None
+        assert (record.text, record.history) == ("4", "123")
+        assert (record.tree.tokens, record.plain.tokens) == ((4,), (1, 2, 3))
+        assert (record.generate.tokens, record.others["other"].tokens) == ((5, 6), (7,))
+    assert [record.asked for record in (first, second, third)] == ["q", "r", "s"]
 
 
 def test_the_decoders_take_turns_in_an_order_that_rotates() -> None:

@@ -71,6 +71,19 @@ def test_an_export_read_back_drafts_the_same(
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize(("trained", "proposed"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+def test_speculators_propose_at_most_three_tokens_and_no_more_than_were_trained(
+    trained: int, proposed: int, backbone_dir: Path, backbone: Backbone, tmp_path: Path
+) -> None:
+    draft = new_draft(backbone, num_heads=trained)
+    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    exported = export_run(resolve_model(str(heads), None, None), "speculators", tmp_path / "out")
+    config = json.loads((exported.target / "config.json").read_text())["speculators_config"]
+    (method,) = config["proposal_methods"]
+    assert method == {"proposal_type": "greedy", "speculative_tokens": proposed}
+    assert config["default_proposal_method"] == method["proposal_type"]
+
+
 def test_names_and_shapes_are_those_that_servers_read(
     backbone_dir, backbone, tmp_path: Path
 ) -> None:

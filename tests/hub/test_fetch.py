@@ -103,6 +103,11 @@ def fetched(home: Path) -> list[str]:
     )
 
 
+def test_a_file_is_fetched_with_addresses_of_ipv6_in_no_proxy(run, tmp_path: Path) -> None:
+    output = run(NO_PROXY="127.0.0.1,::1/128,[::1]", HTTP_PROXY="http://127.0.0.1:9")
+    assert output.split()[1] == str(len(CONTENT))
+
+
 def test_a_file_is_fetched_once_and_then_read_without_a_network(
     hub: StandInHub, run, tmp_path: Path
 ) -> None:
@@ -169,7 +174,12 @@ def test_a_refusal_says_what_to_do(hub: StandInHub, run) -> None:
 
 def test_without_a_network(run) -> None:
     text = run(LOAD, REPO, HF_HUB_OFFLINE="1")
-    assert "no network, or HF_HUB_OFFLINE is set, and it is not in the cache.\nDownload it" in text
+    name = REPO.rpartition("/")[2]
+    assert text.startswith(
+        f"base_model {REPO}: there is no network (or HF_HUB_OFFLINE is set), and it is not in the"
+        f" hub's cache: where there is one, run `hf download {REPO} --local-dir models/{name}`,"
+        f" then set base_model=models/{name}\n"
+    )
     assert text.endswith("\nno network, or HF_HUB_OFFLINE is set\n")
 
 
@@ -301,7 +311,7 @@ def test_heads_of_the_hub_are_found_by_their_name(
     assert "holds no heads" in run(RESOLVE, "somebody/empty")
     assert "no repository of the hub" in run(RESOLVE, "somebody/nothing")
     said = run(RESOLVE, "somebody/other", HF_HUB_OFFLINE="1")
-    assert "it is not in the hub's cache, and there is no network" in said
+    assert "run `hf download somebody/other --local-dir models/other`, then name" in said
     assert "no such directory. Name a run" in run(RESOLVE, "runs/a/b")
 
 

@@ -38,21 +38,6 @@ def test_an_adapter_beside_the_weights_is_another_form_until_it_is_merged() -> N
     assert DecodingSettings.of(backbone) == plain
 
 
-def test_kernels_for_gpus_are_part_of_the_form(tmp_path: Path) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    plain = DecodingSettings.of(backbone)
-    backbone.gpu_kernels = ("split_attention",)
-    form = DecodingSettings.of(backbone)
-    assert form.differences(plain) == ["gpu kernels none, now split_attention"]
-    record = plain.record()
-    tree = tmp_path / "tree.json"
-    tree.write_text(json.dumps(record))
-    assert DecodingSettings.load(tree) == plain
-    del record["form"]["gpu_kernels"]  # as an earlier version wrote it
-    tree.write_text(json.dumps(record))
-    assert DecodingSettings.load(tree) == plain
-
-
 @pytest.mark.parametrize(
     ("config", "name"),
     [

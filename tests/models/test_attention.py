@@ -157,40 +157,12 @@ def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
         assert repeated.stride(0) == 15 * width
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
-@pytest.mark.parametrize("q", [2, 4, 5, 9])
-@pytest.mark.parametrize("value_size", [8, 3])
-def test_prompts_in_bfloat16_give_the_reference(
-    heads: int, kv_heads: int, q: int, value_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts of several blocks and of a part of one, whose keys and values are a part of a larger
-    cache.
-    """
-    monkeypatch.setattr(attention, "_PROMPT_BLOCK", 4)
-    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
-    query, key, value = (tensor.bfloat16() for tensor in random_states(3, heads, kv_heads, q, 11))
-    key, value = key[:, :, :q], value[:, :, :q, :value_size]
-    mask = torch.full((1, 1, q, q), float("-inf"), dtype=torch.float64).triu_(1)
-    for scaling in (0.3, None):
-        with torch.no_grad():
-            result, _ = folded_head_forward(
-                AttentionModule(heads // kv_heads), query, key, value, None, 0.0, scaling
-            )
-        expected = reference(query.double(), key.double(), value.double(), mask, scaling or 8**-0.5)
-        torch.testing.assert_close(result.double(), expected.transpose(1, 2), rtol=3e-2, atol=3e-2)
-
-
 @pytest.mark.parametrize(
-    "case", ["gradient", "dropout", "encoder", "encoder's argument", "later keys", "float32"]
+    "case", ["prompt", "gradient", "dropout", "encoder", "encoder's argument", "later keys"]
 )
-def test_other_prompts_use_the_function_of_transformers(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_causal_attention", None)
+def test_prompts_use_the_function_of_transformers(case: str) -> None:
     states = random_states(2, 4, 2, 5, 9 if case == "later keys" else 5)
-    query, key, value = (
-        tensor.to(torch.float32 if case == "float32" else torch.bfloat16) for tensor in states
-    )
+    query, key, value = (tensor.bfloat16() for tensor in states)
     module = AttentionModule(2)
     module.is_causal = case != "encoder"  # type: ignore[misc]
     options: dict[str, Any] = {"dropout": 0.5} if case == "dropout" else {}

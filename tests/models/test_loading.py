@@ -156,11 +156,8 @@ def test_a_page_in_place_of_a_config_is_not_called_a_missing_network(
     monkeypatch.setattr(
         loading.AutoConfig, "from_pretrained", Mock(side_effect=OSError("not valid JSON\nmore"))
     )
-    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: False)
+    monkeypatch.setattr("medusa_train.models.model_files.hub_is_unreachable", lambda: False)
     with pytest.raises(BackboneError, match=r"a proxy answer in its place\? \(not valid JSON\)"):
-        resolve_backbone("some/model")
-    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: True)
-    with pytest.raises(BackboneError, match="no network, or HF_HUB_OFFLINE is set"):
         resolve_backbone("some/model")
 
 

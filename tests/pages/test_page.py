@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -23,3 +24,12 @@ def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
 def test_a_number_that_is_not_finite_is_null_in_a_file(tmp_path, content) -> None:
     (path,) = write_files(tmp_path, {"report.json": content})
     assert json.loads(path.read_text()) == {"x": None}
+
+
+def test_no_column_of_cards_is_wider_than_a_phone() -> None:
+    """A minimum in pixels alone makes the page scroll sideways where the screen is narrower."""
+    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    columns = re.findall(r"grid-template-columns:([^;}]*)", page)
+    assert columns
+    for column in columns:
+        assert re.search(r"minmax\(min\(\d+px,100%\),1fr\)", column)

@@ -15,8 +15,8 @@ def test_a_jointly_trained_backbone_is_exported_before_heads_are_trained_on_it(
     monkeypatch.setattr(commands, "resolve_model_paths", lambda cfg: paths)
     cfg = load_config(SelfDistillConfig, None, ["base_model=my run", "seed_dataset=x.jsonl"])
     assert commands.next_command(cfg, Path("a.jsonl")) == (
-        "medusa-export 'my run' --to merged && medusa-train 'base_model=my run/export/merged'"
-        " 'datasets=[{path: a.jsonl}]'"
+        "medusa-export 'my run' --to merged && medusa-train configs/any_m1.yaml 'base_model=my"
+        " run/export/merged' 'datasets=[{path: a.jsonl, type: messages}]'"
     )
 
 
@@ -24,6 +24,12 @@ def test_on_a_server_the_model_is_the_one_that_was_named() -> None:
     words = ["base_model=org/model", "server_url=http://h/v1", "trust_remote_code=true"]
     cfg = load_config(SelfDistillConfig, None, words)
     assert commands.next_command(cfg, Path("a [1].jsonl")) == (
-        """medusa-train base_model=org/model 'datasets=[{path: "a [1].jsonl"}]'"""
-        " trust_remote_code=true"
+        "medusa-train configs/any_eagle3.yaml base_model=org/model"
+        """ 'datasets=[{path: "a [1].jsonl", type: messages}]' trust_remote_code=true"""
     )
+
+
+def test_answers_of_the_embedded_model_train_its_heads() -> None:
+    cfg = load_config(SelfDistillConfig, None, ["base_model=data/tiny", "seed_dataset=tiny"])
+    command = commands.next_command(cfg, Path("a.jsonl"))
+    assert command.startswith("medusa-train configs/tiny_m1.yaml base_model=")

@@ -5,9 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_train import choose_decoding
-from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference.batch_decoder import RunningBatch
@@ -17,7 +14,6 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.selfdistill import hf_engine as local
 from medusa_train.selfdistill.answers import Answer, Request
-from medusa_train.selfdistill.engines import open_hf_engine
 from medusa_train.selfdistill.hf_engine import HFEngine
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
@@ -254,20 +250,3 @@ def test_steps_on_fixed_memory_give_the_same_answers(
     runner = backbone.step_runner = CountingRunner()
     assert both() == expected
     assert {key[0] for key in runner.keys} >= ({1} if batch_size == 1 else {2, 3})
-
-
-@pytest.mark.parametrize(
-    ("dtype", "batch_size", "asked"),
-    [("bfloat16", 1, True), ("float32", 4, True), ("float32", 1, False)],
-)
-def test_passes_are_compiled_where_the_answers_repay_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, batch_size: int, asked: bool
-) -> None:
-    """Single rows in float32 must be reproducible."""
-    steps: list[int] = []
-    monkeypatch.setattr(
-        choose_decoding, "compile_if_repaid", lambda model, paths, n, *_, **keys: steps.append(n)
-    )
-    cfg = SelfDistillConfig(max_new_tokens=4, compile="auto", batch_size=batch_size)
-    open_hf_engine(cfg, resolve_model(None, str(directory), None), dtype, 500 * batch_size, print)
-    assert steps == ([1000] if asked else [])

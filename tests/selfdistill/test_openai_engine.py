@@ -31,7 +31,13 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(url: str | list[str], concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:
-    server = OpenAIClient(url, timeout=20.0, retry_seconds=retry_seconds, concurrency=concurrency)
+    server = OpenAIClient(
+        url,
+        key_variable="OPENAI_API_KEY",
+        timeout=20.0,
+        retry_seconds=retry_seconds,
+        concurrency=concurrency,
+    )
     return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9))
 
 
@@ -198,7 +204,9 @@ def test_an_answer_cut_within_its_reasoning_is_not_whole(
     message: dict, finish: str | None, reason: str
 ) -> None:
     with serving(lambda n, body: answer_with(message, finish)) as server:
-        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=60.0)
+        client = OpenAIClient(
+            server.url, key_variable="OPENAI_API_KEY", timeout=20.0, retry_seconds=60.0
+        )
         asking = OpenAIEngine(client, "served", ServerSampling(0.5, 64), ("<r>", "</r>"))
         asking.submit(0, ask("hi"))
         assert asking.next()[1].finish_reason == reason
@@ -228,7 +236,9 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
 
     with serving(script) as server:
         sampling = ServerSampling(0.5, 64, chat_template_kwargs={"enable_thinking": True})
-        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=60.0)
+        client = OpenAIClient(
+            server.url, key_variable="OPENAI_API_KEY", timeout=20.0, retry_seconds=60.0
+        )
         asking = OpenAIEngine(client, "served", sampling, ("<r>", "</r>"))
         for number, (_, expected) in enumerate(replies):
             asking.submit(number, ask("hi"))

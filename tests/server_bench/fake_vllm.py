@@ -3,7 +3,8 @@ by FAKE_VLLM.
 
 The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), or
 die (killed while it is measured, for want of memory). Starts after the last word are ok. Command
-lines are appended to the same file's `.log`, and process ids to its `.pids`.
+lines are appended to the same file's `.log`, and process ids to its `.pids`. With `VLLM_API_KEY` it
+answers only requests with that key, else only those without any.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fake_server import FakeServer, Reply
+from tests.fake_server import FakeServer, Reply, error
 from tests.server_bench.servers import BenchServer
 
 REFUSAL = """(APIServer pid=6) WARNING 11-22 14:00:00 [utils.py:1] Errors like `OSError: Too many open files` follow.
@@ -56,6 +57,16 @@ def main() -> None:
             return None
 
         server.script = die
+    else:
+        key = os.environ.get("VLLM_API_KEY")
+        expected = f"Bearer {key}" if key else None
+
+        def locked(number: int, body: dict[str, Any]) -> Reply:
+            if fake.authorization[number] != expected:
+                return error(401, "Unauthorized")
+            return None
+
+        server.script = locked
     fake.serve_forever()
 
 

@@ -119,11 +119,13 @@ def command(out: Path, *arguments: str) -> list[str]:
     ]
 
 
-def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, vllm: Vllm, out: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(out, *arguments),
         cwd=home,
-        env=vllm.environment,
+        env={**vllm.environment, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -229,6 +231,28 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
     paths = resolve_model(str(trained / "run"), None, None, lookup=cfg.lookup_choice)
     # a card quotes served-*
     assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
+
+
+@pytest.mark.parametrize("key", ["PlantedVllmKey0123", None])
+def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_other(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "PlantedOpenAIKey0123")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    words = ["draft=prompt_lookup", "serve_speculative_tokens=[2]", "api_key_env=OPENAI_API_KEY"]
+    settings = {  # of the network, which servers on this machine do not need
+        "ALL_PROXY": "socks5://127.0.0.1:9",
+        "NO_PROXY": "::1/128",
+        "SSL_CERT_FILE": "/nowhere/certs.pem",
+        "SSLKEYLOGFILE": "/nowhere/keys",
+    }
+    done = run(trained, Vllm(tmp_path, ""), tmp_path / "out", *words, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "api_key_env" in done.stderr  # listed as ignored
+    written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert "Planted" not in "".join([done.stdout, done.stderr, *written])
 
 
 @pytest.mark.slow
@@ -357,9 +381,11 @@ def test_keys_that_do_not_go_together(overrides: list[str], message: str) -> Non
 
 def test_keys_without_effect_are_listed() -> None:
     served = load_config(
-        EvalConfig, None, ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]"]
+        EvalConfig,
+        None,
+        ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]", "api_key_env=KEY"],
     )
-    assert served.ignored == ("compile", "tree")
+    assert served.ignored == ("api_key_env", "compile", "tree")
     remote = load_config(
         EvalConfig,
         None,
@@ -367,6 +393,10 @@ def test_keys_without_effect_are_listed() -> None:
     )
     assert remote.ignored == ("dtype", "serve_args")
     assert load_config(EvalConfig, None, ["concurrency=8"]).ignored == ("concurrency",)
+    key = "api_key_env=KEY"
+    judge = ["judge_base_url=http://a/v1", "judge_model=m"]
+    assert load_config(EvalConfig, None, [key]).ignored == ("api_key_env",)
+    assert load_config(EvalConfig, None, [key, *judge]).ignored == ()
 
 
 def test_the_plan_of_servers() -> None:

@@ -28,7 +28,9 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(server: FakeServer, retry_seconds: float = 20.0, timeout: float = 10.0) -> str:
-    client = OpenAIClient(server.url, timeout=timeout, retry_seconds=retry_seconds)
+    client = OpenAIClient(
+        server.url, key_variable="OPENAI_API_KEY", timeout=timeout, retry_seconds=retry_seconds
+    )
     try:
         return client.complete(BODY)["choices"][0]["message"]["content"]
     finally:
@@ -64,7 +66,7 @@ def test_answers_that_are_no_text_and_other_transient_errors_are_retried(fault: 
 def test_retries_end_after_retry_seconds() -> None:
     with serving() as server:
         url = server.url
-    client = OpenAIClient(url, timeout=1.0, retry_seconds=0.1)
+    client = OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=0.1)
     with pytest.raises(ServerError, match=r"no answer within 0\.1 s; last error: ConnectError"):
         client.complete(BODY)
     assert client.retries >= 1
@@ -110,7 +112,12 @@ def test_the_key_is_read_from_the_environment_and_in_no_message(
 
 def test_a_wrong_url_is_reported() -> None:
     with serving() as server:
-        client = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, retry_seconds=5.0)
+        client = OpenAIClient(
+            server.url.removesuffix("/v1"),
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=5.0,
+        )
         with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
             client.complete(BODY)
     for url in (
@@ -121,10 +128,10 @@ def test_a_wrong_url_is_reported() -> None:
         "http://host:99999/v1",
     ):
         with pytest.raises(ConfigError, match="expected an address"):
-            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
+            OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=1.0)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
         with pytest.raises(ConfigError, match="environment variable") as caught:
-            OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
+            OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=1.0)
         assert KEY not in str(caught.value)
 
 
@@ -132,7 +139,9 @@ def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 60.0)
     monkeypatch.setattr(module, "MAX_BACKOFF", 60.0)
     with serving(lambda n, body: error(503, "loading")) as server, ThreadPoolExecutor(1) as pool:
-        client = OpenAIClient(server.url, timeout=5.0, retry_seconds=600.0)
+        client = OpenAIClient(
+            server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=600.0
+        )
         pending = pool.submit(client.complete, BODY)
         while not server.bodies:
             time.sleep(0.01)
@@ -151,7 +160,13 @@ def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream:
         return error(502, "shutting down")
 
     with serving(hang) as server, ThreadPoolExecutor(3) as pool:
-        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=600.0, note=lines.append)
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=20.0,
+            retry_seconds=600.0,
+            note=lines.append,
+        )
         pending = [pool.submit(client.complete, {**BODY, "stream": stream}) for _ in range(3)]
         while len(server.bodies) < 3:
             time.sleep(0.01)
@@ -162,6 +177,137 @@ def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream:
                 request.result(timeout=10)
     assert lines == []
     assert (client.retries, client.last_fault) == (0, "")
+
+
+NO_MAX_TOKENS = (
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use"
+    " 'max_completion_tokens' instead."
+)
+NO_TEMPERATURE = (
+    "Unsupported value: 'temperature' does not support 0 with this model. Only the default (1)"
+    " value is supported."
+)
+
+
+def newer_model(number: int, body: dict[str, Any]) -> Reply:
+    """Reject what OpenAI's reasoning models reject, one parameter at a time."""
+    if "max_tokens" in body:
+        return error(400, NO_MAX_TOKENS)
+    if "temperature" in body:
+        return error(400, NO_TEMPERATURE)
+    return None
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        NO_MAX_TOKENS,
+        "use max_completion_tokens",
+        '{"code": "unsupported_parameter", "param": "max_tokens"}',
+        "max_tokens: Extra inputs are not permitted",
+    ],
+)
+def test_a_server_that_wants_max_completion_tokens_gets_them_from_then_on(reason: str) -> None:
+    lines: list[str] = []
+    with serving(lambda n, b: error(400, reason) if "max_tokens" in b else None) as server:
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=5.0,
+            note=lines.append,
+        )
+        answers = [client.complete({**BODY, "max_tokens": 7}) for _ in range(3)]
+        client.close()
+    asked = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body in server.bodies]
+    assert asked == [(7, None), (None, 7), (None, 7), (None, 7)]
+    assert [answer["max_tokens"] for answer in answers] == [7, 7, 7]
+    assert lines == [
+        f"server {server.url}: rejects max_tokens; max_completion_tokens takes its place"
+    ]
+
+
+@pytest.mark.parametrize(
+    "rejection",
+    [
+        error(400, NO_TEMPERATURE),
+        error(400, "Unsupported parameter: 'temperature' is not supported with this model."),
+        error(400, "`temperature` is deprecated for this model."),
+        error(400, "invalid temperature: only 1 is allowed for this model"),
+        error(422, "Input validation error: `temperature` must be strictly positive"),
+        (400, {}, b'{"error": {"message": "Unsupported value", "param": "temperature"}}'),
+        (422, {}, b'{"detail": [{"loc": ["body", "temperature"], "msg": "greater than 0"}]}'),
+        (400, {}, b"Temperature must be > 0"),
+    ],
+)
+def test_a_parameter_that_may_be_left_out_is_left_out_once_it_is_rejected(rejection: Reply) -> None:
+    lines: list[str] = []
+    body = {**BODY, "temperature": 0}
+    with serving(lambda n, body: rejection if "temperature" in body else None) as server:
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=5.0,
+            note=lines.append,
+            optional=["temperature"],
+        )
+        client.complete(body)
+        client.complete(body)
+        client.close()
+        assert server.bodies == [body, BODY, BODY]
+        assert lines == [f"server {server.url}: rejects temperature; it is left out"]
+        with pytest.raises(RequestRejected):  # self-distillation samples at its temperature
+            OpenAIClient(
+                server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=5.0
+            ).complete(body)
+
+
+def test_several_rejected_parameters_are_found_one_after_the_other() -> None:
+    lines: list[str] = []
+    with serving(newer_model) as server:
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=5.0,
+            note=lines.append,
+            optional=["temperature"],
+        )
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(client.complete, 8 * [{**BODY, "max_tokens": 7, "temperature": 0}]))
+        client.close()
+    assert server.bodies[-1] == {**BODY, "max_completion_tokens": 7}
+    assert len(lines) == len(set(lines)) == 2
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "max_tokens is too large: 9. This model supports at most 8 completion tokens",
+        "content policy",
+        '{"detail": [{"msg": "roles", "input": {"messages": [], "temperature": 0}}]}',
+    ],
+)
+def test_a_request_that_is_rejected_in_any_spelling_changes_no_other(reason: str) -> None:
+    lines: list[str] = []
+    body = {**BODY, "max_tokens": 9, "temperature": 0}
+    with serving(lambda n, b: error(400, reason)) as server:
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=5.0,
+            note=lines.append,
+            optional=["temperature"],
+        )
+        with pytest.raises(RequestRejected):
+            client.complete(body)
+        server.script = lambda n, b: None
+        client.complete(body)
+        client.close()
+    assert server.bodies[-1] == body
+    assert lines == []
 
 
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
@@ -185,7 +331,13 @@ def expected(count: int) -> list[str]:
 def connected(
     *urls: str, retry_seconds: float = 20.0, concurrency: int = 64
 ) -> Iterator[OpenAIClient]:
-    client = OpenAIClient(urls, timeout=10.0, retry_seconds=retry_seconds, concurrency=concurrency)
+    client = OpenAIClient(
+        urls,
+        key_variable="OPENAI_API_KEY",
+        timeout=10.0,
+        retry_seconds=retry_seconds,
+        concurrency=concurrency,
+    )
     try:
         yield client
     finally:
@@ -227,7 +379,13 @@ def test_a_server_that_stops_answering_is_named_once_and_when_it_answers_again()
     lines: list[str] = []
     replies = [error(502, "bad gateway")] * 3
     with serving(lambda n, body: replies[n] if n < len(replies) else None) as server:
-        client = OpenAIClient(server.url, timeout=5.0, retry_seconds=20.0, note=lines.append)
+        client = OpenAIClient(
+            server.url,
+            key_variable="OPENAI_API_KEY",
+            timeout=5.0,
+            retry_seconds=20.0,
+            note=lines.append,
+        )
         client.complete(BODY)
         client.close()
     assert lines == [

@@ -122,7 +122,7 @@ def base_keys(backbone_dir: Path, chats: Path) -> dict[str, object]:
         "max_steps": 6,
         "learning_rate": 1e-2,
         "medusa_lr_multiplier": 1.0,
-        "warmup_steps": 1,
+        "warmup_steps": 0,
         "logging_steps": 1,
         "val_set_size": 0.2,
         "bf16": False,

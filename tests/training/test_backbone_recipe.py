@@ -8,12 +8,12 @@ import torch
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, save_draft, write_weights
 from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.server_layouts import to_vllm
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import choose_attention, load_backbone
-from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import build_heads
 from tests.families import random_backbone
@@ -54,9 +54,6 @@ def test_where_nothing_stands_in_the_way_the_kernel_is_used(
         == "attention: flash-attn varlen kernel for packed rows"
     )
     assert backbone.config._attn_implementation == APART
-    monkeypatch.setattr(attention, "uses_varlen_kernel", lambda *facts: True)
-    line = choose_attention(random_backbone("llama"), False, packed=True)
-    assert line == "attention: torch varlen kernel for packed rows (flash_attention: false)"
 
 
 @pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])

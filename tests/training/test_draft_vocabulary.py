@@ -4,6 +4,7 @@ evaluated.
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
+from medusa_train.training.inspect import inspect_run
 from medusa_train.training.load_data import load_data
 from medusa_train.training.validation import validate
 from tests.training.conftest import LORA, train
@@ -98,6 +100,89 @@ def test_stage_two_goes_on_with_the_heads_of_stage_one(
     first, second = heads(tmp_path / "one"), heads(tmp_path / "two")
     for name in kept:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def new_words(tmp_path):
+    """Forty chats whose words are not those of the other data."""
+    path = tmp_path / "new.jsonl"
+    lines = []
+    for number in range(40):
+        answer = f"QUITE {number} OTHER WORDS, (BY FAR)!"
+        turns = [{"from": "human", "value": f"one {number}"}, {"from": "gpt", "value": answer}]
+        lines.append(json.dumps({"conversations": turns}) + "\n")
+    path.write_text("".join(lines))
+    return [{"path": str(path), "type": "sharegpt"}]
+
+
+CONTINUED = {
+    "medusa": {"medusa_vocab_size": SIZE},
+    "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "vocab_size": SIZE}},
+    "amphista": {"draft": "amphista", "amphista": {"num_heads": 2, "vocab_size": SIZE}},
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_vocabulary_of_other_data_is_described_by_a_run_and_before_it(
+    make_config, console, tmp_path, new_words, kind
+) -> None:
+    keys = {**CONTINUED[kind], "max_steps": 1}
+    train(make_config(**keys, output_dir=str(tmp_path / "one")), console)
+    again = make_config(**keys, datasets=new_words, lora_model_dir=str(tmp_path / "one"))
+
+    data = load_data(again, console)
+    file = "medusa_lm_head.safetensors" if kind == "medusa" else "draft.safetensors"
+    kept = load_file(tmp_path / "one" / "heads" / file)["token_map"]
+    shares = []
+    for part in (data.train, data.validation):
+        targets = torch.cat([example.tokens[example.supervised] for example in part])
+        shares.append(float(torch.isin(targets, kept).double().mean()))
+    assert max(shares) < 0.9
+    trained, held_out = (f"{share:.2%}" for share in shares)
+    covered = (
+        f"{SIZE} of 300 tokens, covering {trained} of training targets and {held_out} of"
+        " validation targets\n"
+    )
+    warning = (
+        f"warning: the draft vocabulary covers only {trained} of training targets and"
+        f" {held_out} of validation targets: the heads cannot draft the other tokens."
+    )
+
+    inspected = Console(file=io.StringIO(), width=400)
+    inspect_run(again, console, inspected)
+    table = re.sub(" +", " ", inspected.file.getvalue())
+    assert f"vocabulary {covered.strip()} \n" in table
+    assert warning in table
+    run = Console(file=io.StringIO(), width=400)
+    train(again, run)
+    assert f"draft vocabulary: {covered}" in run.file.getvalue()
+    assert f"{warning} New heads, without lora_model_dir" in run.file.getvalue()
+
+
+def test_heads_of_the_same_data_are_described_without_a_warning(
+    make_config, console, tmp_path
+) -> None:
+    keys = {"medusa_vocab_size": 200, "max_steps": 1}
+    train(make_config(**keys, output_dir=str(tmp_path / "one")), console)
+    again = Console(file=io.StringIO(), width=400)
+    train(make_config(**keys, lora_model_dir=str(tmp_path / "one")), again)
+    assert "draft vocabulary: 200 of 300 tokens, covering 100.00%" in again.file.getvalue()
+    assert "warning: the draft vocabulary" not in again.file.getvalue()
+
+
+def test_a_vocabulary_that_lacks_the_test_data_s_tokens_is_warned_of(
+    make_config, console, new_words
+) -> None:
+    keys = {"medusa_vocab_size": 60, "max_steps": 1, "val_set_size": 0.0}
+    train(make_config(**keys, test_datasets=new_words), console)
+    printed = console.file.getvalue().replace("\n", " ")
+    assert re.search(r"warning: the draft vocabulary covers only [\d.]+% of validation", printed)
+
+
+def test_a_new_vocabulary_of_few_tokens_is_warned_of_with_its_key(make_config, console) -> None:
+    keys = {"draft": "hydra", "hydra": {"num_heads": 2, "vocab_size": 16}, "max_steps": 1}
+    train(make_config(**keys), console)
+    assert "Set a larger hydra.vocab_size" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("size", [300, 5000])

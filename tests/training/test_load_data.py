@@ -20,6 +20,7 @@ from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import PeerError, World
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
+from medusa_train.tree_search.traces import prompts_by_conversation
 from tests.training.conftest import WORDS
 
 
@@ -41,8 +42,8 @@ def test_held_out_conversations_are_not_trained_on_and_give_the_prompts(make_con
     )
     assert (len(train), len(held_out)) == (32, 8)
     assert train.isdisjoint(held_out)
-    assert {example.key for example in data.train}.isdisjoint(
-        example.key for example in data.validation
+    assert {example.prompt for example in data.train}.isdisjoint(
+        example.prompt for example in data.validation
     )
     assert data.prompts is data.validation
     everything = load_data(make_config(train_on_inputs=True), console)
@@ -99,6 +100,33 @@ def test_a_tree_is_not_fitted_to_one_or_two_chats(make_config, console, tmp_path
     assert len(data.validation) == held_out
     assert data.prompts_held_out == (held_out >= 3)
     assert len(data.prompts) == (held_out if held_out >= 3 else 80 - held_out)
+
+
+def test_several_answers_to_a_prompt_are_one_chat_to_a_tree(make_config, console, tmp_path):
+    """Their prompts are answered once, and a tree is not fitted to answers to one or two."""
+    path = tmp_path / "chats.jsonl"
+    lines = []
+    for prompt in range(20):
+        for answer in range(4):
+            chat = [
+                {"role": "user", "content": f"Say {prompt}."},
+                {"role": "assistant", "content": f"Well, {answer}."},
+                {"role": "user", "content": "And?"},
+                {"role": "assistant", "content": "No."},
+            ]
+            lines.append(json.dumps({"messages": chat}) + "\n")
+    path.write_text("".join(lines))
+    datasets = [{"path": str(path), "type": "messages"}]
+    data = load_data(make_config(datasets=datasets, val_set_size=0.1), console)
+    assert len(data.validation) == 8
+    assert not data.prompts_held_out
+    data = load_data(make_config(datasets=datasets, val_set_size=0.2), console)
+    assert len(data.validation) == 16
+    assert data.prompts_held_out
+    conversations = prompts_by_conversation(data.prompts, 10_000, seed=1)
+    assert len(conversations) == 4
+    for prompts in conversations:
+        assert len(prompts) == len(set(map(tuple, prompts))) == 5  # four histories of "And?"
 
 
 @pytest.mark.parametrize(

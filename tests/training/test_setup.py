@@ -3,11 +3,17 @@
 import pytest
 import torch
 
+from medusa_train.errors import ConfigError
 from medusa_train.progress import RunProgress
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
-from medusa_train.training.setup import _strategy_phase, build_trainer, make_plan
+from medusa_train.training.setup import (
+    _strategy_phase,
+    build_trainer,
+    few_steps_advice,
+    make_plan,
+)
 from tests.slow import slow_down
 from tests.training.conftest import train
 
@@ -50,6 +56,74 @@ def test_a_constant_schedule_has_no_warmup(make_config, console):
         cfg, load_data(cfg, console), RunProgress(console)
     ).strategy.lr == pytest.approx(1e-3)
     assert "after 0 warmup steps, constant schedule" in " ".join(console.file.getvalue().split())
+
+
+#: 133 chats with configs/any_m1.yaml: three micro-batches in each of two epochs.
+FEW_CHATS = {"max_steps": None, "num_epochs": 2, "gradient_accumulation_steps": 16}
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        (
+            {**FEW_CHATS, "warmup_steps": None, "warmup_ratio": 0.03},
+            r"warmup_ratio: 0\.03: .*Set gradient_accumulation_steps: 1 and num_epochs: 7, or"
+            " warmup_ratio: 0$",
+        ),
+        ({**FEW_CHATS, "warmup_steps": 9}, "^warmup_steps: 9: .*, or warmup_steps: 0$"),
+        ({"max_steps": 1, "warmup_steps": 9}, "Set max_steps: 20, or warmup_steps: 0$"),
+    ],
+    ids=["ratio", "steps", "max_steps"],
+)
+def test_a_run_whose_only_step_has_a_rate_of_zero_is_an_error(make_config, keys, advice):
+    with pytest.raises(ConfigError, match=advice):
+        make_plan(make_config(**keys), 3)
+    for trained in ({"warmup_steps": 0, "warmup_ratio": None}, {"lr_scheduler": "constant"}):
+        assert make_plan(make_config(**{**keys, **trained}), 3).total_steps == 1
+
+
+def test_a_run_that_would_train_nothing_ends_before_the_model_is_loaded(
+    make_config, console, monkeypatch
+):
+    monkeypatch.setattr("medusa_train.training.setup.load_backbone", None)
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        train(make_config(max_steps=1, warmup_steps=2), console)
+
+
+@pytest.mark.parametrize(
+    ("keys", "micro_batches", "changes"),
+    [
+        ({"num_epochs": 2, "gradient_accumulation_steps": 1}, 9, "num_epochs: 3"),
+        (
+            {"num_epochs": 2, "gradient_accumulation_steps": 4},
+            35,
+            "gradient_accumulation_steps: 3",
+        ),
+        (FEW_CHATS, 3, "gradient_accumulation_steps: 1 and num_epochs: 7"),
+    ],
+    ids=["epochs", "batch", "both"],
+)
+def test_few_steps_are_reported_with_what_gives_twenty(make_config, keys, micro_batches, changes):
+    cfg = make_config(**{**keys, "max_steps": None})
+    plan = make_plan(cfg, micro_batches)
+    advice = few_steps_advice(cfg, plan, micro_batches, 1)
+    assert advice.startswith(f"note: {plan.total_steps} steps in all are few")
+    assert advice.endswith(f"set {changes}")
+    changed = {}
+    for change in changes.split(" and "):
+        key, value = change.split(": ")
+        changed[key] = int(value)
+    enough = make_config(**{**keys, "max_steps": None, **changed})
+    plan = make_plan(enough, micro_batches)
+    assert plan.total_steps >= 20
+    assert few_steps_advice(enough, plan, micro_batches, 1) is None
+
+
+@pytest.mark.parametrize("max_steps", [None, 2])
+def test_few_steps_that_were_asked_for_are_not_reported(make_config, console, max_steps):
+    cfg = make_config(max_steps=max_steps, num_epochs=1)
+    build_trainer(cfg, load_data(cfg, console), RunProgress(console))
+    assert ("are few to train a draft" in console.file.getvalue()) == (max_steps is None)
 
 
 def test_a_resumed_run_names_another_batch(make_config, console):

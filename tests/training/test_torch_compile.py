@@ -8,8 +8,9 @@ import torch
 
 from medusa_train.config.rules import train_violations
 from medusa_train.data.batch import Batch
-from medusa_train.models.compiled import CompiledLayers
+from medusa_train.models import compiled
 from medusa_train.progress import RunProgress
+from medusa_train.training import backbone_recipe
 from medusa_train.training.load_data import load_data
 from medusa_train.training.setup import build_trainer
 from tests.training.conftest import metrics, train
@@ -24,6 +25,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def count_passes(monkeypatch: pytest.MonkeyPatch, entered: list[bool]) -> None:
+    """Let every compiled pass append to a list."""
+    compile_layers = compiled.compile_layers
+
+    def counted(layers: Any) -> Any:
+        active = compile_layers(layers)
+        return lambda: entered.append(True) or active()
+
+    monkeypatch.setattr(backbone_recipe, "compile_layers", counted)
+
+
 def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Batch]:
     """The loss of the first micro-batch of a run, and its gradients by name."""
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
@@ -31,7 +43,6 @@ def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Ba
     trainer.draft.train()
     output = trainer.compute_loss(batch, trainer.objective.target_counts(batch), grad_scale=1.0)
     gradients = {name: parameter.grad for name, parameter in trainer.draft.named_parameters()}
-    assert (trainer.recipe.compiled is not None) == (cfg.torch_compile is True)
     return float(output.loss), gradients, batch
 
 
@@ -42,8 +53,7 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
     if "load_in_4bit" in CASES[case]:
         pytest.importorskip("bitsandbytes")
     entered: list[bool] = []
-    active = CompiledLayers.active
-    monkeypatch.setattr(CompiledLayers, "active", lambda self: entered.append(True) or active(self))
+    count_passes(monkeypatch, entered)
     keys = {**CASES[case], "calibration_tokens": 40, "max_steps": 4}
     assert train(make_config(**keys, output_dir=str(tmp_path / "plain")), console) == 0
     assert not entered
@@ -73,14 +83,13 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
 def test_stored_states_are_read_without_it(make_config, console, tmp_path, monkeypatch) -> None:
     """Whatever computed them, which is said."""
     entered: list[bool] = []
-    active = CompiledLayers.active
-    monkeypatch.setattr(CompiledLayers, "active", lambda self: entered.append(True) or active(self))
+    count_passes(monkeypatch, entered)
     prepared = str(tmp_path / "prepared")
     cached = {"cache_hidden_states": True, "dataset_prepared_path": prepared, "max_steps": 1}
     plain = make_config(**cached, output_dir=str(tmp_path / "plain"))
     assert train(plain, console) == 0
-    compiled = make_config(**cached, torch_compile=True, output_dir=str(tmp_path / "compiled"))
-    assert train(compiled, console) == 0
+    compiling = make_config(**cached, torch_compile=True, output_dir=str(tmp_path / "compiled"))
+    assert train(compiling, console) == 0
     assert not entered
     shown = " ".join(console.file.getvalue().split())
     assert "states that are stored are read as they are" in shown

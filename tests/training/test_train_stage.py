@@ -1,12 +1,16 @@
+import io
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.resolve import resolve_model
@@ -14,9 +18,11 @@ from medusa_train.checkpoint.run_directory import RUN_FILES, check_only_run_file
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.progress import RunProgress
+from medusa_train.training import train_stage
 from medusa_train.training.distributed import World
 from medusa_train.training.stages import train_stages
-from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.training.trainer import NonFiniteLossError, Plan, Trainer
 from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.training.conftest import LORA, metrics, train
 
@@ -60,6 +66,37 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     text = console.file.getvalue()
     assert f"medusa-eval --bench mtbench --model {out}" in text
     assert "greedy continuations" in text
+
+
+def test_after_twenty_steps_a_run_says_how_long_the_rest_takes(make_config, console):
+    assert train(make_config(max_steps=22), console) == 0
+    lines = console.file.getvalue().splitlines()
+    (place,) = [number for number, line in enumerate(lines) if "left of this run" in line]
+    assert re.fullmatch(
+        r"about \d+ s left of this run, \d+ s of them for steps; then come validation and the tree",
+        lines[place],
+    )
+    assert lines[place - 1].startswith("step 20 |") or lines[place + 1].startswith("step 21 |")
+
+
+def test_the_time_left_is_that_of_steps_validation_answers_and_timing() -> None:
+    """80 steps of 2 s, a validation as long as 10, 1000 answered tokens at 10 a second, and a tenth
+    of these 280 s for timing.
+    """
+    trainer = SimpleNamespace(
+        plan=Plan(total_steps=100, steps_per_epoch=100.0, eval_every=100.0),
+        state=SimpleNamespace(step=20, tokens=4000, seconds=40.0),
+        strategy=SimpleNamespace(partitioned=False),
+        world=SimpleNamespace(is_main=True),
+    )
+    data = SimpleNamespace(
+        train=SimpleNamespace(tokens=20_000), validation=SimpleNamespace(tokens=2_000)
+    )
+    shown = Console(file=io.StringIO(), width=200)
+    progress = RunProgress(shown)
+    keys = SimpleNamespace(calibration_tokens=1000)
+    train_stage._print_time_left(keys, data, trainer, progress, 2.0)
+    assert "about 5 min 08 s left of this run, 2 min 40 s of them" in shown.file.getvalue()
 
 
 def test_two_processes_do_not_train_in_one_directory(make_config, console, tmp_path):

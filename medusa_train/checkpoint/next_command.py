@@ -1,0 +1,86 @@
+"""The command that README takes after another one, for the draft at hand: train, measure, export,
+measure in vLLM, serve.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medusa_train.checkpoint.resolve import ModelPaths, heads_kind
+from medusa_train.checkpoint.run_directory import CONFIG
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.types import ExportTarget
+
+_TINY = PROJECT_ROOT / "data" / "tiny"
+
+
+def is_embedded(base_model: str) -> bool:
+    """Return whether a backbone is the embedded test model."""
+    path = resolve_path(base_model)
+    return path is not None and path.resolve() == _TINY.resolve()
+
+
+def after_training(base_model: str, run: Path, *, lacks_tree: bool = False) -> str:
+    """Return the command that measures a run, or fits its tree."""
+    bench = "tiny" if is_embedded(base_model) else "mtbench"
+    options = ["--calibrate"] if lacks_tree else ["--bench", bench, "--limit", "16"]
+    return shlex.join(["medusa-eval", *options, "--model", str(run)])
+
+
+def after_evaluation(paths: ModelPaths) -> str | None:
+    """Return the command that exports a measured draft: EAGLE-3 for vLLM, Medusa heads for
+    transformers' `generate`. None for what no other program runs, and what is no run.
+
+    After the embedded test model README trains for a real one.
+    """
+    if is_embedded(paths.base_model):
+        return "make qwen" if (PROJECT_ROOT / "Makefile").is_file() else None
+    targets = {"eagle3": "vllm", "medusa": "transformers"}
+    kind = _kind_of_run(paths)
+    if kind not in targets:
+        return None
+    export = ["medusa-export", str(paths.home), "--to"]
+    commands = [[*export, targets[kind]]]
+    if paths.trained_backbone:  # heads are used with the backbone that was trained with them
+        commands.insert(0, [*export, "merged"])
+    return " && ".join(map(shlex.join, commands))
+
+
+def after_export(paths: ModelPaths, to: ExportTarget) -> str | None:
+    """Return the command that measures a run's export in vLLM; None for other targets."""
+    kind = _kind_of_run(paths)
+    if to != "vllm" or kind is None:
+        return None
+    words = ["--serve", "--bench", "mtbench", "--limit", "16", "--model", str(paths.home)]
+    words.append("concurrency=[1, 8]")
+    if kind == "eagle3":
+        words.append("serve_speculative_tokens=[2, 4]")
+    return shlex.join(["medusa-eval", *words])
+
+
+def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
+    """Return the command that serves a run with the number of draft tokens that was recommended for
+    the fewest concurrent requests; None if none was, or nothing is exported.
+    """
+    used = [one for one in report["recommendation"] if one["use"]]
+    export = paths.home / "export" / "vllm"
+    kind = _kind_of_run(paths)
+    if kind is None or not used or not export.is_dir():
+        return None
+    count = used[0]["num_speculative_tokens"]
+    draft = {"method": kind, "model": str(export), "num_speculative_tokens": count}
+    model = paths.base_model
+    if paths.adapter is not None:
+        model = str(paths.home / "export" / "merged")
+    return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(draft)])
+
+
+def _kind_of_run(paths: ModelPaths) -> str | None:
+    """Return the kind of a run's draft; None for heads without a run, and without heads."""
+    if paths.heads is None or not (paths.home / CONFIG).is_file():
+        return None
+    return heads_kind(paths.heads)

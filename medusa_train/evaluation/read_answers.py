@@ -1,0 +1,315 @@
+r"""Read what an answer says: the number that is its result, and the code of a function.
+
+The result of an answer is that of its last line marked with `####`, else of its last `\boxed{}`,
+else what follows "the answer is", else its last number. Of a marked line or a box it is the number
+at its beginning, unless this begins a calculation, else that of the last side of an equation which
+is no calculation. What cannot be read this way is no number: a wrong one would count as an answer.
+
+The code of an answer is the first of its parts that is valid Python and gives the function a body:
+a fenced block that defines it, a block or text that continues the prompt, the function in a text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from decimal import Decimal
+
+from medusa_train.evaluation.questions import FunctionTest
+
+# Numbers
+
+#: LaTeX and Markdown around numbers and units, with what stands for it. The narrow space is also a
+# separator of thousands.
+_MARKUP = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[,;: ]|\\q?quad\b|~", "\u2009"),
+        (r"\{,\}", ","),
+        (r"\\!|\\(?:left|right|displaystyle)\b|\\[()\[\]]|`", ""),
+        (r"(?<![0-9)])\*\*|\*\*(?![0-9(])", ""),
+        (r"\\([$%#])", r"\1"),
+        (r"\\(?:times|cdot|ast)\b", "*"),
+        (r"\\div\b", "÷"),
+        (r"\\(?:approx|sim|to|rightarrow|Rightarrow|implies)\b|[≈→⇒]|[-=]>", "="),
+        # words, and from the inside out their wrappings
+        *[(r"\\(?:text\w*|math\w+|mbox|underline|bold\w*)\s*\{([^{}]*)\}", r" \1 ")] * 2,
+        (r"\^\s*(?:\{\\circ\}|\\circ\b)", "°"),
+        # powers of units, and subscripts
+        (r"(?<=[^\W\d_])\s*\^\s*(?:\{\d+\}|\d+)", ""),
+        (r"(?<=[^\W\d_])_(?:\w+|\{[^{}]*\})", ""),
+        # fractions of units, and of numbers
+        (r"\\[dtc]?frac\s*\{([^{}\d]*)\}\s*\{([^{}\d]*)\}", r" \1/\2 "),
+        (r"(?<=[0-9])(?=\\[dtc]?frac)", " "),
+        (r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    )
+)
+#: Numbers with separators of thousands: 1,000 and 1 000 and 1'000, 1.000.000, 1,00,000.
+_SEPARATED = re.compile(
+    r"(?<![0-9.,])(?<![0-9] )(?:"
+    r"[1-9][0-9]{0,2}(?:([,'’_ \u00a0\u2007\u2009\u202f])[0-9]{3})(?:\1[0-9]{3})*"
+    r"|[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?=,[0-9]{1,2}(?![0-9]))"
+    r"|[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}"
+    r"|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}"
+    r")(?![0-9])"
+)
+_DECIMAL_COMMA = re.compile(r"(?<![0-9.,])([0-9]+),([0-9]+)(?![0-9,])")
+#: 1/2 and 2 1/2, but no date.
+_FRACTION = re.compile(r"(?<![0-9/.])(?:([0-9]+) )?([0-9]+)/([1-9][0-9]*)(?![0-9/])")
+#: A number. Its minus follows neither a number nor a word: "10-5" has none. Digits behind a letter
+# belong to a name.
+_NUMBER = re.compile(
+    r"((?<![\w)])[-−–])?[$€£¥₹]*(?<![^\W_])(?<![0-9]\.)(?<!\^)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+)
+#: The beginning of a calculation: a number, perhaps its unit, an operator and what it is applied
+# to; or a number before a LaTeX command.
+_CALCULATION = re.compile(
+    r"[0-9)]%?\s*(?:[^\W\d_]+\s+)?"
+    r"(?:[-+*×·÷^/−–]|(?<![^\W\d_])[xX](?![^\W\d_])|\b(?:plus|minus|times|divided by)\b)"
+    r"\s*[($€£]*\.?[0-9]|[0-9]\s*%\s*of\b|[0-9)]\s*\\[A-Za-z]"
+)
+_ANSWER_WORDS = re.compile(
+    r"\b(?:answer|result|total|solution)\b[^0-9=:\n]{0,60}?(?:\bis\b|\bare\b|[=:])", re.I
+)
+_MARKED = re.compile(r"####[\s:*]*([^\n]*)")
+#: Headings: `#### Step 3`; `#### 2. Sum`, which at the end of an answer is rather a result.
+_STEP = re.compile(r"(?:step|part|phase|case)\b", re.I)
+_NUMBERED = re.compile(r"[0-9]+[.)][ \t]+\S")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|([^\s{}$]+))")
+#: Several results in a box.
+_SEVERAL = re.compile(r"[0-9].*(?:\b(?:and|or)\b|[,;]\s).*[0-9]", re.S)
+_LETTER = re.compile(r"[^\W\d_]")
+
+
+def extract_number(text: str) -> Decimal | None:
+    """Return the result of an answer; None if it has none that can be read."""
+    text = _plain_numbers(text)
+    # 1. the last line that is marked, unless it is a heading
+    for marked in reversed(list(_MARKED.finditer(text))):
+        line = marked[1]
+        begins_with_number = re.match(r"[^\w\\]*[0-9]", line) and not _NUMBERED.match(line)
+        says_result = begins_with_number or "=" in line or _ANSWER_WORDS.search(line)
+        is_last = not re.search("[0-9]", text[marked.end() :])
+        if (says_result or is_last) and not _STEP.match(line):
+            number = _result_of(line)
+            if number is not None or (is_last and _NUMBER.search(line)):
+                return number
+    # 2. the last box with a number
+    boxes = [braced or bare for braced, bare in _BOXED.findall(text)]
+    for box in reversed(boxes):
+        if _NUMBER.search(box):
+            return None if _SEVERAL.search(box) and "=" not in box else _result_of(box)
+    # 3. what is called the answer, in the same line
+    for said in reversed(list(_ANSWER_WORDS.finditer(text))):
+        if "answer" in said[0].lower():
+            number = _result_of(text[said.end() :].lstrip().split("\n")[0])
+            if number is not None:
+                return number
+    # 4. the last number
+    numbers = list(_NUMBER.finditer(text))
+    return _value(numbers[-1]) if numbers else None
+
+
+def _plain_numbers(text: str) -> str:
+    """Return a text without markup around numbers, these as decimals: 1000 for 1,000 and 0.5 for
+    1/2.
+    """
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    text = _SEPARATED.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
+    text = _DECIMAL_COMMA.sub(r"\1.\2", text)
+    return _FRACTION.sub(_as_decimal, text)
+
+
+def _as_decimal(found: re.Match[str]) -> str:
+    """Return a fraction, or a mixed number, as decimal."""
+    whole, numerator, denominator = (Decimal(part or 0) for part in found.groups())
+    return f"{whole + numerator / denominator:f}"
+
+
+def _result_of(part: str) -> Decimal | None:
+    """Return the number that a marked line or a box gives; None if it gives none, or a calculation
+    without its result.
+    """
+    if said := _ANSWER_WORDS.search(part):
+        part = part[said.end() :]
+    if boxed := _BOXED.search(part):
+        part = boxed[1] or boxed[2]
+    first = _NUMBER.search(part)
+    if first is None:
+        return None
+    # 1. the number at the beginning
+    is_first = not _LETTER.search(part[: first.start()])
+    if is_first and not _CALCULATION.match(part, first.end() - 1):
+        return _value(first)
+    # 2. the last side of an equation that is no calculation
+    for side in reversed(part.split("=")):
+        numbers = list(_NUMBER.finditer(side))
+        if numbers and not _CALCULATION.search(side) and "\\" not in side:
+            is_first = not _LETTER.search(side[: numbers[0].start()])
+            return _value(numbers[0] if is_first else numbers[-1])
+    return None
+
+
+def _value(number: re.Match[str]) -> Decimal:
+    minus, digits = number.groups()
+    return -Decimal(digits) if minus else Decimal(digits)
+
+
+# Code
+
+#: A fenced block, with its language; a text that was cut off leaves it open. Its end may follow the
+# last line of code without a line break.
+_BLOCK = re.compile(
+    r"(?<![^\s:])(?:```+|~~~+)[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|```[ \t]*$|\Z)",
+    re.S | re.M,
+)
+_PYTHON = re.compile(r"(?:python\d*|py)", re.I)
+#: The first characters of lines of a module: the keywords before a definition, decorators,
+# comments, brackets.
+_TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.M)
+#: What may follow the function; all else behind it are examples and tests of the answer itself.
+_DEFINITIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.Try,
+)
+
+
+def extract_function(test: FunctionTest, text: str) -> str:
+    """Return the code of an answer, with the imports and helper functions of its prompt.
+
+    If no part of the answer gives the function a body, its first part is returned.
+    """
+    text = text.replace("\r\n", "\n")
+    for candidate in _candidates(test, text):
+        program = _without_examples(_future_imports_first(candidate), test.entry_point)
+        if program is not None:
+            return program
+    return _future_imports_first(next(_candidates(test, text)))
+
+
+def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
+    """Yield programs that may be the answer's, in order of preference."""
+    header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
+    stated = header.search(test.prompt)
+    before = "" if stated is None else test.prompt[: stated.start()]
+    # 1. blocks that define the function, then those that continue the prompt. Blocks of list items
+    # are indented
+    found = sorted(_BLOCK.findall(text), key=lambda block: not _PYTHON.fullmatch(block[0]))
+    blocks = [textwrap.dedent(code) for _, code in found]
+    for code in blocks:
+        if header.search(code):
+            yield before + code
+    for code in blocks:
+        if not header.search(code):
+            yield from _continued(test.prompt, code)
+    # 2. the function in the text before any block. A fence there may be the end of a block that the
+    # answer did not begin
+    text = text.partition("```")[0]
+    starts = [found.start() for found in header.finditer(text)]
+    for start in starts:
+        yield before + _without_prose(text, start)
+    if starts:
+        return
+    # 3. without a definition, the beginning of the text that continues the prompt
+    lines = text.split("\n")
+    for count in range(len(lines), 0, -1):
+        yield from _continued(test.prompt, "\n".join(lines[:count]))
+
+
+def _continued(prompt: str, body: str) -> Iterator[str]:
+    """Yield the prompt with the body of its function: as it is, with all lines indented, and with
+    the first one, since chat models leave out either.
+    """
+    yield prompt + body
+    yield prompt + textwrap.indent(textwrap.dedent(body), "    ")
+    yield prompt + "    " + body.lstrip()
+
+
+def _future_imports_first(program: str) -> str:
+    """Return a program with its future imports before the prompt's imports, as Python wants it."""
+    return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])
+
+
+def _without_prose(text: str, start: int) -> str:
+    """Return the definitions around position `start` of a text, without the sentences before and
+    after them.
+    """
+    lines = text.split("\n")
+
+    def is_code(line: str) -> bool:
+        return not line[:1].strip() or _TOP_LEVEL.match(line) is not None
+
+    first = last = text.count("\n", 0, start)  # the line at `start`
+    while first > 0 and is_code(lines[first - 1]):
+        first -= 1
+    while last + 1 < len(lines) and is_code(lines[last + 1]):
+        last += 1
+    return "\n".join(lines[first : last + 1])
+
+
+def _without_examples(program: str, entry_point: str) -> str | None:
+    """Return a program without its own assertions, and without what follows the function and
+    defines nothing.
+
+    None if it gives the function no body, as the stub that the prompt states, or is not valid
+    Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escape sequences
+            compile(program, "answer", "exec", dont_inherit=True)
+            statements = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    defined = None
+    for position, statement in enumerate(statements):
+        if _defines(statement, entry_point):
+            defined = position
+    if defined is None or _is_stub(statements[defined]):
+        return None
+    lines = program.split("\n")
+    for position, statement in enumerate(statements):
+        is_example = position > defined and not isinstance(statement, _DEFINITIONS)
+        if is_example or isinstance(statement, ast.Assert):
+            end = statement.end_lineno or statement.lineno
+            lines[statement.lineno - 1 : end] = [""] * (end - statement.lineno + 1)
+    return "\n".join(lines)
+
+
+def _defines(statement: ast.stmt, name: str) -> bool:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return statement.name == name
+    if isinstance(statement, ast.Assign):
+        return any(
+            isinstance(target, ast.Name) and target.id == name for target in statement.targets
+        )
+    return False
+
+
+def _is_stub(statement: ast.stmt) -> bool:
+    """Return whether a definition has a docstring, `pass`, `...`, NotImplementedError or a word of
+    prose alone.
+    """
+    if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    for part in statement.body:
+        if isinstance(part, ast.Expr):
+            does_nothing = isinstance(part.value, (ast.Constant, ast.Name))
+        elif isinstance(part, ast.Raise):
+            does_nothing = "NotImplementedError" in ast.dump(part)
+        else:
+            does_nothing = isinstance(part, ast.Pass)
+        if not does_nothing:
+            return False
+    return True

@@ -1,0 +1,108 @@
+"""Find a model by directory or hub name and read its JSON files, without the seconds that importing
+torch takes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
+from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.hub import hub_is_unreachable, offline_advice
+from medusa_train.io import parse_json
+
+#: Written by PEFT into the directory of an adapter.
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
+    """Find a model and read its config.json.
+
+    Returns:
+        The argument for `from_pretrained`, and the content of config.json; empty for a model that
+        has to be fetched from the hub.
+
+    Raises:
+        BackboneError: no such directory, no config.json in it that can be read, or a hub name that
+            is not in the cache while the hub cannot be reached.
+    """
+    local = resolve_path(name)
+    if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):
+        similar = nearest_path(name)
+        advice = f"; did you mean {similar}?" if similar else ""
+        raise BackboneError(f"base_model {name}: no such directory{advice}")
+    source = str(local or name)
+    path = model_directory(source) / "config.json"
+    if not path.is_file():
+        if local is not None:
+            raise BackboneError(f"base_model {name}: not a model directory: no config.json")
+        if hub_is_unreachable():
+            directory = f"models/{Path(name).name}"
+            reason = offline_advice(name, "model", directory)
+            raise missing_from_hub(name, f"{reason}, then set base_model={directory}")
+        return source, {}
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BackboneError(f"base_model {name}: cannot read {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise BackboneError(f"base_model {name}: cannot read {path}: it is no JSON object")
+    return source, config
+
+
+def missing_from_hub(name: str, reason: str) -> BackboneError:
+    """Return the error for a name that is no directory, and that the hub does not give for a
+    `reason`.
+    """
+    # not rejected before: the hub may have models of an owner with a local directory
+    if similar := nearest_path(name):
+        reason = (
+            f"no such directory, and no such model on the Hugging Face hub; did you mean {similar}?"
+        )
+    # where the README and the shipped configurations keep models
+    elif name.startswith("models/"):
+        reason = (
+            "no such directory. `make smollm2-model` writes the model of configs/smollm2_*.yaml;"
+            f" for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
+        )
+    return BackboneError(f"base_model {name}: {reason}")
+
+
+def model_directory(source: str) -> Path:
+    """Return the directory of a model that is named by it, or by its name in the hub's cache."""
+    directory = Path(source)
+    if directory.is_dir():
+        return directory
+    cached = try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    return directory
+
+
+def _may_be_on_hub(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
+    JSON.
+    """
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
+    try:
+        config: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
+    return config
