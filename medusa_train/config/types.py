@@ -250,6 +250,13 @@ def _different_names(roles: dict[str, list[str]]) -> dict[str, list[str]]:
     return roles
 
 
+def _tags(value: object) -> object:
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    if not is_pair or not all(isinstance(tag, str) and tag.strip() for tag in value):
+        raise expected("two tags such as [<think>, </think>]", value)
+    return [tag.strip() for tag in value]
+
+
 def as_list(value: object) -> object:
     """Accept a single item in place of a list."""
     return value if isinstance(value, list) else [value]
@@ -306,9 +313,8 @@ RoleNames = Annotated[
     dict[Literal["system", "user", "assistant", "tool"], OneOrMore[PlainText]],
     AfterValidator(_different_names),
 ]
-_Tag = Annotated[PlainText, AfterValidator(str.strip)]
 #: The tags before and after the reasoning part of an answer.
-ReasoningTags = tuple[_Tag, _Tag]
+ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]
 #: "constant", "linear", "sine" or "sine_R".
 Schedule = Annotated[
     str, BeforeValidator(_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})

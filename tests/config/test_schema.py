@@ -152,8 +152,8 @@ def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
             "chat_template_kwargs={messages: [], tools: []}",
             "messages, tools: set by the renderer itself; remove it",
         ),
-        ("reasoning_tags=<r>", "expected a list, got '<r>'"),
-        ("reasoning_tags=[<r>]", "reasoning_tags[1]: is missing"),
+        ("reasoning_tags=<r>", "expected two tags such as [<think>, </think>], got '<r>'"),
+        ("reasoning_tags=[<r>]", "expected two tags"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             train(override)
