@@ -510,7 +510,7 @@ def test_results_of_calculations_are_scored(
     pieces: list[str], correct: list[bool], tmp_path: Path
 ) -> None:
     model = write_scripted_model(tmp_path / "model", *pieces)
-    path = write_lines(tmp_path / "gsm.jsonl", GSM8K)
+    path = write_lines(tmp_path / "gsm.jsonl", GSM8K * 2)
     evaluate(
         "--bench",
         path,
@@ -523,19 +523,19 @@ def test_results_of_calculations_are_scored(
         output_dir=tmp_path / "out",
     ).ok()
     lines = read_lines(tmp_path / "out" / "answers.jsonl")
-    assert [line["text"] for line in lines] == ["".join(pieces).strip()] * 3
-    assert [line["scores"]["plain"]["correct"] for line in lines] == correct
+    assert [line["text"] for line in lines] == ["".join(pieces).strip()] * 6
+    assert [line["scores"]["plain"]["correct"] for line in lines] == correct * 2
     assert "####" in lines[0]["asked"]
     scores = read_json(tmp_path / "out" / "report.json")["overall"]["scores"]
     rate = sum(correct) / 3
-    assert (scores["answers"], scores["plain"]["correct"]) == (3, sum(correct))
+    assert (scores["answers"], scores["plain"]["correct"]) == (6, 2 * sum(correct))
     assert scores["tree"]["rate"] == pytest.approx(rate)
     assert scores["differing"] == 0
     z = 1.959964
-    center, spread = rate + z**2 / 6, z * math.sqrt(rate * (1 - rate) / 3 + z**2 / 36)
+    center, spread = rate + z**2 / 12, z * math.sqrt(rate * (1 - rate) / 6 + z**2 / 144)
     expected = [
-        max(0.0, (center - spread) / (1 + z**2 / 3)),
-        min(1.0, (center + spread) / (1 + z**2 / 3)),
+        max(0.0, (center - spread) / (1 + z**2 / 6)),
+        min(1.0, (center + spread) / (1 + z**2 / 6)),
     ]
     assert scores["plain"]["interval"] == pytest.approx(expected, abs=1e-9)
 
@@ -631,6 +631,8 @@ def test_a_judge_grades_answers(
         if number == 0:
             return error(503, "busy", retry_after="0")
         text = body["messages"][-1]["content"]
+        if text == "Hello":  # whether the judge replies at all
+            return 200, {}, json.dumps(completion(body, text="Hi")).encode()
         place = max(n for n, turn in enumerate(turns) if asked(turn) in text)
         reply = completion(body, text=[*grades, "[[2]]"][place])
         return 200, {}, json.dumps(reply).encode()
@@ -645,11 +647,11 @@ def test_a_judge_grades_answers(
         evaluate(*words, **keys).ok()
         judged = read_json(tmp_path / "out" / "report.json")["judge"]
         count = len(server.bodies)
-        assert count == 1 + 7
+        assert count == 1 + 1 + 7
         assert set(server.authorization) == {"Bearer sk-judge-0123456789"}
-        assert server.bodies[1]["temperature"] == 0
+        assert server.bodies[2]["temperature"] == 0
         evaluate(*words, **keys).ok()
-        assert len(server.bodies) == count
+        assert len(server.bodies) == count + 1  # the judge is greeted again, and grades nothing
     given = [7, 4, None, None, 9.5, 1, 2]
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
