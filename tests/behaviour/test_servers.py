@@ -97,11 +97,17 @@ def test_other_answers_are_counted(bench: Path, tmp_path: Path) -> None:
 
 
 def test_a_server_alone_and_samples(bench: Path, tmp_path: Path) -> None:
-    with bench_server(seconds=0.001) as server:
-        measure(server, bench, tmp_path / "out", acceptance="sampling", temperature=0.7).ok()
+    """Two answers at a time share the time in which both are under way."""
+    keys = {"acceptance": "sampling", "temperature": 0.7, "concurrency": [1, 2]}
+    with bench_server(seconds=0.01) as server:
+        measure(server, bench, tmp_path / "out", **keys).ok()
         assert {body["temperature"] for body in server.fake.bodies} == {0.7}
-    (found,) = read_json(tmp_path / "out" / "served.json")["cells"]
-    assert found["answers"] >= 8
+    first, second = read_json(tmp_path / "out" / "served.json")["cells"]
+    assert min(first["answers"], second["answers"]) >= 8
+    assert first["seconds"] / first["answers"] > 0.04
+    assert first["time_to_first_token_s"]["median"] > 0.04
+    assert second["time_to_first_token_s"]["median"] > 0.04
+    assert second["tokens_per_s"] > 1.3 * first["tokens_per_s"]
 
 
 def test_a_block_with_failures_is_measured_again(bench: Path, tmp_path: Path) -> None:
