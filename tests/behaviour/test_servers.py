@@ -6,7 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,49 @@ def test_a_server_alone_and_samples(bench: Path, tmp_path: Path) -> None:
     assert first["time_to_first_token_s"]["median"] > 0.04
     assert second["time_to_first_token_s"]["median"] > 0.04
     assert second["tokens_per_s"] > 1.3 * first["tokens_per_s"]
+
+
+class _Slow(BaseHTTPRequestHandler):
+    """Streams two tokens, the first after 60 ms and the second 120 ms later."""
+
+    def do_GET(self) -> None:
+        found = self.path == "/v1/models"
+        content = json.dumps({"data": [{"id": "m"}]}).encode() if found else b""
+        self.send_response(200 if found else 404)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        usage = {"prompt_tokens": 3, "completion_tokens": 2}
+        for seconds, chunk in (
+            (0.06, {"choices": [{"index": 0, "delta": {"content": "a"}}]}),
+            (0.12, {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]}),
+            (0.0, {"choices": [], "usage": usage}),
+        ):
+            time.sleep(seconds)
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_times_to_the_first_token_and_from_one_to_the_next(bench: Path, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        words = ["--bench", bench, "--server-url", url, "--output-dir", tmp_path / "out"]
+        evaluate(*words, concurrency=[4], max_new_tokens=8, warmup=0).ok()
+        server.shutdown()
+    (found,) = read_json(tmp_path / "out" / "served.json")["cells"]
+    first, later = (found[f"time_{n}_s"]["median"] for n in ("to_first_token", "per_token"))
+    assert 0.06 <= first < later
+    assert 0.115 <= later < 0.3
+    assert found["tokens"] == 2 * found["answers"]
 
 
 def test_a_block_with_failures_is_measured_again(bench: Path, tmp_path: Path) -> None:
@@ -212,6 +258,25 @@ def test_vllm_is_started_measured_and_stopped(
         assert words[place + 1] == "256"
     pids = [int(pid) for pid in vllm.with_suffix(".pids").read_text().split()]
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_one_server_at_a_time(model: Path, vllm: Path, tmp_path: Path) -> None:
+    """The one without a draft is measured first and last; its faster session counts."""
+    bench = write_questions(tmp_path / "one.jsonl", 1)
+    evaluate(
+        "--serve", "--bench", bench, "--base-model", model, "--draft", "prompt_lookup",
+        concurrency=[1], max_new_tokens=8, warmup=0, serve_together=False,
+        serve_speculative_tokens=[3], output_dir=tmp_path / "out",
+    ).ok()  # fmt: skip
+    assert ["--speculative-config" in words for words in started(vllm)] == [False, True, False]
+    report = read_json(tmp_path / "out" / "served.json")
+    plain = [c["tokens_per_s"] for c in report["cells"] if c["server"] == "plain"]
+    (drafted,) = [c for c in report["cells"] if c["server"] != "plain"]
+    assert len(plain) == 2
+    assert drafted["ratio"] == pytest.approx(drafted["tokens_per_s"] / max(plain), rel=1e-6)
+    assert report["plain"][0]["tokens_per_s"] == max(plain)
+    advice = report["recommendation"][0]
+    assert (advice["ratio"], advice["server"]) == (drafted["ratio"], drafted["server"])
 
 
 def test_a_server_that_does_not_start_is_explained(
