@@ -266,17 +266,20 @@ def test_one_server_at_a_time(model: Path, vllm: Path, tmp_path: Path) -> None:
     evaluate(
         "--serve", "--bench", bench, "--base-model", model, "--draft", "prompt_lookup",
         concurrency=[1], max_new_tokens=8, warmup=0, serve_together=False,
-        serve_speculative_tokens=[3], output_dir=tmp_path / "out",
+        serve_speculative_tokens=[2, 3], output_dir=tmp_path / "out",
     ).ok()  # fmt: skip
-    assert ["--speculative-config" in words for words in started(vllm)] == [False, True, False]
+    drafts = ["--speculative-config" in words for words in started(vllm)]
+    assert drafts == [False, True, True, False]
     report = read_json(tmp_path / "out" / "served.json")
     plain = [c["tokens_per_s"] for c in report["cells"] if c["server"] == "plain"]
-    (drafted,) = [c for c in report["cells"] if c["server"] != "plain"]
-    assert len(plain) == 2
-    assert drafted["ratio"] == pytest.approx(drafted["tokens_per_s"] / max(plain), rel=1e-6)
+    drafted = [c for c in report["cells"] if c["server"] != "plain"]
+    assert (len(plain), len(drafted)) == (2, 2)
+    for found in drafted:
+        assert found["ratio"] == pytest.approx(found["tokens_per_s"] / max(plain), rel=1e-6)
     assert report["plain"][0]["tokens_per_s"] == max(plain)
     advice = report["recommendation"][0]
-    assert (advice["ratio"], advice["server"]) == (drafted["ratio"], drafted["server"])
+    winners = [found for found in drafted if found["verdict"] == "wins"] or drafted
+    assert advice["ratio"] == max(found["ratio"] for found in winners)
 
 
 def test_a_server_that_does_not_start_is_explained(
