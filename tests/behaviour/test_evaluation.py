@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.behaviour.world import (
     NARROW,
     QUICK,
     TOKENS,
+    Clock,
     evaluate,
     greedy,
     read_json,
@@ -666,6 +668,47 @@ def test_a_judge_grades_answers(
         n: pytest.approx(sum(g) / len(g)) for n, g in by_category.items()
     }
     assert (judged["graded"], judged["without_grade"], judged["failed"]) == (5, 2, 0)
+
+
+def test_a_judge_reads_the_chat_with_its_references_so_far(model: Path, tmp_path: Path) -> None:
+    question = {"question_id": 1, "turns": ["one two", "three"], "system": "Be short."}
+    question["reference"] = ["REFERENCE A", "REFERENCE B"]
+    bench = write_lines(tmp_path / "b.jsonl", [question, {"question_id": 2, "turns": ["large"]}])
+    with serving(
+        lambda n, body: (200, {}, json.dumps(completion(body, text="[[5]]")).encode())
+    ) as server:
+        keys = QUICK | {"output_dir": tmp_path / "out", "judge_base_url": server.url}
+        keys |= {"judge_model": "examiner", "judge_concurrency": 1, "generate": False}
+        evaluate("--bench", bench, "--base-model", model, **keys).ok()
+        read = ["\n".join(m["content"] for m in body["messages"]) for body in server.bodies]
+    texts = [line["text"].strip() for line in read_lines(tmp_path / "out" / "answers.jsonl")]
+    parts = ["Be short.", "one two", "REFERENCE A", texts[0], "three", "REFERENCE B", texts[1]]
+    for shown, count in ((read[0], 4), (read[1], 7)):
+        places = [shown.find(part) for part in parts[:count]]
+        assert -1 not in places
+        assert places == sorted(places)
+        assert not any(part in shown for part in parts[max(count, 5) : 6])
+    assert "REFERENCE" not in read[2]
+    assert "large" in read[2]
+    assert texts[2] in read[2]
+
+
+def test_overhead_and_speed_where_all_answers_take_as_long(
+    skilled: Callable[[str], Path],
+    bench: Path,
+    tree_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step with the tree then takes as much longer as there are fewer steps."""
+    monkeypatch.setattr(time, "perf_counter", Clock())
+    words = ["--bench", bench, "--model", skilled("medusa"), "--tree", tree_file]
+    evaluate(*words, **QUICK, output_dir=tmp_path / "out").ok()
+    overall = read_json(tmp_path / "out" / "report.json")["overall"]
+    assert overall["acceleration_rate"] > 1.1
+    assert overall["overhead"] == pytest.approx(overall["acceleration_rate"])
+    assert overall["speedup"] == pytest.approx(1.0)
+    assert overall["time_to_first_token_s"] == pytest.approx(Clock.tick)
 
 
 def test_quality_before_and_after_joint_training(
