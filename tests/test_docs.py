@@ -211,8 +211,9 @@ def texts_of_the_code() -> list[str]:
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     """A quoted message stands in the code, part by part between its dots."""
     table = TEXTS["troubleshooting.md"].split("## Messages")[1].split("\n\n")[2]
-    messages = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    messages = re.findall(r"^\| (?:`([^`]+)`|`` (.+) ``) \|", table, flags=re.MULTILINE)
     assert len(messages) == len(table.splitlines()) - 2
+    messages = [single or double for single, double in messages]
     code = "\n".join(texts_of_the_code())
     parts = [part.strip() for message in messages for part in message.split("...")]
     keys = {"base_model: is missing": "is missing ("}  # the key stands before the message

@@ -67,9 +67,14 @@ class Judge:
     def check(self) -> None:
         """Ask for a reply to a greeting; raises ServerError if there is none."""
         try:
-            self.ask([{"role": "user", "content": "Hello"}])
+            reply = self.ask([{"role": "user", "content": "Hello"}])
         except (RequestRejected, ServerError) as error:
             raise ServerError(f"judge {self.model}: {error}") from None
+        if not reply.strip():
+            raise ServerError(
+                f"judge {self.model}: its reply has no text; if it all came as reasoning"
+                " (`reasoning_content`), start the server without its reasoning parser"
+            )
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.

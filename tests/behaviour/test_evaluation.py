@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.behaviour.world import (
     NARROW,
     QUICK,
     TOKENS,
+    Clock,
     evaluate,
     greedy,
     read_json,
@@ -510,7 +512,7 @@ def test_results_of_calculations_are_scored(
     pieces: list[str], correct: list[bool], tmp_path: Path
 ) -> None:
     model = write_scripted_model(tmp_path / "model", *pieces)
-    path = write_lines(tmp_path / "gsm.jsonl", GSM8K)
+    path = write_lines(tmp_path / "gsm.jsonl", GSM8K * 2)
     evaluate(
         "--bench",
         path,
@@ -523,19 +525,19 @@ def test_results_of_calculations_are_scored(
         output_dir=tmp_path / "out",
     ).ok()
     lines = read_lines(tmp_path / "out" / "answers.jsonl")
-    assert [line["text"] for line in lines] == ["".join(pieces).strip()] * 3
-    assert [line["scores"]["plain"]["correct"] for line in lines] == correct
+    assert [line["text"] for line in lines] == ["".join(pieces).strip()] * 6
+    assert [line["scores"]["plain"]["correct"] for line in lines] == correct * 2
     assert "####" in lines[0]["asked"]
     scores = read_json(tmp_path / "out" / "report.json")["overall"]["scores"]
     rate = sum(correct) / 3
-    assert (scores["answers"], scores["plain"]["correct"]) == (3, sum(correct))
+    assert (scores["answers"], scores["plain"]["correct"]) == (6, 2 * sum(correct))
     assert scores["tree"]["rate"] == pytest.approx(rate)
     assert scores["differing"] == 0
     z = 1.959964
-    center, spread = rate + z**2 / 6, z * math.sqrt(rate * (1 - rate) / 3 + z**2 / 36)
+    center, spread = rate + z**2 / 12, z * math.sqrt(rate * (1 - rate) / 6 + z**2 / 144)
     expected = [
-        max(0.0, (center - spread) / (1 + z**2 / 3)),
-        min(1.0, (center + spread) / (1 + z**2 / 3)),
+        max(0.0, (center - spread) / (1 + z**2 / 6)),
+        min(1.0, (center + spread) / (1 + z**2 / 6)),
     ]
     assert scores["plain"]["interval"] == pytest.approx(expected, abs=1e-9)
 
@@ -631,6 +633,8 @@ def test_a_judge_grades_answers(
         if number == 0:
             return error(503, "busy", retry_after="0")
         text = body["messages"][-1]["content"]
+        if text == "Hello":  # whether the judge replies at all
+            return 200, {}, json.dumps(completion(body, text="Hi")).encode()
         place = max(n for n, turn in enumerate(turns) if asked(turn) in text)
         reply = completion(body, text=[*grades, "[[2]]"][place])
         return 200, {}, json.dumps(reply).encode()
@@ -645,11 +649,11 @@ def test_a_judge_grades_answers(
         evaluate(*words, **keys).ok()
         judged = read_json(tmp_path / "out" / "report.json")["judge"]
         count = len(server.bodies)
-        assert count == 1 + 7
+        assert count == 1 + 1 + 7
         assert set(server.authorization) == {"Bearer sk-judge-0123456789"}
-        assert server.bodies[1]["temperature"] == 0
+        assert server.bodies[2]["temperature"] == 0
         evaluate(*words, **keys).ok()
-        assert len(server.bodies) == count
+        assert len(server.bodies) == count + 1  # the judge is greeted again, and grades nothing
     given = [7, 4, None, None, 9.5, 1, 2]
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
@@ -664,6 +668,47 @@ def test_a_judge_grades_answers(
         n: pytest.approx(sum(g) / len(g)) for n, g in by_category.items()
     }
     assert (judged["graded"], judged["without_grade"], judged["failed"]) == (5, 2, 0)
+
+
+def test_a_judge_reads_the_chat_with_its_references_so_far(model: Path, tmp_path: Path) -> None:
+    question = {"question_id": 1, "turns": ["one two", "three"], "system": "Be short."}
+    question["reference"] = ["REFERENCE A", "REFERENCE B"]
+    bench = write_lines(tmp_path / "b.jsonl", [question, {"question_id": 2, "turns": ["large"]}])
+    with serving(
+        lambda n, body: (200, {}, json.dumps(completion(body, text="[[5]]")).encode())
+    ) as server:
+        keys = QUICK | {"output_dir": tmp_path / "out", "judge_base_url": server.url}
+        keys |= {"judge_model": "examiner", "judge_concurrency": 1, "generate": False}
+        evaluate("--bench", bench, "--base-model", model, **keys).ok()
+        read = ["\n".join(m["content"] for m in body["messages"]) for body in server.bodies]
+    texts = [line["text"].strip() for line in read_lines(tmp_path / "out" / "answers.jsonl")]
+    parts = ["Be short.", "one two", "REFERENCE A", texts[0], "three", "REFERENCE B", texts[1]]
+    for shown, count in ((read[0], 4), (read[1], 7)):
+        places = [shown.find(part) for part in parts[:count]]
+        assert -1 not in places
+        assert places == sorted(places)
+        assert not any(part in shown for part in parts[max(count, 5) : 6])
+    assert "REFERENCE" not in read[2]
+    assert "large" in read[2]
+    assert texts[2] in read[2]
+
+
+def test_overhead_and_speed_where_all_answers_take_as_long(
+    skilled: Callable[[str], Path],
+    bench: Path,
+    tree_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step with the tree then takes as much longer as there are fewer steps."""
+    monkeypatch.setattr(time, "perf_counter", Clock())
+    words = ["--bench", bench, "--model", skilled("medusa"), "--tree", tree_file]
+    evaluate(*words, **QUICK, output_dir=tmp_path / "out").ok()
+    overall = read_json(tmp_path / "out" / "report.json")["overall"]
+    assert overall["acceleration_rate"] > 1.1
+    assert overall["overhead"] == pytest.approx(overall["acceleration_rate"])
+    assert overall["speedup"] == pytest.approx(1.0)
+    assert overall["time_to_first_token_s"] == pytest.approx(Clock.tick)
 
 
 def test_quality_before_and_after_joint_training(

@@ -6,7 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +100,60 @@ def test_other_answers_are_counted(bench: Path, tmp_path: Path) -> None:
 
 
 def test_a_server_alone_and_samples(bench: Path, tmp_path: Path) -> None:
-    with bench_server(seconds=0.001) as server:
-        measure(server, bench, tmp_path / "out", acceptance="sampling", temperature=0.7).ok()
+    """Two answers at a time share the time in which both are under way."""
+    keys = {"acceptance": "sampling", "temperature": 0.7, "concurrency": [1, 2]}
+    with bench_server(seconds=0.01) as server:
+        measure(server, bench, tmp_path / "out", **keys).ok()
         assert {body["temperature"] for body in server.fake.bodies} == {0.7}
+    first, second = read_json(tmp_path / "out" / "served.json")["cells"]
+    assert min(first["answers"], second["answers"]) >= 8
+    assert first["seconds"] / first["answers"] > 0.04
+    assert first["time_to_first_token_s"]["median"] > 0.04
+    assert second["time_to_first_token_s"]["median"] > 0.04
+    assert second["tokens_per_s"] > 1.3 * first["tokens_per_s"]
+
+
+class _Slow(BaseHTTPRequestHandler):
+    """Streams two tokens, the first after 60 ms and the second 120 ms later."""
+
+    def do_GET(self) -> None:
+        found = self.path == "/v1/models"
+        content = json.dumps({"data": [{"id": "m"}]}).encode() if found else b""
+        self.send_response(200 if found else 404)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        usage = {"prompt_tokens": 3, "completion_tokens": 2}
+        for seconds, chunk in (
+            (0.06, {"choices": [{"index": 0, "delta": {"content": "a"}}]}),
+            (0.12, {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]}),
+            (0.0, {"choices": [], "usage": usage}),
+        ):
+            time.sleep(seconds)
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_times_to_the_first_token_and_from_one_to_the_next(bench: Path, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        words = ["--bench", bench, "--server-url", url, "--output-dir", tmp_path / "out"]
+        evaluate(*words, concurrency=[4], max_new_tokens=8, warmup=0).ok()
+        server.shutdown()
     (found,) = read_json(tmp_path / "out" / "served.json")["cells"]
-    assert found["answers"] >= 8
+    first, later = (found[f"time_{n}_s"]["median"] for n in ("to_first_token", "per_token"))
+    assert 0.06 <= first < later
+    assert 0.115 <= later < 0.3
+    assert found["tokens"] == 2 * found["answers"]
 
 
 def test_a_block_with_failures_is_measured_again(bench: Path, tmp_path: Path) -> None:
@@ -206,6 +258,28 @@ def test_vllm_is_started_measured_and_stopped(
         assert words[place + 1] == "256"
     pids = [int(pid) for pid in vllm.with_suffix(".pids").read_text().split()]
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_one_server_at_a_time(model: Path, vllm: Path, tmp_path: Path) -> None:
+    """The one without a draft is measured first and last; its faster session counts."""
+    bench = write_questions(tmp_path / "one.jsonl", 1)
+    evaluate(
+        "--serve", "--bench", bench, "--base-model", model, "--draft", "prompt_lookup",
+        concurrency=[1], max_new_tokens=8, warmup=0, serve_together=False,
+        serve_speculative_tokens=[2, 3], output_dir=tmp_path / "out",
+    ).ok()  # fmt: skip
+    drafts = ["--speculative-config" in words for words in started(vllm)]
+    assert drafts == [False, True, True, False]
+    report = read_json(tmp_path / "out" / "served.json")
+    plain = [c["tokens_per_s"] for c in report["cells"] if c["server"] == "plain"]
+    drafted = [c for c in report["cells"] if c["server"] != "plain"]
+    assert (len(plain), len(drafted)) == (2, 2)
+    for found in drafted:
+        assert found["ratio"] == pytest.approx(found["tokens_per_s"] / max(plain), rel=1e-6)
+    assert report["plain"][0]["tokens_per_s"] == max(plain)
+    advice = report["recommendation"][0]
+    winners = [found for found in drafted if found["verdict"] == "wins"] or drafted
+    assert advice["ratio"] == max(found["ratio"] for found in winners)
 
 
 def test_a_server_that_does_not_start_is_explained(

@@ -5,7 +5,6 @@ answers, and which one is chosen.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,6 +17,7 @@ import pytest
 from tests.behaviour import plain, plain_trees
 from tests.behaviour.test_decoding import ranks_along
 from tests.behaviour.world import (
+    Clock,
     evaluate,
     greedy,
     make_chats,
@@ -108,20 +108,6 @@ def test_a_tree_of_each_size_is_rated_on_other_answers(fitted: Path) -> None:
     check_choice(tree, traces_of(fitted))
     form = tree["form"]
     assert (form["dtype"], form["device"], form["compiled"]) == ("float32", "cpu", False)
-
-
-class Clock:
-    """A clock that goes on by the same time whenever the main thread reads it: all steps take as
-    long.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        if threading.current_thread() is threading.main_thread():
-            self.now += 0.01
-        return self.now
 
 
 def test_calibration_fits_it_again_on_other_prompts(

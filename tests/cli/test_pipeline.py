@@ -22,7 +22,7 @@ SEEDS = [
 def invoke(app: typer.Typer, *arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stderr + result.stdout
 
 
 def test_seeds_become_heads_that_are_measured(

@@ -243,6 +243,7 @@ def test_an_evaluation_is_graded_where_a_judge_is_named(
         (error(400, "no such model"), "no such model"),
         (error(401, "who are you?"), "requires an API key"),
         (error(404, "not here"), "check the URL"),
+        ((200, {}, b'{"choices": [{"message": {"content": null}}]}'), "its reply has no text"),
     ],
 )
 def test_a_judge_that_refuses_ends_an_evaluation_before_anything_is_decoded(

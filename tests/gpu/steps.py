@@ -48,7 +48,8 @@ def write_chats(path: Path, words: int) -> Path:
     lines = []
     for _ in range(2 * STEPS):
         answer = " ".join(draw.choice(WORDS) for _ in range(words))
-        turns = [{"from": "human", "value": "one two"}, {"from": "gpt", "value": answer}]
+        question = " ".join(draw.choice(WORDS) for _ in range(2))
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         lines.append(json.dumps({"conversations": turns}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

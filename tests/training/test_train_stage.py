@@ -64,7 +64,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     key = weights_key(resolve_model(str(out), None, None), DecodingSettings.load(out / "tree.json"))
     assert load_traces(out / "tree_traces.npz", key) is not None
     text = console.file.getvalue()
-    assert f"medusa-eval --bench mtbench --model {out}" in text
+    assert f"medusa-eval --bench mtbench --limit 16 --model {out}" in text
     assert "greedy continuations" in text
 
 
@@ -257,7 +257,8 @@ def test_early_stopping_publishes_the_best_heads_and_again_when_it_is_finished_a
 def test_a_normal_end_publishes_the_last_heads_and_keeps_the_weights_of_the_best(
     make_config, console, tmp_path
 ):
-    train(make_config(learning_rate=0.5, eval_steps=1, save_total_limit=1), console)
+    keys = {"learning_rate": 0.5, "warmup_steps": 1, "eval_steps": 1, "save_total_limit": 1}
+    train(make_config(**keys), console)
     best = best_step(tmp_path / "run")
     assert best < 6
     checkpoints = tmp_path / "run" / "checkpoints"
