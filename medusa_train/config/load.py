@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.problems import explain, problem_lines, text_problems
+from medusa_train.config.removed_keys import explain_removed
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, NOT_INHERITED, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value, types_at
 from medusa_train.config.yaml_source import (
@@ -220,7 +221,7 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     values: dict[str, Any] = {}
     ignored = list(source.replaced)
     for name, value in source.values.items():
-        removed = cls.removed.get(name) or cls.removed.get(f"{name}: {value}")
+        removed = explain_removed(name, value, cls.model_fields)
         of_run = source.is_run and source.place((name,)).startswith(f"{source.name}:")
         if removed and not of_run:
             problems.append(((name,), removed))

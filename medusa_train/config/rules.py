@@ -19,11 +19,14 @@ CODE_BENCH = (
     " score=false to only decode"
     " (docs/evaluation.md, Quality), or choose another bench"
 )
-#: Keys of which at most one may be set.
-_EXCLUSIVE = (
+#: Keys of which one at most may be set. On the command line one replaces the other of a file.
+EXCLUSIVE = (
+    ("load_in_4bit", "load_in_8bit"),
+    ("bf16", "fp16"),
     ("warmup_steps", "warmup_ratio"),
     ("save_steps", "saves_per_epoch"),
     ("eval_steps", "evals_per_epoch"),
+    ("resume_from_checkpoint", "overwrite_output_dir"),
 )
 #: Keys from which the recipe follows.
 _RECIPE = (
@@ -81,6 +84,11 @@ def _trains_lm_head(cfg: Any) -> bool:
     return "lm_head" in (*targets, *(cfg.lora_modules_to_save or ()))
 
 
+def _is_chosen(value: object) -> bool:
+    """Return whether a value is another one than what stands for no choice."""
+    return value is not None and value is not False and value != "auto"
+
+
 def _has_validation(cfg: Any) -> bool:
     return cfg.val_set_size > 0 or cfg.test_datasets is not None
 
@@ -91,12 +99,10 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     is_quantized = cfg.load_in_4bit or cfg.load_in_8bit
     exported = set(cfg.export or ())
     draft = DRAFT_CONFIGS[cfg.draft]
+    for name, other in EXCLUSIVE:
+        if _is_chosen(getattr(cfg, name)) and _is_chosen(getattr(cfg, other)):
+            yield (name, other), f"cannot be set together with {other}; choose one"
     # 1. The backbone and what is trained of it.
-    if cfg.load_in_4bit and cfg.load_in_8bit:
-        yield (
-            ("load_in_4bit", "load_in_8bit"),
-            "cannot be true together with load_in_8bit; choose one",
-        )
     if cfg.adapter == "qlora" and not cfg.load_in_4bit:
         yield (
             ("adapter", "load_in_4bit"),
@@ -109,8 +115,6 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "no data set has this template, since each sets another `conversation`; remove one of"
             " the two",
         )
-    if cfg.bf16 is True and cfg.fp16:
-        yield ("bf16", "fp16"), "excludes fp16: choose one"
     if cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head:
         yield (
             ("medusa_num_layers", "medusa_share_lm_head"),
@@ -226,9 +230,6 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             " depend on the token before; remove export, or train without it",
         )
     # 4. The course of the run.
-    for name, other in _EXCLUSIVE:
-        if getattr(cfg, name) is not None and getattr(cfg, other) is not None:
-            yield (name, other), f"cannot be set together with {other}; remove one of the two"
     if cfg.test_datasets and cfg.val_set_size and "val_set_size" in cfg.model_fields_set:
         yield (
             ("val_set_size", "test_datasets"),
@@ -238,11 +239,6 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
         yield (
             ("early_stopping_patience", "val_set_size"),
             "requires evaluations; set val_set_size, for example 0.05",
-        )
-    if cfg.resume_from_checkpoint is not None and cfg.overwrite_output_dir:
-        yield (
-            ("resume_from_checkpoint", "overwrite_output_dir"),
-            "cannot resume a run that overwrite_output_dir would replace; choose one",
         )
     if cfg.draft == "medusa" and cfg.sequence_len < cfg.medusa_num_heads + 2:
         yield (

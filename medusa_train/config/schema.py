@@ -77,7 +77,7 @@ from medusa_train.config.types import (
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
 # follow from the backbone's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
-    (
+    [
         "is_llama_derived_model",
         "is_mistral_derived_model",
         "is_falcon_derived_model",
@@ -122,7 +122,7 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         "use_reentrant",
         "loss_watchdog_threshold",
         "loss_watchdog_patience",
-    )
+    ]
 )
 
 Optimizer = Literal[
@@ -237,15 +237,10 @@ class DatasetConfig(Section):
         return self.message_field_content or (self.message_property_mappings or {}).get("content")
 
 
-#: Keys that say the same in two ways, or exclude each other.
+#: Keys of which one counts, as those in `EXCLUSIVE`, where both are no error.
 _ALTERNATIVES = (
-    ("save_steps", "saves_per_epoch"),
-    ("eval_steps", "evals_per_epoch"),
-    ("warmup_steps", "warmup_ratio"),
-    ("load_in_4bit", "load_in_8bit"),
+    *rules.EXCLUSIVE,
     ("test_datasets", "val_set_size"),
-    ("overwrite_output_dir", "resume_from_checkpoint"),
-    ("bf16", "fp16"),
     ("stage_one", "lora_model_dir"),
 )
 
@@ -274,9 +269,6 @@ class TrainConfig(Config):
         "resume_from_checkpoint": "--resume",
     }
     ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
-    removed: ClassVar = {
-        "torch_compile: auto": "auto was never faster in a measurement; set true or false"
-    }
     stand_ins: ClassVar = {"base_model": "?", "datasets": "?"}
 
     # Backbone
@@ -735,11 +727,6 @@ NOT_IN_STAGE_ONE = (
 class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
-    removed: ClassVar = {
-        "gpu_kernels": "no GPU ever ran these parts; remove it (`compile: true` compiles decoding)",
-        "compile: auto": "was a guess of the time that it saves; set true or false",
-    }
-
     bench: Text = key(
         "tiny",
         "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file or its directory",
@@ -935,10 +922,6 @@ class SelfDistillConfig(Config):
     options: ClassVar = {
         "base_model": "--model",
         "seed_dataset": "--prompts --seed",
-    }
-
-    removed: ClassVar = {
-        "compile: auto": "was a guess of the time that it saves; set true or false",
     }
 
     # Prompts

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -131,11 +141,17 @@ def _plain_text(value: object) -> object:
 
 
 def _text(value: object) -> object:
-    """Validate text, and expand environment variables in it."""
+    """Validate text, most of which names a file or a directory, and expand environment variables
+    in it.
+    """
     try:
-        return _plain_text(expand_variables(str(_plain_text(value))))
+        text = str(_plain_text(expand_variables(str(_plain_text(value)))))
     except ConfigError as error:
         raise problem(str(error)) from None
+    path = text.encode("utf-8", "surrogatepass")
+    if len(path) > 4095 or max(map(len, path.split(b"/"))) > 255:
+        raise problem(f"{format_value(text)} is longer than the name of a file can be (255 bytes)")
+    return text
 
 
 def _text_or_mapping(value: object) -> object:
@@ -251,10 +267,10 @@ def _different_names(roles: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _tags(value: object) -> object:
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    if not is_pair or not all(isinstance(tag, str) and tag.strip() for tag in value):
+    tags = value if isinstance(value, (list, tuple)) else ()
+    if len(tags) != 2 or not all(isinstance(tag, str) and tag.strip() for tag in tags):
         raise expected("two tags such as [<think>, </think>]", value)
-    return [tag.strip() for tag in value]
+    return [tag.strip() for tag in tags]
 
 
 def as_list(value: object) -> object:
@@ -301,18 +317,23 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 ChatTemplateName = Annotated[
     str | None, BeforeValidator(_chat_template), WithJsonSchema({"type": ["string", "null"]})
 ]
-SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token"]
 #: Roles that a token of the vocabulary can be given.
-SPECIAL_TOKENS = get_args(SpecialToken)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Names of keys in free mappings. The rest of the package, and so mypy, takes them as str.
+if TYPE_CHECKING:
+    _SpecialToken = str
+    _TurnPart = str
+    _Role = str
+else:
+    _SpecialToken = Literal[SPECIAL_TOKENS]
+    _TurnPart = Literal["role", "content"]
+    _Role = Literal["system", "user", "assistant", "tool"]
 #: Tokens of the vocabulary by the role that they get, as in Axolotl.
-SpecialTokens = dict[SpecialToken, PlainText]
+SpecialTokens = dict[_SpecialToken, PlainText]
 #: Keys of a turn by what they hold, as in Axolotl.
-PropertyMappings = dict[Literal["role", "content"], PlainText]
+PropertyMappings = dict[_TurnPart, PlainText]
 #: Names in the data by role, as in Axolotl.
-RoleNames = Annotated[
-    dict[Literal["system", "user", "assistant", "tool"], OneOrMore[PlainText]],
-    AfterValidator(_different_names),
-]
+RoleNames = Annotated[dict[_Role, OneOrMore[PlainText]], AfterValidator(_different_names)]
 #: The tags before and after the reasoning part of an answer.
 ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]
 #: "constant", "linear", "sine" or "sine_R".
@@ -420,8 +441,6 @@ class Config(Section):
 
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
-    #: Keys of earlier versions, alone or as `key: value`, and what happened to them.
-    removed: ClassVar[Mapping[str, str]] = {}
     #: (key, other): `key` on the command line replaces `other` of the file.
     replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: Options of keys that are not named as the key is.

@@ -114,8 +114,9 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.SequenceNode):
             items = []
             for index, item in enumerate(node.value):
-                self.places[(*path, index)] = self._place(item)
-                items.append(self.read(item, (*path, index)))
+                inner = (*path, index)
+                self.places[inner] = self._place(item)
+                items.append(self.read(item, inner))
             return items
         try:
             value = self.construct_object(node)
@@ -177,7 +178,7 @@ def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(node.value))
 
 
 def read_yaml(text: str, name: str) -> Source:

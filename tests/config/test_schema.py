@@ -165,9 +165,9 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be true together"),
+        (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be set together"),
         (["adapter=qlora"], "set load_in_4bit: true"),
-        (["bf16=true", "fp16=true"], "bf16: true: excludes fp16"),
+        (["bf16=true", "fp16=true"], "bf16: true: cannot be set together with fp16"),
         (
             ["medusa_self_distillation=true"],
             "medusa_self_distillation: true: the teacher is the backbone with its adapter disabled",
