@@ -141,15 +141,6 @@ README_LARGE = (
 )
 
 
-def readme_demo() -> str:
-    """What the demo does, and what it made on two machines."""
-    speedups = " and ".join(f"{run['overall']['speedup']:.2f}x" for run in results("demo")["runs"])
-    return (
-        "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them, in 4 to"
-        f" 6 minutes on two CPU cores after downloads. An earlier demo made [{speedups}]({_page('demo')})."
-    )
-
-
 def readme_equal() -> str:
     """What was equal, what bfloat16 alone does to answers, and what it does to quality."""
     smollm2 = results("smollm2")
@@ -206,7 +197,6 @@ Block = Callable[[], str]
 #: Blocks of pages with marks, by page and name.
 MARKED: dict[str, dict[str, Block]] = {
     "README.md": {
-        "demo": readme_demo,
         "measured": readme_measured,
         "card": readme_card,
     },

@@ -29,7 +29,6 @@ class ResultPage(NamedTuple):
 
 #: By name, in the order of docs/results.md.
 RESULT_PAGES = {
-    "demo": ResultPage(speedups.demo_answer, speedups.demo_table, speedups.demo_short),
     "smollm2": ResultPage(speedups.smollm2_answer, speedups.smollm2_table, speedups.smollm2_short),
     "qwen_coder": ResultPage(coder.coder_answer, coder.coder_table, coder.coder_short),
     "compiled_smollm2": ResultPage(

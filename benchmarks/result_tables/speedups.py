@@ -1,59 +1,8 @@
-"""How much faster do the demo and SmolLM2 decode on a CPU?"""
+"""How much faster does SmolLM2 decode on a CPU?"""
 
 from __future__ import annotations
 
 from result_tables.writing import Cells, Json, results, speed, table, times
-
-
-def demo_answer() -> str:
-    """EPYC and Xeon, each beside its own plain decoding."""
-    epyc, xeon = (run["overall"] for run in results("demo")["runs"])
-    return (
-        f"On two cores of an AMD EPYC, in bfloat16, the demo makes {speed(epyc['tokens_per_s'])}"
-        f" tokens/s with heads and {speed(epyc['plain_tokens_per_s'])} without:"
-        f" {times(epyc['speedup'], epyc['speedup_interval'])}. On an Intel Xeon, in float32, it is"
-        f" {times(xeon['speedup'], xeon['speedup_interval'])}."
-    )
-
-
-def demo_short() -> str:
-    """The same for the list of results."""
-    epyc, xeon = (run["overall"] for run in results("demo")["runs"])
-    return (
-        f"AMD EPYC: {speed(epyc['plain_tokens_per_s'])} to {speed(epyc['tokens_per_s'])} tokens/s,"
-        f" {times(epyc['speedup'])}. Intel Xeon: {times(xeon['speedup'])}. Nothing is compiled."
-    )
-
-
-def demo_table() -> str:
-    """Both machines, then the categories of each."""
-    rows: list[Cells] = []
-    for run in results("demo")["runs"]:
-        overall = run["overall"]
-        machine = "AMD EPYC" if "EPYC" in run["machine"]["device"] else "Intel Xeon"
-        place = f"{machine}, {overall['dtype']}, {run['date'][:10]}"
-        bfloat16 = overall.get("equal_answers_bf16")
-        equal = f"{overall['equal_answers']}/{overall['answers']}"
-        equal_bfloat16 = "-" if bfloat16 is None else f"{bfloat16}/{overall['answers']}"
-        rows.append([f"**{place}**", "all", *_demo_figures(overall), equal, equal_bfloat16])
-        for category, figures in run["categories"].items():
-            rows.append(["", category, *_demo_figures(figures), "", ""])
-    head = ("machine, dtype, date", "category", "tokens per step:", "overhead:", "without:")
-    return table((*head, "with heads:", "ratio:", "equal fp32:", "equal bf16:"), rows)
-
-
-def _demo_figures(figures: Json) -> Cells:
-    """Write the figures of all questions, or of a category."""
-    plain = figures.get("plain_tokens_per_s")
-    if plain is None:  # categories have none of their own
-        plain = figures["tokens_per_s"] / figures["speedup"]
-    return [
-        f"{figures['tokens_per_step']:.2f}",
-        f"{figures['overhead']:.2f}",
-        speed(plain),
-        speed(figures["tokens_per_s"]),
-        times(figures["speedup"]),
-    ]
 
 
 def smollm2_answer() -> str:
