@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,16 +175,19 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         *(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")),
         SMOLLM2_BENCH,
     )
+    answers = f"{work}/selfdistill.jsonl"
     distilled = (
+        "selfdistill",
+        "--model",
         str(Path(SMOLLM2).parent),
-        "--questions",
-        data[1],
         "--prompts",
-        "128",
-        "--batches",
-        "32",
-        "64",
-        "128",
+        data[1],
+        "--output",
+        answers,
+        "--limit",
+        "512",
+        "batch_size=128",
+        "max_new_tokens=128",
     )
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     return [
@@ -201,7 +204,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
-        replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill", work), needs=smollm2),
+        Step("selfdistill", 3, distilled, 60, 110, smollm2, makes=answers),
         training(
             "train-7b-8-rows",
             4,

@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from estimates import ROWS, estimate_row, hours_of_text  # noqa: E402
 from result_tables.acceptance import acceptance_table  # noqa: E402
 from result_tables.coder import coder_nodes_table, coder_served_table  # noqa: E402
 from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
@@ -35,7 +34,6 @@ from result_tables.served import eagle3_served_table  # noqa: E402
 from result_tables.writing import RESULTS, Cells, Json, results, speed, table, times  # noqa: E402
 
 from medusa_train.io import replace_text  # noqa: E402
-from medusa_train.training.estimate import GPUS  # noqa: E402
 
 # README
 
@@ -143,38 +141,22 @@ README_LARGE = (
 
 def readme_equal() -> str:
     """What was equal, what bfloat16 alone does to answers, and what it does to quality."""
-    smollm2 = results("smollm2")
-    runs = [smollm2, smollm2["mtbench_16_questions"], smollm2["loop_free_text"]]
-    overall = smollm2["overall"]
+    smollm2 = results("studies")["removed_pages"]["smollm2_equal_answers"]
+    generate = smollm2["generate_bf16"]
     content = results("qwen_coder")
     coder = {run["draft"]: run for run in content["runs"]}
     scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
     eagle3 = content["float32"]["EAGLE-3"]
-    generate = [run["baselines"]["generate"]["equal_to_plain"] for run in runs]
-    if (overall["equal_answers"], eagle3["equal"]) != (overall["answers"], eagle3["answers"]):
+    if (smollm2["float32"], eagle3["equal"]) != (smollm2["answers"], eagle3["answers"]):
         raise ValueError("not all answers are equal in float32; write it anew here")
     return (
-        f"**Does the text change?** In float32 no: all {overall['equal_answers']} answers of SmolLM2 and"
+        f"**Does the text change?** In float32 no: all {smollm2['float32']} answers of SmolLM2 and"
         f" {eagle3['equal']} of the coder were equal (CPU, 128 tokens). In bfloat16 a pass over several tokens"
         " rounds differently, so near-ties can flip. Without a draft SmolLM2's `generate` equals our loop"
-        f" in {min(generate)} to {max(generate)} of {overall['answers']}. The coder solved"
+        f" in {min(generate)} to {max(generate)} of {smollm2['answers']}. The coder solved"
         f" {scores['tree']['correct']} of {scores['answers']} problems with Medusa-1 and lookup,"
         f" {scores['plain']['correct']} without."
     )
-
-
-def readme_card() -> str:
-    """Making text for an 8B model and training EAGLE-3 on three GPUs."""
-    small = next(iter(GPUS))
-    settings = {name: (shape, keys) for name, shape, keys in ROWS}
-    shape, overrides = settings["llama31_8b_eagle3"]
-    lines = []
-    for gpu in (small, "A100, 80 GB", "H100, 80 GB"):
-        row = estimate_row("llama31_8b_eagle3", shape, overrides[0] if gpu == small else [], gpu)
-        least = hours_of_text(shape, gpu)
-        hours = f"{2 * least:.0f}-{3 * least:.0f} h of text, {float(row[6]):.0f} h of training in {row[3]}"
-        lines.append(f"{gpu.split(',')[0]} {hours}" + (" (4-bit)" if gpu == small else ""))
-    return f"[Estimates](docs/large_models.md): {'; '.join(lines)}."
 
 
 # docs/results.md
@@ -198,7 +180,6 @@ Block = Callable[[], str]
 MARKED: dict[str, dict[str, Block]] = {
     "README.md": {
         "measured": readme_measured,
-        "card": readme_card,
     },
     "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
     "docs/evaluation.md": {"acceptance": acceptance_table},
