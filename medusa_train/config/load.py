@@ -17,7 +17,12 @@ import yaml
 from pydantic import ValidationError
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.problems import explain, problem_lines, text_problems
+from medusa_train.config.problems import (
+    explain,
+    in_order_of_file,
+    problem_lines,
+    text_problems,
+)
 from medusa_train.config.removed_keys import explain_removed
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, NOT_INHERITED, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value, types_at
@@ -81,7 +86,7 @@ def load_config(
         own = set(first.ignored).intersection(source.values[STAGE_ONE])
         cfg._ignored += tuple(f"{STAGE_ONE}.{name}" for name in sorted(own))
     if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))
+        raise ConfigError(in_order_of_file(lines, source.name))
     return cfg.resolved()
 
 
@@ -243,7 +248,9 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     for keys, message in cfg.violations():
         if invalid.isdisjoint(keys):
             name, *others = [key for key in keys if values.get(key) is not None] or keys[:1]
-            message = f"{format_value(getattr(cfg, name))}: {message}"
+            value = values.get(name, getattr(cfg, name))
+            if not isinstance(value, (dict, list)):
+                message = f"{format_value(value)}: {message}"
             if others:
                 places = [f"{other}: {source.place((other,))}" for other in others]
                 message += f" ({', '.join(places)})"

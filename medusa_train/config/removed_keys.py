@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 #: A key, or a `key: value` of a key that there still is -> what happened to it.
 REMOVED_KEYS = {
-    "compile: auto": "was a guess of the time that compiling saves; set true or false",
+    "compile: auto": "auto was a guess of the time that compiling saves; set true or false",
     "gpu_kernels": ("no GPU ever ran these kernels; remove it (`compile: true` compiles decoding)"),
     "torch_compile: auto": "auto was never faster in a measurement; set true or false",
 }

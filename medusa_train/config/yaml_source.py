@@ -53,9 +53,16 @@ class Source:
     is_run: bool = False
 
     def place(self, path: KeyPath) -> str:
-        """Return the place of `path`, else of its nearest parent, else the source's name."""
-        parents = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[path] for path in parents if path in self.places), self.name)
+        """Return the place of `path`, else of its nearest parent, else the source's name.
+
+        An index may be left out in the file, where one item stands for a list of one.
+        """
+        for length in range(len(path), 0, -1):
+            parent = path[:length]
+            for written in (parent, tuple(part for part in parent if isinstance(part, str))):
+                if written in self.places:
+                    return self.places[written]
+        return self.name
 
     def set(self, path: KeyPath, value: object, place: str) -> None:
         """Set the value at `path`, creating missing mappings; what is wrong becomes a problem."""
