@@ -25,8 +25,9 @@ MINIMAL = ["base_model=m", "datasets=[{path: a}]"]
 #: Keys of commit 8d79f769 that a later version may leave out, with its reason in the changelog.
 REMOVED: set[str] = {
     "gpu_kernels",
-    "torch_compile",
-}  # torch_compile: auto, the default, meant false
+    "torch_compile",  # auto, the default, meant false
+    "stage_one",  # it named a file; the values of the first stage are compared
+}
 
 
 def printed(*words: Any, name: str = "train") -> dict[str, Any]:
