@@ -16,7 +16,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 smollm2-model smollm2-text qwen qwen-model qwen-text bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model qwen qwen-model bench test test-slow quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -92,13 +92,6 @@ qwen: qwen-model ## train Medusa heads for Qwen2.5-Coder-0.5B and decode 40 prob
 	$(BIN)/medusa-eval --bench humaneval --model $(QWEN_RUN) --limit 40 --max-new-tokens 384 \
 		compile=$(SMOLLM2_COMPILE) score=$(SCORE) allow_code_execution=$(SCORE)
 	@ls $(QWEN_RUN)/eval/*/report.html | sed 's/^/report: /'
-
-qwen-text: qwen-model ## generate training text of Qwen2.5-Coder-0.5B (days on two cores; it can be interrupted)
-	$(BIN)/python data/make_text.py qwen_coder --out runs/qwen_coder_text
-
-# Continues wherever it was interrupted. data/smollm2/text.yaml lists the runs.
-smollm2-text: smollm2-model ## generate the training text of SmolLM2 again, about 8M tokens (days; it can be interrupted)
-	$(BIN)/python data/make_text.py smollm2 --out runs/smollm2_text
 
 bench: install ## measure decoding and training on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)

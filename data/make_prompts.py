@@ -6,7 +6,7 @@
 Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is
 in the bench. The same seed gives the same file on every Python.
 
-make_text.py lets the model answer them.
+A model's answers to them are in data/selfdistill.
 """
 
 from __future__ import annotations

@@ -570,28 +570,6 @@ def _uses_server(cfg: Any) -> bool:
     return bool(cfg.engine == "openai")
 
 
-#: Keys that read and select prompts.
-SEED_KEYS = (
-    "seed_dataset",
-    "type",
-    "split",
-    "name",
-    "skip_bad_records",
-    "max_turns",
-    "min_chars",
-    "max_chars",
-    "sample",
-)
-
-
-def _without_questions(key: str) -> Constraint:
-    return Constraint(
-        ("mode", key),
-        lambda cfg: cfg.mode == "questions" and key in cfg.model_fields_set,
-        "has no effect with mode: questions, whose prompts the model writes; remove one of the two",
-    )
-
-
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -604,7 +582,7 @@ def _no_model_answers(cfg: Any) -> bool:
     if cfg.base_model is not None or cfg.heads is not None or _uses_server(cfg):
         return False
     # the test model's own prompts are for trying the command
-    return cfg.mode != "questions" and cfg.seed_dataset != "tiny"
+    return bool(cfg.seed_dataset != "tiny")
 
 
 def _leaves_no_length(cfg: Any) -> bool:
@@ -644,7 +622,7 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         "requests need a model name; set base_model to the name that the server uses",
     ),
     Constraint(
-        ("seed_dataset", "base_model", "heads", "engine", "server_url", "mode"),
+        ("seed_dataset", "base_model", "heads", "engine", "server_url"),
         _no_model_answers,
         "needs the model that is to answer: add --model NAME, its directory or hub name"
         " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own prompts,"
@@ -653,20 +631,8 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("mode", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.mode != "replay",
-        "a chat server generates assistant turns only; selftalk and questions require engine:"
-        " local",
+        "a chat server generates assistant turns only; selftalk requires engine: local",
     ),
-    Constraint(
-        ("mode", "limit"),
-        lambda cfg: cfg.mode == "questions" and cfg.limit is None,
-        "writes as many questions as limit says; set limit, for example 3000",
-    ),
-    Constraint(
-        ("mode", "temperature"),
-        lambda cfg: cfg.mode == "questions" and cfg.temperature == 0,
-        "greedy decoding would write one question again and again; set temperature: 1.0",
-    ),
-    *(_without_questions(key) for key in SEED_KEYS),
     _not_on_a_server(
         "heads",
         "has no effect on a server, which does its own speculative decoding; use engine: local",

@@ -19,6 +19,7 @@ FOLDER = PROJECT_ROOT / "data" / "qwen_coder"
 BENCH = PROJECT_ROOT / "data" / "bench" / "code" / "question.jsonl"
 #: files of functions to complete, and how many each has at least
 FUNCTIONS = {"functions.txt": 450, "more_functions.txt": 900}
+TEMPLATES = 6000  # prompts, of which the first were answered
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +31,15 @@ def script() -> ModuleType:
 def prompts(script: ModuleType) -> list[str]:
     """The user's turns of all prompts: composed ones, functions to complete, and validation's."""
     phrases = yaml.safe_load((FOLDER / "prompts.yaml").read_text(encoding="utf-8"))
-    plan = yaml.safe_load((FOLDER / "text.yaml").read_text(encoding="utf-8"))
     excluded = script.read_bench(PROJECT_ROOT / phrases["bench"])
     records: list[dict[str, Any]] = script.make_prompts(
-        plan["templates"], 0, phrases, excluded, "qwen_coder"
+        TEMPLATES, 0, phrases, excluded, "qwen_coder"
     )
     turns = [turn["value"] for record in records for turn in record["conversations"]]
-    make_text = load_script("make_text.py")
     for name, least in FUNCTIONS.items():
-        functions = make_text.functions_to_complete(
-            FOLDER / name, phrases, phrases["follow_ups"][:1]
-        )
+        functions = (FOLDER / name).read_text(encoding="utf-8").split("\n---\n")
         assert len(functions) > least
-        turns += [turn["value"] for record in functions for turn in record["conversations"]]
+        turns += functions
     by_hand = (FOLDER / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
     assert len(by_hand) == 100
     return turns + [turn for line in by_hand for turn in line.split(" | ")]
@@ -94,22 +91,3 @@ def test_functions_to_complete_are_python_without_a_body() -> None:
         assert len(last.body) == 2  # the docstring, and the `pass` from above
         names.add(last.name)
     assert len(names) == len(functions)
-
-
-def test_every_function_is_asked_for_once_and_whole(tmp_path: Path) -> None:
-    file = tmp_path / "functions.txt"
-    file.write_text("def a():\n    'A.'\n---\ndef b():\n    'B.'\n---\ndef c():\n    'C.'\n")
-    make_text = load_script("make_text.py")
-    phrases = {"functions": ["Finish FUNCTION", "FUNCTION, please"]}
-    prompts = make_text.functions_to_complete(file, phrases, ["Shorter."])
-    turns = [[turn["value"] for turn in prompt["conversations"]] for prompt in prompts]
-    first = [asked[0] for asked in turns]
-    for name, line in (("a", "A"), ("b", "B"), ("c", "C")):
-        whole = f"def {name}():\n    '{line}.'"
-        assert sum(whole in text for text in first) == 1
-    assert [text.startswith("Finish ") for text in first] == [True, False, True]
-    assert [len(asked) for asked in turns] == [2, 1, 1]
-    assert [prompt["id"] for prompt in prompts] == [f"function-{n:05d}" for n in range(3)]
-    more = make_text.functions_to_complete(file, phrases, ["Shorter."], first="more")
-    assert more[0]["id"] == "more-00000"
-    assert make_text.functions_to_complete(tmp_path / "none.txt", phrases, []) == []
