@@ -95,7 +95,7 @@ qwen: qwen-model ## train Medusa heads for Qwen2.5-Coder-0.5B and decode 40 prob
 
 bench: install ## measure decoding and training on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)
-	$(BIN)/python benchmarks/train.py $(BENCH) --parts loss shape7b
+	$(BIN)/python benchmarks/train.py $(BENCH)
 
 test: install ## run the tests
 	$(PYTEST) -m "not slow"
