@@ -68,12 +68,14 @@ class EncodedRow:
     def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
 
-        With `max_length`, keep as many complete answers as fit; None if the first one does not.
+        With `max_length`, keep as many complete answers as fit. None if nothing is left.
         """
         for count in range(len(self.answers), 0, -1):
             end = min(self.answers[count - 1].end, len(self.ids))
             while end and not self.supervised[end - 1]:
                 end -= 1
+            if not end:
+                return None
             if max_length is None or end <= max_length:
                 return replace(
                     self,
