@@ -274,7 +274,7 @@ def encode_examples(
         counts["too_long" if rows else "unsupervised"] += 1
         return []
     # 2. The examples.
-    names = {
+    names: dict[str, Any] = {
         "key": conversation.first(kept[0].answers[0].message + 1).content_key,
         "id": conversation.id,
         "source": conversation.source,

@@ -210,6 +210,12 @@ class ChatEncoder:
         """Tokenize text that follows other text."""
         return self._text.ids(text, follows=True)
 
+    def opened_reasoning(self, messages: Sequence[Message]) -> str:
+        """Return the reasoning tag that the prompt of a chat ends with, or ''; see
+        `ChatTemplate.opened_reasoning`.
+        """
+        return self.template.opened_reasoning(self.template.render(messages, prompt=True))
+
     def end_token_id(self) -> int | None:
         """Return the token that ends an answer, as the template writes it; see
         `ChatTemplate.end_token`.
