@@ -433,18 +433,6 @@ def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
         yield from ("prompt_lookup", "assistant_model")
 
 
-#: Keys that read and select prompts.
-_SEED_KEYS = (
-    "seed_dataset",
-    "type",
-    "split",
-    "name",
-    "skip_bad_records",
-    "max_turns",
-    "min_chars",
-    "max_chars",
-    "sample",
-)
 #: Keys that a server cannot be given, with what to do.
 _NOT_ON_A_SERVER = {
     "heads": "has no effect on a server, which does its own speculative decoding; use engine:"
@@ -465,7 +453,6 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
     """
     has_server = cfg.server_url is not None
     uses_server = cfg.engine == "openai" or (cfg.engine is None and has_server)
-    writes_questions = cfg.mode == "questions"
     if _is_number(cfg.seed_dataset) and resolve_path(cfg.seed_dataset) is None:
         yield ("seed_dataset",), "names the prompts; for the random seed write seed=N"
     if cfg.engine == "openai" and not has_server:
@@ -482,9 +469,9 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
         )
     has_model = cfg.base_model is not None or cfg.heads is not None or uses_server
     # the test model's own prompts are for trying the command
-    if not has_model and not writes_questions and cfg.seed_dataset != "tiny":
+    if not has_model and cfg.seed_dataset != "tiny":
         yield (
-            ("seed_dataset", "base_model", "heads", "engine", "server_url", "mode"),
+            ("seed_dataset", "base_model", "heads", "engine", "server_url"),
             "needs the model that is to answer: add --model NAME, its directory or hub name"
             " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own"
             " prompts, `tiny`",
@@ -492,26 +479,8 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
     if uses_server and cfg.mode != "replay":
         yield (
             ("mode", "engine", "server_url"),
-            "a chat server generates assistant turns only; selftalk and questions require engine:"
-            " local",
+            "a chat server generates assistant turns only; selftalk requires engine: local",
         )
-    if writes_questions and cfg.limit is None:
-        yield (
-            ("mode", "limit"),
-            "writes as many questions as limit says; set limit, for example 3000",
-        )
-    if writes_questions and cfg.temperature == 0:
-        yield (
-            ("mode", "temperature"),
-            "greedy decoding would write one question again and again; set temperature: 1.0",
-        )
-    for name in _SEED_KEYS:
-        if writes_questions and name in cfg.model_fields_set:
-            yield (
-                ("mode", name),
-                "has no effect with mode: questions, whose prompts the model writes; remove one of"
-                " the two",
-            )
     for name, message in _NOT_ON_A_SERVER.items():
         if uses_server and getattr(cfg, name) is not None:
             yield (name, "engine", "server_url"), message

@@ -955,21 +955,16 @@ class SelfDistillConfig(Config):
         None, "number of conversations to sample at random; default: all"
     )
     sample_seed: NonNegativeInt = key(42, "random seed of sample")
-    limit: PositiveInt | None = key(
-        None, "use only the first N prompts; mode questions: questions to write"
-    )
+    limit: PositiveInt | None = key(None, "use only the first N prompts")
 
     # Conversations
-    mode: Literal["replay", "selftalk", "questions"] = key(
+    mode: Literal["replay", "selftalk"] = key(
         "replay",
         "replay: answer the user's turns; selftalk: continue from the first one, with the model in"
-        " both roles; questions: let the model write `limit` first turns, as prompts for a"
-        " second run",
+        " both roles",
     )
     rounds: PositiveInt = key(5, "maximum number of answers per conversation in selftalk")
-    temperature: NonNegativeFloat = key(
-        0.3, "sampling temperature; 0: greedy; default in mode questions: 1.0"
-    )
+    temperature: NonNegativeFloat = key(0.3, "sampling temperature; 0: greedy")
     top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
     top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
     max_new_tokens: PositiveInt = key(2048, "maximum length of an answer in tokens")
@@ -991,8 +986,7 @@ class SelfDistillConfig(Config):
     base_model: Text | None = key(
         None,
         "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
-        " default, for the prompts `tiny` and mode questions only: data/tiny, an 11M test model;"
-        " name yours",
+        " default, for the prompts `tiny` only: data/tiny, an 11M test model; name yours",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
     chat_template: ChatTemplateName = key(
@@ -1045,15 +1039,12 @@ class SelfDistillConfig(Config):
         return rules.selfdistill_violations(self)
 
     def resolved(self) -> SelfDistillConfig:
-        """Fill in `engine` (openai if `server_url` is set), `base_model` (data/tiny, unless `heads`
-        is set), and the temperature of mode questions.
+        """Fill in `engine` (openai if `server_url` is set) and `base_model` (data/tiny, unless
+        `heads` is set).
         """
         engine = self.engine or ("openai" if self.server_url else "local")
         base = self.base_model or ("data/tiny" if self.heads is None else None)
-        update: dict[str, Any] = {"engine": engine, "base_model": base}
-        if self.mode == "questions" and "temperature" not in self.model_fields_set:
-            update["temperature"] = 1.0
-        return self.model_copy(update=update)
+        return self.model_copy(update={"engine": engine, "base_model": base})
 
 
 class ExportConfig(Config):
