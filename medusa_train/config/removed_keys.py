@@ -11,6 +11,9 @@ from collections.abc import Collection
 REMOVED_KEYS = {
     "compile: auto": "auto was a guess of the time that compiling saves; set true or false",
     "gpu_kernels": ("no GPU ever ran these kernels; remove it (`compile: true` compiles decoding)"),
+    "mode: questions": (
+        "the model no longer writes its own prompts; give prompts by seed_dataset (--prompts FILE)"
+    ),
     "torch_compile: auto": "auto was never faster in a measurement; set true or false",
 }
 
