@@ -74,6 +74,23 @@ def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
     assert "train_on_eos: the end of every answer is trained" in problems(recent)[-1]
 
 
+def test_the_keys_of_one_dataset_that_is_no_list_have_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "base_model: m\ndatasets:\n  path: a\n  typ: b\n  split: 1.5\n")
+    assert problems(path) == [
+        "x.yaml:4: datasets[0].typ: unknown key; did you mean type?",
+        "x.yaml:5: datasets[0].split: expected text (put it in quotes), got 1.5",
+    ]
+
+
+def test_a_combination_shows_the_value_that_was_written(tmp_path: Path) -> None:
+    text = "resume_from_checkpoint: true\noverwrite_output_dir: true\nhydra: {num_heads: 2}\n"
+    assert problems(write(tmp_path, GOOD + text)) == [
+        "x.yaml:4: resume_from_checkpoint: true: cannot be set together with overwrite_output_dir;"
+        " choose one (overwrite_output_dir: x.yaml:5)",
+        "x.yaml:6: hydra: belongs to another draft; set draft: hydra, or remove it",
+    ]
+
+
 AXOLOTL = """\
 base_model: m
 chat_template: tokenizer_default

@@ -108,14 +108,14 @@ def test_all_problems_of_both_stages_are_reported_at_once(file: Path) -> None:
     text = TEXT.replace("num_epochs: 3", "num_epochs: many\n  max_step: 3\n  output_dir: x")
     file.write_text(text + "warmup_steps: x\nmicro_batch: 3\n")
     assert problems(file, "stage_one.base_model=other", "stage_one.adapter=dora") == [
+        "two.yaml:5: stage_one: num_epochs: expected a number, got 'many'",
+        "two.yaml:6: stage_one: max_step: unknown key; did you mean max_steps?",
+        "two.yaml:7: stage_one: output_dir: is set for the whole run; remove it",
         "two.yaml:18: warmup_steps: expected an integer, got 'x'",
         "two.yaml:19: micro_batch: unknown key; did you mean micro_batch_size?",
-        "two.yaml:7: stage_one: output_dir: is set for the whole run; remove it",
         "override 'stage_one.base_model=other': stage_one: base_model: is set for the whole run;"
         " remove it",
         "override 'stage_one.adapter=dora': stage_one: adapter: must be lora or qlora, got 'dora'",
-        "two.yaml:5: stage_one: num_epochs: expected a number, got 'many'",
-        "two.yaml:6: stage_one: max_step: unknown key; did you mean max_steps?",
     ]
 
 
