@@ -10,7 +10,7 @@ import pytest
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.records import parse_record
+from medusa_train.data.records import normalize
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
 from medusa_train.errors import ConfigError, DataError
 
@@ -241,7 +241,7 @@ def test_an_answer_of_weight_0_is_not_supervised(tokenizer: Any) -> None:
         {"role": ("user", "assistant")[n % 2], "content": "ABCD"[n], "weight": int(n != 1)}
         for n in range(4)
     ]
-    (row,) = ChatEncoder(tokenizer).encode(parse_record({"messages": turns}))
+    (row,) = ChatEncoder(tokenizer).encode(normalize({"messages": turns}))
     assert masked_row(ChatEncoder(tokenizer), row).endswith(
         "A</s><|assistant|>B</s><user>C</s><|assistant|>[[D</s>]]"
     )
