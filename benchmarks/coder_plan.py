@@ -1,7 +1,6 @@
 """A model that people run, from its pieces to HumanEval on a GPU: `benchmarks/gpu.sh --coder 0.5b`.
 
     python benchmarks/coder_pieces.py pack qwen2.5-coder-0.5b --out runs/gpu/pieces   # beforehand
-    python data/make_prompts.py qwen_coder --count 1500 --output runs/gpu/coder_prompts.jsonl
 
 `tiny` does the same with the embedded model in a few minutes on a CPU, to see that every step runs.
 Answers are not scored here, since that runs the model's code: `medusa-eval --bench humaneval
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from gpu_plan import Step
 
 PIECES = "runs/gpu/pieces"
-PROMPTS = "runs/gpu/coder_prompts.jsonl"
 SHIPPED = "data/selfdistill/qwen_coder.jsonl.gz"
+#: Its questions are answered again by the model of the plan.
+PROMPTS = SHIPPED
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
     words += ("--limit", str(coder.prompts))
     words += ("max_new_tokens=768" if name != "tiny" else "max_new_tokens=32",)
     words += ("temperature=0.3", "batch_size=64", "drop_truncated=false", "drop_looping=false")
-    make_prompts = f"python data/make_prompts.py qwen_coder --count 1500 --output {PROMPTS}"
-    needs = {config: origin, PROMPTS: make_prompts}
+    needs = {config: origin, PROMPTS: "part of the repository"}
     steps.append(_step("answers", words, answering, needs, makes=answers))
 
     # 3. Two drafts, and what each of them makes of decoding.

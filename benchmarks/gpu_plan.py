@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,7 +162,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         return script("decode", part, words, expected, limit, name, work)
 
     def training(name: str, part: int, cases: int, words: tuple[str, ...]) -> Step:
-        words += ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", f"{CASE_SECONDS}")
+        words += ("--rounds", "1", "--seconds", f"{CASE_SECONDS}")
         expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
         limit = expected + 2 * PROCESS_SECONDS
         return script("train", part, words, expected, limit, name, work)
@@ -175,33 +175,30 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         *(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")),
         SMOLLM2_BENCH,
     )
+    answers = f"{work}/selfdistill.jsonl"
     distilled = (
+        "selfdistill",
+        "--model",
         str(Path(SMOLLM2).parent),
-        "--questions",
-        data[1],
         "--prompts",
-        "128",
-        "--batches",
-        "32",
-        "64",
-        "128",
+        data[1],
+        "--output",
+        answers,
+        "--limit",
+        "512",
+        "batch_size=128",
+        "max_new_tokens=128",
     )
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     return [
         tests("tests", 1, 150, 300),
         decode("decode-7b", 2, ("7B",), ("stock", "static"), LOAD_SECONDS),
         training("train-7b", 2, 2, ("--parts", "shape7b", "--sequences", "2048")),
-        training(
-            "train-loss",
-            2,
-            4,
-            ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5"),
-        ),
         train("smollm2_m1", 3, 90, 150, smollm2),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
-        replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill", work), needs=smollm2),
+        Step("selfdistill", 3, distilled, 60, 110, smollm2, makes=answers),
         training(
             "train-7b-8-rows",
             4,
@@ -246,8 +243,7 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
         return step(name, expected, limit, "decode", *common, *words)
 
     def train(name: str, expected: int, limit: int, *words: str) -> Step:
-        common = ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", "6")
-        return step(name, expected, limit, "train", *common, *words)
+        return step(name, expected, limit, "train", "--rounds", "1", "--seconds", "6", *words)
 
     static = ("--settings", "static")
     both = ("--settings", "static", "compiled")
@@ -262,7 +258,6 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
             decode("loops-8b", 6, 80, 130, *eight, *contexts, *static, *heads),
         ]
     contexts = ("--contexts", "1024", "4096")
-    loss = ("--parts", "loss", "--width", "4096", "--tokens", "2048", "--vocab", "32000")
     lengths = ("--sequences", "2048")
     return [
         step("profile", 75, 110, "gpu_profile", "decode", *contexts, *static),
@@ -271,7 +266,6 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
         step("profile-train", 35, 60, "gpu_profile", "train", "--parts", "medusa1_7b"),
         train("train-7b", 95, 130, "--parts", "medusa1_7b", "compiled7b", "packed7b", *lengths),
         train("train-qlora", 60, 85, "--parts", "unchecked7b", *lengths),
-        train("train-loss", 50, 75, *loss, "--heads", "5"),
     ]
 
 

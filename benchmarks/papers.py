@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import yaml  # noqa: E402
-from estimates import estimate_row  # noqa: E402
 from paper_tables import (  # noqa: E402
     Experiment,
     Point,
@@ -54,7 +53,7 @@ from paper_tables import (  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from shapes import SHAPES, default_dtypes, llama_config  # noqa: E402
-from shared import machine_facts, table  # noqa: E402
+from shared import machine_facts  # noqa: E402
 
 from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E402
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES  # noqa: E402
@@ -115,9 +114,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--counted", action="store_true", help="leave out what depends on the clock"
     )
-    parser.add_argument(
-        "--inspect", action="store_true", help="print the plan with memory and hours; train nothing"
-    )
+    parser.add_argument("--inspect", action="store_true", help="print the plan; train nothing")
     parser.add_argument(
         "--quick", action="store_true", help="a few steps, questions and values: no results"
     )
@@ -556,64 +553,15 @@ def call(command: str, words: Sequence[str]) -> None:
 
 
 def inspect(plan: Plan) -> None:
-    """Print what is to be trained and measured, with the estimates of `medusa-train --inspect`.
-
-    Where backbone or data are not on this machine: by the shape of a model of this size and 60,000
-    conversations.
-    """
+    """Print what is to be trained and measured; `medusa-train ... --inspect` estimates each run."""
     print(f"{plan.experiment.name}: {plan.experiment.title}")
-    rows: dict[Path, list[str]] = {}
-    stages: dict[Path, Stage] = {}  # several runs may share one
     for name in plan.names:
         for stage in plan.stages(name):
-            if stages.setdefault(stage.directory, stage) is not stage:
-                continue
-            print(
-                f"\n{stage.directory.name}"
-                f" ({'finished' if stage.finished.is_file() else 'to train'})",
-                flush=True,
-            )
-            print(f"medusa-train {shlex.join(stage.command)}")
-            # the run that it starts from may not be trained yet, and changes no estimate
-            alone = (
-                ["lora_model_dir=null", "stage_one=null"]
-                if "lora_model_dir=" in str(stage.overrides)
-                else []
-            )
-            words = [
-                sys.executable,
-                "-m",
-                "medusa_train.cli.train",
-                *stage.command,
-                *alone,
-                "--inspect",
-            ]
-            done = subprocess.run(
-                words, capture_output=True, text=True, env=environment(), check=False
-            )
-            if done.returncode:
-                print(done.stderr.strip())
-                shape, gpu = backbone_config(stage.load()), "H100, 80 GB"
-                cells = estimate_row(stage.config, shape, list(stage.overrides), gpu)[2:]
-                rows[stage.directory] = [f"`{stage.directory.name}`", *cells]
-            else:
-                lines = done.stdout.splitlines()
-                print(
-                    "\n".join(
-                        lines[next(i for i, line in enumerate(lines) if line.startswith("steps")) :]
-                    )
-                )
+            state = "finished" if stage.finished.is_file() else "to train"
+            print(f"\n{state}: medusa-train {shlex.join(stage.command)}")
         points = list(plan.points(name))
-        print(
-            f"\n{name}: {len({json.dumps(point.keys) for point in points})} evaluations,"
-            f" {len(points)} points"
-        )
-    if rows:
-        print(
-            "\nOf runs that cannot be inspected here: estimates by shape, 60,000 conversations an"
-            " epoch\n"
-        )
-        print(table(["run", "GPU", "memory", "disk", "hours"], list(rows.values()), 2))
+        evaluations = {json.dumps(point.keys) for point in points}
+        print(f"\n{name}: {len(evaluations)} evaluations, {len(points)} points")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

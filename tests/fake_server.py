@@ -164,14 +164,15 @@ def short_context(
     context: int, message: str, answer: int = 40
 ) -> Callable[[int, dict[str, Any]], tuple[int, dict[str, str], bytes]]:
     """Return a script for a server with a token per word, that rejects what does not fit and
-    answers `answer` words.
+    answers `answer` words. As in vLLM, the context ends an answer without `max_tokens`.
 
     Args:
         message: message of a rejection, with {context}, {prompt}, {asked} and {total}.
     """
 
     def script(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
-        prompt, asked = prompt_words(body), body["max_tokens"]
+        prompt = prompt_words(body)
+        asked = body.get("max_tokens", max(context - prompt, 1))
         if prompt + asked > context:
             text = message.format(context=context, prompt=prompt, asked=asked, total=prompt + asked)
             return 400, {}, json.dumps({"error": {"message": text}}).encode()

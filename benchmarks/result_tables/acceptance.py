@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from result_tables.drafts import drafts_run, four_epochs
+from result_tables.drafts import four_epochs
 from result_tables.writing import Cells, results, shares, table
 
 _DRAFTS = (("medusa1", "Medusa-1"), ("eagle3", "EAGLE-3"))
@@ -27,8 +27,8 @@ def _little_text() -> list[Cells]:
     printed = levers["held out, 16 nodes, two seeds"]["medusa1"][0]
     half = [f"{rate:.2f}" for rate in levers["medusa1"]]
 
-    trees = results("losses_smollm2")["losses"]["t0"]["medusa1"]["trees"]
-    loops = [f"{trees[tree]['rate']:.2f}" for tree in ("chain", "16", "32")]
+    older = results("studies")["removed_pages"]["medusa1_of_older_text"]
+    loops = [f"{older[tree]:.2f}" for tree in ("chain", "16", "32")]
     return [
         ["Medusa-1", "0.20M", f"{top1} (answers)", "-", chains["Medusa-1"], "-", "-"],
         ["EAGLE-3", "0.20M", "-", "-", chains["EAGLE-3"], "-", "-"],
@@ -72,14 +72,14 @@ def _texts_four_times() -> list[Cells]:
 
 def _tiny_backbone() -> Cells:
     """Medusa-1 of the built-in model."""
-    tiny = drafts_run()["drafts"]["medusa1"]["tiny"]
+    tiny = results("studies")["removed_pages"]["medusa1_of_the_test_model"]
     return [
         "built-in 11M model, Medusa-1, its own questions",
         "1.18M",
         f"{shares(tiny['accuracy'])} (answers)",
         "-",
-        f"{tiny['chain']['tokens_per_step']:.2f}",
-        f"{tiny['equal']['tokens_per_step']:.2f}",
+        f"{tiny['chain']:.2f}",
+        f"{tiny['16']:.2f}",
         "-",
     ]
 

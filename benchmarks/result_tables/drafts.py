@@ -23,52 +23,6 @@ def drafts_run() -> Json:
     return run
 
 
-def drafts_answer() -> str:
-    """Hydra++ by tokens, Medusa-1 by the clock."""
-    drafts = drafts_run()["drafts"]
-    return (
-        f"Hydra++, with {drafts['hydra++']['tiny']['equal']['ratio'][0]:.2f} of Medusa-1's tokens"
-        f" per step at equal trees. By the clock, not compiled, Medusa-1, Medusa-2 and Hydra cannot be"
-        f" told apart ({times(drafts['medusa1']['tiny']['own']['speedup'][0])} to"
-        f" {times(drafts['medusa2']['tiny']['own']['speedup'][0])}). Larger drafts cost too much beside"
-        " so small a backbone."
-    )
-
-
-def drafts_short() -> str:
-    """The same for the list of results."""
-    drafts = drafts_run()["drafts"]
-    return (
-        f"Hydra++, with {drafts['hydra++']['tiny']['equal']['ratio'][0]:.2f} of Medusa-1's tokens"
-        " per step. By the clock Medusa-1, Medusa-2 and Hydra lead together."
-    )
-
-
-def drafts_table() -> str:
-    """Equal trees and each draft's own."""
-    run = drafts_run()
-    plain = run["benches"]["tiny"]["tokens_per_s"]["plain"]
-    rows = []
-    for draft in run["drafts"].values():
-        equal = draft["tiny"]["equal"]
-        own = draft["tiny"]["own"]
-        value, low, high = own["speedup"]
-        rows.append(
-            [
-                draft["title"].replace("Kangaroo", "Kangaroo with our MLP"),
-                f"{equal['tokens_per_step']:.2f}",
-                over(equal.get("ratio")),
-                own["nodes"],
-                f"{own['tokens_per_step']:.2f}",
-                f"{own['overhead']:.2f}",
-                speed(plain),
-                times(value, (low, high)),
-            ]
-        )
-    head = ("draft", "16 nodes: tokens per step:", "over Medusa-1:", "own tree: nodes:")
-    return table((*head, "tokens per step:", "overhead:", "plain tokens/s:", "ratio:"), rows)
-
-
 def four_epochs(content: Json) -> dict[str, Json]:
     """Return the drafts of four epochs of both texts by their short name."""
     return {

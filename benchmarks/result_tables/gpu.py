@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from result_tables.decode import over_plain
 from result_tables.writing import Json, results, speed, table, times
+
+
+def over_plain(row: Json, step: str, plain: str = "plain") -> float:
+    """Return the time of a step over the plain one of its row."""
+    share: float = row["ms_and_floor"][step][0] / row["ms_and_floor"][plain][0]
+    return share
 
 
 def gpu_rows() -> list[tuple[str, int, Json]]:

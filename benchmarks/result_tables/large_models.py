@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from result_tables.decode import over_plain
-from result_tables.gpu import gpu_rows
+from result_tables.gpu import gpu_rows, over_plain
 from result_tables.writing import Cells, results, table
 
 
 def trees_table() -> str:
     """What trees of growing size bring and cost: guesses of SmolLM2, steps on a CPU and on an H100."""
     guesses = results("drafts_smollm2")["both_texts"]["medusa1"]
-    steps = {
-        (row["shape"], row["context"], row["dtype"], row["setting"]): row
-        for row in results("decode")["rows"]
-    }
-    cpu = steps["160M", 128, "bfloat16", "compiled"]
+    cpu = results("studies")["removed_pages"]["step_of_160m"]
     h100 = next(row for name, _, row in gpu_rows() if name == "CUDA graphs, products")
     overheads = {}
     for nodes in (16, 64):

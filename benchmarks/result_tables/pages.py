@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from result_tables import (
     coder,
-    costs,
-    decode,
     drafts,
     gpu,
     lookup,
     papers,
     served,
-    speedups,
     training,
 )
 
@@ -29,8 +26,6 @@ class ResultPage(NamedTuple):
 
 #: By name, in the order of docs/results.md.
 RESULT_PAGES = {
-    "demo": ResultPage(speedups.demo_answer, speedups.demo_table, speedups.demo_short),
-    "smollm2": ResultPage(speedups.smollm2_answer, speedups.smollm2_table, speedups.smollm2_short),
     "qwen_coder": ResultPage(coder.coder_answer, coder.coder_table, coder.coder_short),
     "compiled_smollm2": ResultPage(
         lookup.compiled_answer, lookup.compiled_table, lookup.compiled_short
@@ -44,23 +39,8 @@ RESULT_PAGES = {
     "medusa2_smollm2": ResultPage(
         training.medusa2_answer, training.medusa2_table, training.medusa2_short
     ),
-    "untrained": ResultPage(
-        lookup.untrained_answer, lookup.untrained_table, lookup.untrained_short
-    ),
-    "prompts_smollm2": ResultPage(
-        training.prompts_answer, training.prompts_table, training.prompts_short
-    ),
     "papers_smollm2": ResultPage(papers.papers_answer, papers.papers_table, papers.papers_short),
     "papers_speed_smollm2": ResultPage(
         papers.papers_speed_answer, papers.papers_speed_table, papers.papers_speed_short
     ),
-    "drafts": ResultPage(drafts.drafts_answer, drafts.drafts_table, drafts.drafts_short),
-    "losses_smollm2": ResultPage(
-        training.losses_answer, training.losses_table, training.losses_short
-    ),
-    "selfdistill": ResultPage(
-        costs.selfdistill_answer, costs.selfdistill_table, costs.selfdistill_short
-    ),
-    "decode": ResultPage(decode.decode_answer, decode.decode_table, decode.decode_short),
-    "train": ResultPage(costs.train_answer, costs.train_table, costs.train_short),
 }

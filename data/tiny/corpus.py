@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,12 +21,8 @@ from random import Random
 from chats import EncodedChat, Turn, encode_chats, encode_texts
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "seeds"))
-
-from drawing import Draw
-from functions import third_person
-from make_tiny import code_turns, problem_turns
-
+#: Conversations of word problems and of requests for functions, without answers.
+PROMPTS = Path(__file__).resolve().parents[1] / "seeds" / "tiny.jsonl"
 HELD_OUT_SHARE = 0.03
 # answer length of a function in an ordinary chat; a problem only has the upper bound
 FUNCTION_TOKENS = (40, 250)
@@ -184,6 +179,15 @@ def is_held_out(item: Item) -> bool:
     """Return whether an item is in the held-out split, decided by a hash of its text."""
     text = item.question if isinstance(item, Problem) else item.answer
     return hashlib.sha256(text.encode()).digest()[0] < 256 * HELD_OUT_SHARE
+
+
+def third_person(verb: str) -> str:
+    """Return `returns` for `return`, `searches` for `search`, `tries` for `try`."""
+    if verb.endswith(("s", "sh", "ch", "x", "z")):
+        return verb + "es"
+    if verb.endswith("y") and verb[-2] not in "aeiou":
+        return verb[:-1] + "ies"
+    return verb + "s"
 
 
 # Verbs that docstrings begin with: "Return the x" becomes "that returns the x".
@@ -366,6 +370,24 @@ def long_chats(
     return chats
 
 
+def read_requests() -> dict[bool, list[Request]]:
+    """Return the first turns of `PROMPTS` by whether they ask for code, with the second turn if it is
+    of the same kind.
+    """
+    requests: dict[bool, list[Request]] = {True: [], False: []}
+    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
+        first, *more = (turn["value"] for turn in json.loads(line)["conversations"])
+        is_code = asks_for_code(first)
+        follow_up = more[0] if more and asks_for_code(more[0]) == is_code else None
+        requests[is_code].append(Request((), first, is_code, follow_up))
+    return requests
+
+
+def asks_for_code(prompt: str) -> bool:
+    """Return whether a prompt of `PROMPTS` names a function with its arguments."""
+    return re.search(r"\w\(", prompt) is not None
+
+
 class Corpus:
     """The items, split into training and held-out ones and sorted by answer length."""
 
@@ -428,21 +450,19 @@ class Corpus:
     def requests(self, count: int, number: int) -> list[Request]:
         """Draw the requests of one round of `unlikelihood.py`, every second one for code.
 
-        Two of three are drawn like the prompts of data/seeds, some with a second turn. The others
-        come from the items, a third of them after another turn. Half of those problems get other
-        numbers and half of those functions another description, so that the model cannot answer
-        from memory.
+        Two of three are prompts of data/seeds, some with a second turn. The others come from the
+        items, a third of them after another turn. Half of those problems get other numbers and half
+        of those functions another description, so that the model cannot answer from memory.
         """
         rng = Random(f"requests {self.seed} {number}")
         problems = [item for item in self.short if isinstance(item, Problem)]
         functions = [item for item in self.short if isinstance(item, Function)]
+        prompts = read_requests()
         requests: list[Request] = []
         for index in range(count):
             is_code = index % 2 == 1
             if index % 3:
-                turns = rng.choice((1, 2))
-                first, *more = (code_turns if is_code else problem_turns)(Draw(rng), turns)
-                requests.append(Request((), first, is_code, more[0] if more else None))
+                requests.append(rng.choice(prompts[is_code]))
                 continue
             history = (single_turn(rng.choice(self.short), rng),) if rng.random() < 1 / 3 else ()
             if is_code:

@@ -37,7 +37,7 @@ from medusa_train.config.types import Config
 from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
-from medusa_train.io import HUGE_PAGES_VARIABLE, installed_version, set_for_this_process
+from medusa_train.io import installed_version
 from medusa_train.training.signals import signals_as_interrupts
 
 P = ParamSpec("P")
@@ -252,7 +252,8 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
         forget_and_read_environment()
         with console_streams(), signals_as_interrupts():
             quiet_libraries()
-            request_huge_pages()
+            # Huge pages make a step on a CPU faster; torch reads this when it allocates first.
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
             try:
                 code = command(*args, **kwargs) or 0
             except (Exception, KeyboardInterrupt) as error:
@@ -343,16 +344,6 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
-
-
-def request_huge_pages() -> None:
-    """Let torch ask the system for huge pages where a tensor on the CPU is large; must be called
-    before torch allocates the first one. A value that the user has set stays.
-
-    Every decoding step reads all weights once. Most Linux systems give pages of 4 KB unless a
-    program asks for 2 MB, and then the step waits for addresses to be translated.
-    """
-    set_for_this_process(HUGE_PAGES_VARIABLE, "1")
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 from medusa_train.checkpoint.next_command import is_embedded
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.config.yaml_lines import read_yaml_file
+from medusa_train.config.yaml_source import read_yaml_file
 from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.engines import resolve_model_paths
 
@@ -70,17 +70,12 @@ def _commands_for(values: Mapping[str, Any], model: str, name: str) -> Iterator[
 
 
 def next_command(cfg: SelfDistillConfig, output: Path) -> str:
-    """Return the command that uses `output`: training, or after mode questions a second run.
+    """Return the command that trains on `output`.
 
     As in README, answers of a server train EAGLE-3, which vLLM serves, others Medusa-1.
     """
     shared = _overrides({key: getattr(cfg, key) for key in _SHARED_KEYS})
     template = cfg.chat_template
-    if cfg.mode == "questions":
-        words = [COMMAND, "--prompts", str(output), "--model", str(cfg.base_model or cfg.heads)]
-        if template is not None:
-            words += ["--chat-template", template]
-        return shlex.join([*words, *shared])
     export, model = _trainable_model(cfg)
     config = "any_eagle3" if cfg.engine == "openai" else "any_m1"
     if is_embedded(model):

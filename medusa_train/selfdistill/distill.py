@@ -29,7 +29,7 @@ def distill(
     complete; an engine of capacity 1 writes them in the order of the prompts.
 
     Args:
-        mode: `replay`, `selftalk` or `question`, with its settings.
+        mode: `replay` or `selftalk`, with its settings.
         metadata: fields of every output line besides the conversation, see `record_metadata`.
     """
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
@@ -83,12 +83,11 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str,
     record["model"] = metadata["model"]
     record["messages"] = [_message_record(message) for message in chat.messages]
     record.update((name, value) for name, value in metadata.items() if name != "model")
-    if chat.turns:
-        record["finish_reasons"] = chat.finish_reasons
-        record["token_counts"] = {
-            "prompt": chat.prompt_tokens,
-            "completion": chat.completion_tokens,
-        }
+    record["finish_reasons"] = chat.finish_reasons
+    record["token_counts"] = {
+        "prompt": chat.prompt_tokens,
+        "completion": chat.completion_tokens,
+    }
     writer.write({**record, **dropped})
 
 

@@ -27,22 +27,16 @@ def most_dropped(
     if count <= MOST * (count + kept) and not reasons["only reasoning"]:
         return None
     head = f"warning: {count:,} of {count + kept:,} prompts have no kept answer"
-    return _report(head, reasons, cfg, dropped_path(output))
+    return _report(head, output, reasons, cfg)
 
 
-def nothing_kept(
-    output: Path, reasons: Counter[str], cfg: SelfDistillConfig, listed: Path | None = None
-) -> DataError:
-    """Return the error for an output without a single conversation; see `most_dropped`.
-
-    Args:
-        listed: the file that lists the dropped prompts; default: the one beside `output`.
-    """
+def nothing_kept(output: Path, reasons: Counter[str], cfg: SelfDistillConfig) -> DataError:
+    """Return the error for an output without a single conversation; see `most_dropped`."""
     head = f"{output}: no answer was kept, so there is no file"
-    return DataError(_report(head, reasons, cfg, listed or dropped_path(output)))
+    return DataError(_report(head, output, reasons, cfg))
 
 
-def _report(head: str, reasons: Counter[str], cfg: SelfDistillConfig, listed: Path) -> str:
+def _report(head: str, output: Path, reasons: Counter[str], cfg: SelfDistillConfig) -> str:
     """Return `head`, a line per reason, the most frequent first, and where the prompts are listed."""
     lines = [f"{head}:" if reasons else head]
     for reason, count in reasons.most_common():
@@ -50,7 +44,7 @@ def _report(head: str, reasons: Counter[str], cfg: SelfDistillConfig, listed: Pa
     from_server = cfg.engine == "openai"
     if not all(is_asked_again(reason, from_server=from_server) for reason in reasons):
         lines.append(
-            f"{listed} lists those that are not asked again. With other settings, choose another"
+            f"{dropped_path(output)} lists those that are not asked again. With other settings, choose another"
             " output=FILE.jsonl"
         )
     return "\n".join(lines)
@@ -84,7 +78,10 @@ def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
             f" {cfg.max_new_tokens}, or keep them by drop_truncated=false"
         )
     if reason == "context":
-        return "the model's context is full; choose shorter prompts by max_chars or max_turns"
+        return (
+            "the model's context is full; choose shorter prompts by max_chars or max_turns, or fewer"
+            " max_new_tokens"
+        )
     if reason == "looping":
         return (
             f"temperature is {cfg.temperature:g}, and at 0.3 to 0.7 fewer answers repeat themselves;"
@@ -93,5 +90,5 @@ def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
     if reason == "refused":
         return "the chat template rejects these chats; choose another by chat_template"
     if reason == "empty":
-        return "the model ends at once; look at its prompts with --dry-run, and set chat_template"
+        return "the model ends at once; it may need another chat_template"
     return "see docs/selfdistill.md"

@@ -4,7 +4,6 @@ answers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -133,11 +132,6 @@ def open_engine(
         )
         return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
     assert dtype is not None  # only a server has none
-    if "LOCAL_RANK" in os.environ:  # set by a launcher
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     paths = resolve_model_paths(cfg)
     return open_hf_engine(cfg, paths, dtype, note, loading)
 

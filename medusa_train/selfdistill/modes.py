@@ -1,4 +1,4 @@
-"""The modes of self-distillation: replay, self-talk and questions.
+"""The modes of self-distillation: replay and self-talk.
 
 A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`.
 So any number of conversations can be in progress at once, with any engine and in any order.
@@ -25,7 +25,7 @@ from medusa_train.selfdistill.prompts import Prompt
 
 @dataclass
 class GeneratedChat:
-    """A conversation with generated answers; of mode questions a single question."""
+    """A conversation with generated answers."""
 
     prompt: Prompt  # what it was generated from
     # system message, then each question with its answer
@@ -52,9 +52,7 @@ class GeneratedChat:
         """Whether nothing is kept: there is no answer, or one failed, so that a further run tries
         the chat again.
         """
-        return self.dropped == "failed" or all(
-            message.role == "system" for message in self.messages
-        )
+        return self.dropped == "failed" or self.turns == 0
 
     def add(self, question: Message, answer: Answer) -> None:
         """Append a question and its answer."""
@@ -80,8 +78,6 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
     if cfg.mode == "selftalk":
         return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
-    if cfg.mode == "questions":
-        return partial(question, random_seed=cfg.seed, rules=rules)
     return partial(replay, random_seed=cfg.seed, rules=rules)
 
 
@@ -133,25 +129,6 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
         if user_turn.finish_reason != "stop" or not text.strip() or _repeats(chat, "user", text):
             return chat  # no dropped turn: the model has ended the conversation
         question = Message("user", text)
-
-
-def question(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
-    """Let the model write the first user message, to be answered by a second run (Magpie, Xu et al.
-    2024).
-
-    A model that was trained on chats continues the template's user header with a question of its
-    training data's kind.
-    """
-    chat = GeneratedChat(prompt)
-    answer = yield Request(
-        tuple(chat.messages), turn_seed(random_seed, prompt.id, "user 0"), speaker="user"
-    )
-    reason = rules.drop_reason(answer)
-    if reason is None:
-        chat.messages.append(Message("user", answer.text))
-    else:
-        chat.drop(reason, 1)
-    return chat
 
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:

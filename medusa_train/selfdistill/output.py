@@ -8,12 +8,10 @@ try again. Prompts that a server lost are in no file, so that it does.
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
@@ -22,11 +20,10 @@ from medusa_train.io import (
     JsonLinesFile,
     complete_lines,
     parse_json,
-    replace_bytes,
     replace_text,
 )
 from medusa_train.selfdistill.answers import is_asked_again
-from medusa_train.selfdistill.prompts import Prompt, Shard
+from medusa_train.selfdistill.prompts import Prompt
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
@@ -231,85 +228,3 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
             )
         )
     return not names
-
-
-class MergeResult(NamedTuple):
-    """Counts of a merge."""
-
-    parts: int  # files
-    conversations: int
-    dropped: Counter[str]  # conversations without a kept answer, by reason
-    missing: int  # unanswered prompts
-
-
-def shard_output(output: Path, shard: Shard | None) -> Path:
-    """Return the output file of a shard, `NAME.shard-1-of-4.jsonl` beside `NAME.jsonl`."""
-    if shard is None:
-        return output
-    return output.with_name(f"{output.stem}.shard-{shard.index}-of-{shard.count}{output.suffix}")
-
-
-def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> MergeResult:
-    """Merge the outputs of all shards, and `output` itself, into `output`, in the order of the
-    prompts.
-
-    Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a
-    run without a shard generates what is missing. Without a dtype in `settings` it is that of the
-    first part: other machines may merge. Without any conversation nothing is written.
-    """
-    parts = _shards_of(output)
-    if has_conversations(output):
-        parts.append(output)
-    if not parts:
-        raise DataError(
-            f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}"
-        )
-    # 1. the settings of all parts, with the dtype of the first
-    first = _read_settings(parts[0])
-    if "dtype" not in settings and first is not None and "dtype" in first:
-        settings = {**settings, "dtype": first["dtype"]}
-    from_server = _is_from_server(settings)
-    with ExitStack() as stack:
-        # 2. lock them all, and read them
-        writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
-        written: dict[str, bytes] = {}  # lines by id; of duplicates, the first
-        for writer in writers:
-            for name, line in _read_lines(writer.lines.path):
-                written.setdefault(name, line)
-        dropped: dict[str, bytes] = {}
-        reasons: Counter[str] = Counter()
-        for writer in writers:
-            for name, reason, line in _read_dropped(writer.dropped.path, from_server=from_server):
-                if name not in written and name not in dropped:
-                    dropped[name] = line
-                    reasons[reason] += 1
-        # 3. write them in the order of the prompts
-        if written:
-            notes = [dropped[name] for name in _ordered(dropped, seed_ids)]
-            write_settings(output, settings)
-            if notes or dropped_path(output).exists():
-                replace_bytes(dropped_path(output), notes)
-            replace_bytes(output, [written[name] for name in _ordered(written, seed_ids)])
-    missing = sum(name not in written and name not in dropped for name in seed_ids)
-    return MergeResult(len(parts), len(written), reasons, missing)
-
-
-def _shards_of(output: Path) -> list[Path]:
-    """Return the shards of `output`, found by their settings, since a shard may have dropped
-    conversations only, or by their conversations: one without its settings is refused.
-    """
-    pattern = re.compile(
-        f"({re.escape(output.stem)}" + r"\.shard-\d+-of-\d+)(\.settings\.json|\.jsonl)"
-    )
-    matches = [pattern.fullmatch(path.name) for path in output.parent.glob("*.shard-*")]
-    names = {match[1] for match in matches if match is not None}
-    return [output.with_name(name + output.suffix) for name in sorted(names)]
-
-
-def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:
-    """Sort ids by the order of the prompts; ids that are no longer among the prompts come last."""
-    prompt_ids = set(seed_ids)
-    return [
-        *(name for name in seed_ids if name in names),
-        *(name for name in names if name not in prompt_ids),
-    ]

@@ -1,4 +1,4 @@
-"""Prompts for self-distillation: the user's messages of chat records, their selection and shards.
+"""Prompts for self-distillation: the user's messages of chat records, and their selection.
 
 Whether and how a prompt is answered never depends on the other prompts selected.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ from medusa_train.data.read_chats import describe_problems, first_problems
 from medusa_train.data.records import PROMPT_IDS, parse_user_turns, usable_id
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
 from medusa_train.data.unread import Unread
-from medusa_train.errors import ConfigError, DataError
+from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress
 
 
@@ -39,14 +37,8 @@ class Prompt:
 def load_prompts(
     cfg: SelfDistillConfig, progress: RunProgress
 ) -> tuple[list[Prompt], Counter[str]]:
-    """Return the selected prompts of all shards, and the number of skipped ones by reason."""
-    # 1. the model writes them
-    if cfg.mode == "questions":
-        assert cfg.limit is not None  # checked with the configuration
-        ids = [f"question-{number:06d}" for number in range(cfg.limit)]
-        return [Prompt(name, (), source="by the model") for name in ids], Counter()
-
-    # 2. read all
+    """Return the selected prompts, and the number of skipped ones by reason."""
+    # 1. read all
     invalid: list[str] = []
     with LoadingProgress(progress) as shown:
         source = open_prompts(cfg.seed_dataset, cfg.split, shown.update, cfg.name)
@@ -57,7 +49,7 @@ def load_prompts(
     for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
         progress.print(note)
 
-    # 3. select, and say what was left out
+    # 2. select, and say what was left out
     selection = Selection(
         cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit
     )
@@ -142,58 +134,7 @@ def _with_unique_id(prompt: Prompt, counts: dict[str, int]) -> Prompt:
     return replace(prompt, id=unique)
 
 
-# Selection: deduplication, length limits, random samples and shards
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Part `index` (from 1) of `count`; a prompt's shard depends on its id only."""
-
-    index: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Parse `i/n`; raises ConfigError unless i is in 1..n."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ConfigError(
-                f"--shard {text}: expected i/n with i from 1 to n, for example 1/4, 2/4, 3/4"
-                " and 4/4"
-            )
-        return cls(int(match[1]), int(match[2]))
-
-    def holds(self, prompt: Prompt) -> bool:
-        """Return whether `prompt` belongs to this shard."""
-        return _hash("shard", prompt.id) % self.count == self.index - 1
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-
-def resolve_shard(text: str | None) -> Shard | None:
-    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed
-    set; None if it answers all prompts.
-    """
-    if text is not None:
-        return Shard.parse(text)
-    world = _number_from_env("WORLD_SIZE", 1)
-    if world <= 1:  # a RANK alone is no launcher's
-        return None
-    rank = _number_from_env("RANK", 0)
-    if rank >= world:
-        raise ConfigError(f"invalid process environment: rank {rank} of {world} processes")
-    return Shard(rank + 1, world)
-
-
-def _number_from_env(name: str, default: int) -> int:
-    """Return an environment variable that launchers set; ConfigError if it is not a number."""
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.strip().isdigit():
-        raise ConfigError(f"environment variable {name}={text!r} is not a number")
-    return int(text)
+# Selection: deduplication, length limits and random samples
 
 
 @dataclass(frozen=True)

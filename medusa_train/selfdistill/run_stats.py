@@ -66,8 +66,7 @@ class RunStats:
 
     def looping_warning(self, dropped: bool) -> str | None:
         """Return a line for the user if many answers loop, and say whether they were `dropped`."""
-        # answers that were generated: in mode questions a conversation has no turn
-        answers = max(self.turns, self.written) + self.cut + self.empty
+        answers = self.turns + self.cut + self.empty  # those that were generated
         share = self.looping / max(1, answers)
         if share <= NOTABLE_LOOPING:
             return None

@@ -12,11 +12,10 @@ from medusa_train.selfdistill.prompts import short_name
 
 
 def output_path(cfg: SelfDistillConfig) -> Path:
-    """Return the output file, without the shard."""
+    """Return the output file."""
     if cfg.output is not None:
         return expand_user(cfg.output)
-    name = "questions" if cfg.mode == "questions" else short_name(cfg.seed_dataset)
-    return Path("runs") / "selfdistill" / f"{name}.jsonl"
+    return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
 
 
 def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
@@ -34,9 +33,6 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
     continued. The selection of prompts is not among them, so that a run can be extended; nor is the
     server's address.
     """
-    seed_dataset = None
-    if cfg.mode != "questions":
-        seed_dataset = public_name(cfg.seed_dataset)
     heads = None
     if cfg.heads is not None:
         heads = public_name(cfg.heads)
@@ -45,7 +41,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
         reasoning_tags = list(cfg.reasoning_tags)
     return _without_none(
         model=model_name(cfg),
-        seed_dataset=seed_dataset,
+        seed_dataset=public_name(cfg.seed_dataset),
         type=cfg.type,
         chat_template=cfg.chat_template,
         **_sampling(cfg, dtype),

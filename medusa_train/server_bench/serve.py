@@ -33,7 +33,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.hide_secrets import excerpt, mask
-from medusa_train.io import environment_of_the_user, mask_file, replace_text
+from medusa_train.io import mask_file, replace_text
 from medusa_train.network import client_options
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.request_blocks import PLAIN, Target
@@ -143,7 +143,7 @@ class VLLMServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"VLLM_NO_USAGE_STATS": "1", **environment_of_the_user()},
+                env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
                 start_new_session=True,
             )
 

@@ -1,1 +1,1 @@
-"""Requests to OpenAI-compatible chat servers: retries, concurrency and context length"""
+"""Requests to OpenAI-compatible chat servers: retries and concurrency"""

@@ -165,7 +165,7 @@ class OpenAIClient:
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, again after faults, and return the response's JSON.
 
-        `max_tokens` is shortened to what fits into the context beside the prompt. With `stream:
+        An answer for which the context has no room for `max_tokens` ends with it. With `stream:
         true` the response also has `timing`, see `read_completion`.
 
         Raises:

@@ -1,5 +1,4 @@
-"""A connection to an OpenAI-compatible server: send a request once, classify its response, keep
-within the context.
+"""A connection to an OpenAI-compatible server: send a request once, and classify its response.
 
 The API key is read from the environment and sent in the Authorization header; hide_secrets.py keeps it
 out of messages and files. What a server says is shortened by `excerpt`, which masks first.
@@ -20,7 +19,7 @@ from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.hide_secrets import excerpt, mask, remember
 from medusa_train.network import client_options
-from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
+from medusa_train.servers.rejections import RequestRejected, says_too_long
 from medusa_train.servers.responses import (
     error_message,
     parse_models,
@@ -30,7 +29,6 @@ from medusa_train.servers.responses import (
 from medusa_train.servers.streaming import StreamError, read_completion, split_lines
 
 CONNECT_SECONDS = 10.0
-SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
 _OVERLOADED = {429, 503}
 _UNREACHABLE = {502}  # of a proxy before the server; its 504 may be due to one long answer
 _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
@@ -49,10 +47,9 @@ class ServerConnection:
     """Sends `POST {url}/chat/completions` once per call; thread-safe. See `OpenAIClient` for the
     arguments.
 
-    `max_tokens` is shortened to what fits beside the prompt. The context length is read from
-    `{url}/models` (`max_model_len` of vLLM and SGLang) and from rejections that name it; the length
-    of the prompt from rejections or vLLM's `/tokenize`. Where a server names no numbers,
-    `max_tokens` is halved until it accepts.
+    vLLM and SGLang, which state `max_model_len` in `{url}/models`, reject a `max_tokens` that does
+    not fit beside the prompt. Such a request is sent again without it: its answer ends with the
+    context.
 
     A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that rejects a
     key in `optional` a request without it. What it accepts is sent from then on, and `note` is
@@ -73,7 +70,6 @@ class ServerConnection:
     ) -> None:
         self.url = _normalize_url(url)
         self.context: int | None = None
-        self._can_tokenize = True
         self._key_variable = key_variable
         self._key = _read_key(key_variable)
         self._models_lock = threading.Lock()
@@ -96,38 +92,36 @@ class ServerConnection:
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """Send a request, with a shorter `max_tokens` if it does not fit; return the fault, or the
-        response's JSON with the `max_tokens` that were allowed.
+        """Send a request; return the fault, or the response's JSON with the `max_tokens` that its
+        answer was allowed.
 
         Raises:
-            RequestRejected: status 400, 413 or 422, and no shorter answer helps.
+            RequestRejected: status 400, 413 or 422.
             ServerError: wrong key or address.
         """
         body = dict(body)
-        spellings = dict(self._spellings)
         try:
-            # 1. no more tokens than the context holds beside a prompt of one token
             self._read_models(body.get("model"))
-            if "max_tokens" in body and self.context is not None:
-                body["max_tokens"] = min(body["max_tokens"], self.context - 1)
-            # 2. once more, while it can be changed so that the server may accept it
-            while True:
-                try:
-                    answer = self._post(_respelled(body, spellings))
-                    break
-                except RequestRejected as rejected:
-                    if not self._adapt(body, spellings, rejected):
-                        raise
-            if isinstance(answer, dict):
-                self._remember(spellings)
-                if "max_tokens" in body:
-                    answer["max_tokens"] = body["max_tokens"]
-            return answer
-        # 3. faults, after which the request may be sent again
+            try:
+                answer = self._post_accepted(body)
+            except RequestRejected:
+                # It may not fit: then the context limits the answer.
+                with self._models_lock:  # another thread may be asking for its length
+                    is_stated = self.context is not None
+                if not is_stated or body.pop("max_tokens", None) is None:
+                    raise
+                answer = self._post_accepted(body)
+        # faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
             return Fault(mask(f"{type(error).__name__}: {error}"), "unreachable")
+
+        if isinstance(answer, dict):
+            allowed = body.get("max_tokens", self._room(answer))
+            if allowed is not None:
+                answer["max_tokens"] = allowed
+        return answer
 
     def close(self) -> None:
         """Close the connections; streams that are being read end with a fault."""
@@ -162,6 +156,28 @@ class ServerConnection:
         except httpx.RequestError:
             return None
         return response.text if response.status_code == 200 else None
+
+    def _post_accepted(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
+        """Send a request, again with other spellings of its keys while the server rejects them."""
+        spellings = dict(self._spellings)
+        while True:
+            try:
+                answer = self._post(_respelled(body, spellings))
+            except RequestRejected as rejected:
+                if not self._respell(body, spellings, rejected):
+                    raise
+            else:
+                if isinstance(answer, dict):
+                    self._remember(spellings)
+                return answer
+
+    def _room(self, answer: Mapping[str, Any]) -> int | None:
+        """Return the tokens that the context holds beside the prompt of an answer; None if unknown."""
+        usage = answer.get("usage")
+        prompt = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
+        if self.context is None or not isinstance(prompt, int):
+            return None
+        return self.context - prompt
 
     def _post(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
         """Send a request once; raises what `httpx` raises, beside RequestRejected and ServerError."""
@@ -209,9 +225,10 @@ class ServerConnection:
         if status == 200 or status in _RETRYABLE or status >= 500:
             return Fault(reason, "failed")
         if status in (400, 422):
-            raise RequestRejected(reason, parse_rejection(response.text), text=response.text)
+            too_long = says_too_long(response.text)
+            raise RequestRejected(reason, too_long=too_long, text=response.text)
         if status == 413:  # too long in any case, whatever the text says
-            raise RequestRejected(reason, parse_rejection(response.text) or ContextLimit())
+            raise RequestRejected(reason, too_long=True)
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
 
     def _read_models(self, model: Any) -> None:
@@ -231,17 +248,12 @@ class ServerConnection:
         finally:
             self._models_lock.release()
 
-    def _adapt(
-        self, body: dict[str, Any], spellings: dict[str, str | None], rejected: RequestRejected
+    def _respell(
+        self, body: Mapping[str, Any], spellings: dict[str, str | None], rejected: RequestRejected
     ) -> bool:
-        """Change a rejected request for another try; False if nothing is left to change."""
-        # 1. fewer tokens, if it does not fit
-        if rejected.limit is not None:
-            room = self._room(body, rejected.limit)
-            if room is not None:
-                body["max_tokens"] = room
-            return room is not None
-        # 2. a key that the server names: under its other name, or left out
+        """Take the other name of a key that the server names, or leave it out; False if there is
+        nothing to change.
+        """
         for name, other in self._other_spellings.items():
             is_named = rejected.names(name) or (other is not None and rejected.names(other))
             if is_named and name in body and name not in spellings:
@@ -257,45 +269,6 @@ class ServerConnection:
         for name, other in learned.items():
             instead = "it is left out" if other is None else f"{other} takes its place"
             self._note(f"server {self.url}: rejects {name}; {instead}")
-
-    def _room(self, body: Mapping[str, Any], limit: ContextLimit) -> int | None:
-        """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not
-        fit.
-        """
-        asked = body.get("max_tokens", 0)
-        self.context = limit.context or self.context
-        # 1. exactly what is left beside the prompt, where both lengths are known
-        if self.context is not None:
-            prompt = limit.prompt
-            if prompt is None:
-                prompt = self._count_prompt(body)
-            if prompt is not None:
-                room = self.context - prompt
-                if room <= 0:
-                    return None
-                if room < asked:
-                    return room
-        # 2. else half of it
-        guess = asked // 2
-        if self.context is not None:
-            guess = min(guess, self.context)
-        return guess if guess >= SHORTEST_GUESS else None
-
-    def _count_prompt(self, body: Mapping[str, Any]) -> int | None:
-        """Return the number of tokens of a chat by vLLM's `/tokenize` (beside `/v1`); None on other
-        servers.
-        """
-        if not self._can_tokenize:
-            return None
-        names = ("model", "messages", "chat_template_kwargs")
-        chat = {name: body[name] for name in names if name in body}
-        address = f"{self.url.removesuffix('/v1')}/tokenize"
-        try:
-            count = self._client.post(address, json=chat).json()["count"]
-        except (ValueError, KeyError, TypeError):
-            self._can_tokenize = False
-            return None
-        return count if isinstance(count, int) else None
 
     def _hint(self, status: int) -> str:
         """Return what to do about a status that ends the run."""

@@ -286,7 +286,7 @@ def forget_incomparable_best(
 
     Args:
         validation: the fingerprint of the validation data now.
-        objective: what is minimized now, `Objective.terms`.
+        objective: what is minimized now, by name.
     """
     # 1. Why it does not compare.
     reasons = []

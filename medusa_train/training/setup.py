@@ -151,7 +151,7 @@ def build_trainer(
     forget_incomparable_best(
         state,
         data.validation.fingerprint(),
-        objective.terms,
+        {**objective.terms, "quantization": cfg.quantization},
         store,
         cfg.early_stopping_patience,
         world,

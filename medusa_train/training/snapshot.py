@@ -36,8 +36,7 @@ class TrainState:
         best_loss: lowest validation objective in nats, measured at `best_step`.
         evals_since_best: evaluations since then, for early stopping.
         evaluated: step of the last evaluation. validation: fingerprint of its data. objective:
-            what it measured, as `Objective.terms`; both None before the first one and in older
-            checkpoints.
+            what it measured, by name. Both None before the first one and in older checkpoints.
         backbone: fingerprint of the backbone's weights; None where there are no files.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.

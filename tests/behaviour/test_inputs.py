@@ -400,13 +400,15 @@ def test_what_prompts_carry_beside_is_named(model: Path, tmp_path: Path) -> None
         {"messages": chat("three"), "tools": [{}]},
     ]
     path = write_lines(tmp_path / "p.jsonl", records)
-    shown = selfdistill("--prompts", path, "--model", model, "--dry-run").ok()
+    out = tmp_path / "o.jsonl"
+    keys = {"temperature": 0, "max_new_tokens": 2, "drop_truncated": False}
+    shown = selfdistill("--prompts", path, "--model", model, "--output", out, **keys).ok()
     shown.says(
         "columns score (1), tools (1)",
         "the role critic (1)",
         "records without a message of the user (1)",
-        "3 prompts",
     )
+    assert len(read_lines(out)) == 3
 
 
 def test_chats_as_a_bench(model: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.behaviour.world import (
     write_lines,
     write_tree,
 )
-from tests.fake_server import completion, error, prompt_words, serving
+from tests.fake_server import completion, error, serving, short_context
 
 LENGTH = 24
 LOCAL: dict[str, Any] = {"temperature": 0, "dtype": "float32", "max_new_tokens": LENGTH}
@@ -161,18 +161,23 @@ def test_prompts_are_selected(prompts: Path, model: Path, tmp_path: Path) -> Non
     doubled = write_lines(
         tmp_path / "p.jsonl", [*records, {**records[0], "id": "copy"}, {"prompt": " "}]
     )
-    words = ["--prompts", doubled, "--model", model, "--dry-run"]
-    selfdistill(*words).ok().says("6 prompts", "1 repeated")
-    selfdistill(*words, limit=2).ok().says("2 prompts")
-    selfdistill(*words, sample=3).ok().says("3 prompts")
+
+    def answered(**keys: Any) -> list[dict[str, Any]]:
+        out = tmp_path / f"{keys}.jsonl"
+        words = ["--prompts", doubled, "--model", model, "--output", out]
+        selfdistill(*words, **LOCAL, **KEEP, **keys).ok()
+        return read_lines(out)
+
+    assert [r["id"] for r in answered()] == [r["id"] for r in records]
+    assert [r["id"] for r in answered(limit=2)] == ["p0", "p1"]
+    assert len(answered(sample=3)) == 3
     lengths = sorted(
         sum(len(m["content"]) for m in asked_of(r) if m["role"] == "user") for r in records
     )
-    selfdistill(*words, min_chars=lengths[2]).ok().says("4 prompts")
-    selfdistill(*words, max_chars=lengths[2]).ok().says("3 prompts")
-    out = tmp_path / "o.jsonl"
-    selfdistill(*words[:-1], "--output", out, **LOCAL, **KEEP, max_turns=1).ok()
-    assert {sum(m["role"] == "user" for m in r["messages"]) for r in read_lines(out)} == {1}
+    assert len(answered(min_chars=lengths[2])) == 4
+    assert len(answered(max_chars=lengths[2])) == 3
+    one_turn = answered(max_turns=1)
+    assert {sum(m["role"] == "user" for m in r["messages"]) for r in one_turn} == {1}
 
 
 def test_samples_depend_on_their_prompt_and_seed_alone(
@@ -468,22 +473,14 @@ def test_answers_are_shortened_to_the_servers_context(tmp_path: Path) -> None:
         tmp_path / "p.jsonl", [{"id": "a", "prompt": "one two"}, {"id": "b", "prompt": "x " * 60}]
     )
 
-    def script(number: int, body: dict[str, Any]) -> Any:
-        if prompt_words(body) + body["max_tokens"] > 64:
-            text = (
-                "This model's maximum context length is 64 tokens. However, you requested"
-                f" {body['max_tokens']} output tokens and your prompt contains"
-                f" {prompt_words(body)} input tokens."
-            )
-            return error(400, text)
-        return None
-
-    with serving(script) as server:
+    with serving(
+        short_context(64, "maximum context length is {context} tokens", answer=3)
+    ) as server:
         listed = {"data": [{"id": "m", "max_model_len": 64}]}
         server.others["/v1/models"] = lambda body: (200, {}, json.dumps(listed).encode())
         ask(server, path, tmp_path / "o.jsonl", max_new_tokens=500).ok()
-        assert all(body["max_tokens"] <= 64 for body in server.bodies[-1:])
-    assert "a" in {record["id"] for record in read_lines(tmp_path / "o.jsonl")}
+        assert server.bodies[-1].get("max_tokens", 0) <= 64
+    assert {record["id"] for record in read_lines(tmp_path / "o.jsonl")} == {"a", "b"}
 
 
 def test_a_server_that_refuses_everything_ends_the_run(prompts: Path, tmp_path: Path) -> None:

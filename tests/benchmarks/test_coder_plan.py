@@ -129,7 +129,7 @@ def test_a_failed_packing_leaves_no_tied_copy(
 def test_a_plan_fits_its_time_and_names_only_what_has_to_be_brought(name: str) -> None:
     steps = coder_plan(name)
     assert sum(step.expected for step in steps) <= 12 * 60
-    brought = ("coder_pieces.py pack", "make_prompts.py", "bench 'humaneval'")
+    brought = ("coder_pieces.py pack", "bench 'humaneval'")
     for step in steps:
         problems = [p for p in problems_of(step, steps) if not any(word in p for word in brought)]
         assert problems == []

@@ -1,6 +1,4 @@
-"""Training costs: both methods compute one loss, steps train, what does not fit is a result, and
-the tables add up.
-"""
+"""Training costs: steps train, what does not fit is a result, and a case that fails ends no other."""
 
 import json
 from dataclasses import replace
@@ -11,30 +9,21 @@ import pytest
 import torch
 import train
 from shared import machine_facts
-from train import Case, measure_loss, measure_step
+from train import Case, measure_step
 
 from medusa_train.models.precision import Precision
 
-SMALL = Case("loss", "naive", tokens=64, vocab=61, width=16, heads=2, repeats=1)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("masked", [0.0, 0.5])
-def test_both_methods_compute_one_loss(dtype: str, masked: float) -> None:
-    naive = measure_loss(replace(SMALL, dtype=dtype, masked=masked))
-    ours = measure_loss(replace(SMALL, dtype=dtype, masked=masked, method="ours"))
-    assert ours.loss == pytest.approx(naive.loss, rel=1e-6 if dtype == "float32" else 5e-3)
-    assert len(ours.seconds) == 1
+SMALL = Case("shape1", "ours", tokens=16, heads=2, repeats=1)
 
 
 @pytest.mark.parametrize("what", ["shape1", "shape2"])
 def test_the_small_stand_in_for_7b_is_measured(what: str) -> None:
     if what == "shape2":
         pytest.importorskip("bitsandbytes")
-    case = Case(what, "ours", "bfloat16", tokens=16, rows=2, heads=2, accumulation=3, repeats=1)
+    case = Case(what, "ours", tokens=16, rows=2, heads=2, accumulation=3, repeats=1)
     one = measure_step(case)
     assert one.tokens == 3 * 32
-    assert min(one.operations, one.rate, one.estimate or 0) > 0
+    assert min(one.operations, one.rate, one.estimate) > 0
 
 
 @pytest.mark.parametrize(("what", "teacher"), [("shape1", 0), ("shape2", 2)])
@@ -44,9 +33,7 @@ def test_medusa_2_has_its_teachers_pass(
     if what == "shape2":
         pytest.importorskip("bitsandbytes")
     precision = Precision(torch.device("cpu"), torch.bfloat16)
-    cfg, backbone, batch = train.shape_setup(
-        Case(what, "ours", dtype="bfloat16", tokens=16, heads=2), precision
-    )
+    cfg, backbone, batch = train.shape_setup(Case(what, "ours", tokens=16, heads=2), precision)
     step = train.Step(cfg, backbone, precision)
     updates, passes = [], []
     run, update = step.student.teacher, step.optimizer.step
@@ -61,14 +48,13 @@ def test_steps_accumulate_as_the_configurations_do() -> None:
     assert train.configured_accumulation("shape2") == 32
     args = train.parse_arguments(["--parts", "unchecked7b", "--accumulation", "5"])
     if find_spec("bitsandbytes"):
-        assert [case.accumulation for (case,) in train.case_pairs(args)] == [5, 5]
+        assert [case.accumulation for case in train.cases_of(args)] == [5, 5]
 
 
 def test_parts_name_their_cases() -> None:
-    pairs = train.case_pairs(
-        train.parse_arguments(["--parts", "shape7b", "compiled7b", "--sequences", "64"])
-    )
-    assert [case.method for (case,) in pairs if case.what == "shape1"] == ["ours", "compiled"]
+    words = ["--parts", "shape7b", "compiled7b", "--sequences", "64"]
+    cases = train.cases_of(train.parse_arguments(words))
+    assert [case.method for case in cases if case.what == "shape1"] == ["ours", "compiled"]
 
 
 def test_a_case_that_fails_does_not_end_the_others(
@@ -88,7 +74,7 @@ def test_a_case_that_fails_does_not_end_the_others(
 
 
 def test_packed_rows_are_whole_documents_and_name_what_computes_them(tmp_path: Path) -> None:
-    case = Case("shape1", "packed", "bfloat16", tokens=48, rows=2, heads=2, repeats=1)
+    case = Case("shape1", "packed", tokens=48, rows=2, heads=2, repeats=1)
     lengths = train.document_lengths(48)
     assert (len(lengths), sum(lengths)) == (len(train.DOCUMENTS), 48)
     _, _, batch = train.shape_setup(case, Precision(torch.device("cpu"), torch.bfloat16))
@@ -108,7 +94,7 @@ def test_packed_rows_are_whole_documents_and_name_what_computes_them(tmp_path: P
 
 @pytest.mark.slow
 def test_a_case_runs_in_its_own_process_and_need_not_fit() -> None:
-    result = train.measure_in_process(replace(SMALL, method="ours"), 1)
+    result = train.measure_in_process(SMALL, 1)
     assert result.fits
-    assert result.loss == pytest.approx(measure_loss(SMALL).loss, rel=1e-6)
-    assert not train.measure_in_process(replace(SMALL, vocab=10**12), 1).fits
+    assert result.loss == pytest.approx(measure_step(SMALL).loss, rel=1e-2)  # in bfloat16
+    assert not train.measure_in_process(replace(SMALL, tokens=10**12), 1).fits

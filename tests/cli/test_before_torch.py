@@ -109,8 +109,6 @@ WAITING: dict[str, list[str]] = {
     "compare": ["evaluate", "--compare", "report.json", "report.json"],
     "selfdistill": [*DISTILL, "--model", "data/tiny"],
     "selfdistill in a given dtype": [*DISTILL, "--model", "data/tiny", "dtype=float32"],
-    "merge": [*DISTILL, "--model", "data/tiny", "--merge"],
-    "dry run": [*DISTILL, "--model", "data/tiny", "--dry-run"],
     "export": ["export", "eagle3", "--to", "vllm"],
 }
 

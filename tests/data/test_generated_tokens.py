@@ -68,6 +68,20 @@ def test_white_space_before_the_end_token_is_not_added_to_generated_tokens(
         assert supervised(encoder, row) == [*ids, *end]
 
 
+def test_tokens_after_an_opened_reasoning_are_used_where_the_end_is_text(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    """The prompt opens the reasoning, so the tokens are those of the text behind its tag."""
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' # End\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: <think>\\n' }}{% endif %}"
+    )
+    encoder = ChatEncoder(make_tokenizer(template))
+    ids = other_tokens(encoder, "hel</think>B")
+    (row,) = encode(encoder, USER, Message("assistant", "<think>\nhel</think>B", ids))
+    assert supervised(encoder, row) == [*ids, *encoder.tokenize_continuation("# End")]
+
+
 def test_as_history_it_has_the_tokens_of_its_text(encoder: ChatEncoder) -> None:
     ids = other_tokens(encoder, "A B")
     first, second = encode(

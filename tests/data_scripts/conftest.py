@@ -1,14 +1,11 @@
-"""Make the scripts under `data/seeds` and `data/tiny` importable by their own names, as when run as
-scripts.
-"""
+"""Make the scripts under `data/tiny` importable by their own names, as when run as scripts."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-for _name in ("seeds", "tiny"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / _name))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / "tiny"))
 
 MODULE = '''
 class Box:

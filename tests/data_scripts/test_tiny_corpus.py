@@ -27,8 +27,8 @@ def test_sources_are_cleaned(module: str) -> None:
     assert "Doc inside" not in function.answer
 
 
-def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:
-    """Every change to wordings, tables, thresholds or the order of draws changes the hash."""
+def test_epochs_are_those_of_the_shipped_model_and_requests_stay_the_same() -> None:
+    """Every change to wordings, tables, thresholds or the order of draws changes a hash."""
     items: list[corpus.Item] = []
     for n in range(120):
         question = f"Ada has {n} boxes of {n + 5} pencils. How many pencils is that?"
@@ -52,10 +52,11 @@ def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:
     assert [len(epoch) for epoch in ids] == [256, 169, 4]
     assert max(map(len, ids[0])) > corpus.LONG_CHAT_TOKENS
     requests = [(r.history, r.text, r.is_code, r.follow_up) for r in documents.requests(36, 1)]
-    assert (
-        hashlib.sha256(repr((ids, requests)).encode()).hexdigest()
-        == "568bd1a13f01372ba90045033494b9111b2d8e1b767e871fbbee00df1f44a221"
-    )
+    digests = [hashlib.sha256(repr(drawn).encode()).hexdigest() for drawn in (ids, requests)]
+    assert digests == [
+        "71eb740ebbd9185c7cc7c579c87554207ed2849d42a8f71007bfa6f433bfef3a",
+        "6d3552ff1c48c4bc367dd59ad013405e004f03e6abeaf57556db9c8ed46af82a",
+    ]
 
 
 def test_encoded_chats_equal_the_shipped_chat_template() -> None:

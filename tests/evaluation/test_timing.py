@@ -110,6 +110,15 @@ def stub_test(
     return test
 
 
+def test_the_reported_text_begins_with_the_reasoning_tag_that_the_prompt_opened() -> None:
+    """The prompt of the next turn opens it again, so the history has none."""
+    test = stub_test(99, [], ("plain", "tree"))
+    test._chat.opened_reasoning = lambda messages: "<think>\n"
+    question = Question(1, "c", ("a", "b"), "")
+    for record in test.run([question], lambda turn: None)[0]:
+        assert (record.opened, record.text, record.history) == ("<think>\n", "<think>\nab", "ab")
+
+
 def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() -> None:
     """All decoders get the same prompts; the reported text is that of the tree."""
     answers = {"plain": (1, 2, 3), "tree": (4,), "generate": (5, 6), "other": (7,)}

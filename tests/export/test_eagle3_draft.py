@@ -84,6 +84,19 @@ def test_speculators_propose_at_most_three_tokens_and_no_more_than_were_trained(
     assert config["default_proposal_method"] == method["proposal_type"]
 
 
+def test_speculators_propose_three_tokens_where_the_draft_does_not_say_how_many(
+    backbone_dir: Path, backbone: Backbone, tmp_path: Path
+) -> None:
+    heads = save_draft(new_draft(backbone), tmp_path / "heads", str(backbone_dir))
+    served = export_run(resolve_model(str(heads), None, None), "sglang", tmp_path / "sglang").target
+    config = json.loads((served / "config.json").read_text())
+    assert not {"num_heads", "speculative_tokens"} & config.keys()
+    paths = resolve_model(str(served), str(backbone_dir), None)
+    exported = export_run(paths, "speculators", tmp_path / "out").target
+    config = json.loads((exported / "config.json").read_text())["speculators_config"]
+    assert config["proposal_methods"][0]["speculative_tokens"] == 3
+
+
 def test_names_and_shapes_are_those_that_servers_read(
     backbone_dir, backbone, tmp_path: Path
 ) -> None:

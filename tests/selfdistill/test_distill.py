@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.read_chats import read_conversations
-from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.answers import Answer, DropRules, Request
 from medusa_train.selfdistill.distill import distill
 from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt, resolve_shard
+from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run_stats import RunStats, summary
 from tests.selfdistill.fakes import FakeEngine, said
 
@@ -119,13 +118,3 @@ def test_looping_answers_are_dropped_with_a_warning_and_a_reason(tmp_path: Path)
     assert warning.startswith("warning: 2 answers (33%) loop and were dropped; greedy")
     assert "heads would learn to repeat" in str(stats.looping_warning(dropped=False))
     assert RunStats(total=9, written=99, turns=99, looping=1).looping_warning(dropped=True) is None
-
-
-def test_a_wrong_environment_of_a_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "abc")
-    with pytest.raises(ConfigError, match="WORLD_SIZE='abc' is not a number"):
-        resolve_shard(None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ConfigError, match="rank 2 of 2 processes"):
-        resolve_shard(None)

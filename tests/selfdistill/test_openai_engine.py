@@ -21,7 +21,7 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.training.process_info import free_port
 from tests import fake_server
 from tests.fake_server import completion, error, serving, short_context
-from tests.servers.test_connection import EXACT
+from tests.servers.test_connection import TOO_LONG
 
 
 @pytest.fixture(autouse=True)
@@ -159,13 +159,13 @@ def test_a_server_that_always_names_an_unknown_finish_reason_ends_the_run(tmp_pa
         (64, 4000, "possibly cut"),
         (65, 4000, "possibly cut"),
         (19, 30, "stop"),
-        (20, 30, "possibly cut"),  # max_tokens was shortened to what fits beside the prompt
+        (20, 30, "possibly cut"),  # the context has no room for max_tokens
     ],
 )
 def test_an_answer_that_stops_exactly_at_the_limit_is_possibly_cut(
     length: int, context: int, reason: str
 ) -> None:
-    rejects = short_context(context, EXACT)
+    rejects = short_context(context, TOO_LONG)
 
     def script(number: int, body: dict) -> fake_server.Reply:
         status, headers, content = rejects(number, body)
@@ -175,6 +175,8 @@ def test_an_answer_that_stops_exactly_at_the_limit_is_possibly_cut(
         return 200, {}, json.dumps({**completion(body), "usage": usage}).encode()
 
     with serving(script) as server:
+        models = {"data": [{"id": "served", "max_model_len": context}]}
+        server.others["/v1/models"] = lambda body: (200, {}, json.dumps(models).encode())
         asking = engine(server.url)
         asking.submit(0, ask("a b c d e f g h i j"))
         assert asking.next()[1].finish_reason == reason

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.unread import Unread
-from medusa_train.errors import ConfigError, DataError
-from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts
+from medusa_train.errors import DataError
+from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts
 
 SEEDS = [Prompt(f"s{n}", (f"question {n}", "and more")) for n in range(200)]
 
@@ -157,18 +157,3 @@ def test_a_larger_sample_holds_the_smaller_and_another_seed_draws_others() -> No
     assert len(large) == 60
     assert names(select_prompts(SEEDS, Selection(sample=20, sample_seed=1))[0]) != small
     assert names(select_prompts(SEEDS, Selection(sample=20, limit=5))[0]) == small[:5]
-
-
-def test_shards_share_out_every_seed_once_whatever_else_is_chosen() -> None:
-    shards = [Shard.parse(f"{i}/3") for i in (1, 2, 3)]
-    parts = [[seed.id for seed in SEEDS if shard.holds(seed)] for shard in shards]
-    assert sorted(name for part in parts for name in part) == sorted(names(SEEDS))
-    assert all(40 < len(part) < 95 for part in parts)  # 67 each on average
-    sampled = select_prompts(SEEDS, Selection(sample=50))[0]
-    assert all(shards[0].holds(seed) == (seed.id in parts[0]) for seed in sampled)
-
-
-@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4"])
-def test_a_shard_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected i/n"):
-        Shard.parse(text)

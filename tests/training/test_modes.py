@@ -71,6 +71,15 @@ def test_an_adapter_that_is_trained_on_has_dropout(make_config, console, tmp_pat
     assert passes == LEARNING | {("backbone", False, False)}  # of the teacher
 
 
+def test_heads_that_are_trained_on_have_dropout(make_config, console, tmp_path, passes) -> None:
+    """They are loaded as for decoding."""
+    train(make_config(**HYDRA, max_steps=1, output_dir=str(tmp_path / "one")), console)
+    passes.clear()
+    cfg = make_config(**HYDRA, lora_model_dir=str(tmp_path / "one"), max_steps=1, val_set_size=0)
+    assert train(cfg, console) == 0
+    assert {found for found in passes if found[0] == "draft"} == {("draft", True, True)}
+
+
 def test_a_frozen_backbone_never_has_dropout(make_config, console, passes) -> None:
     cfg = make_config(**HYDRA, max_steps=3, eval_steps=1, calibration_tokens=80)
     assert train(cfg, console) == 0

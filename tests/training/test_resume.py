@@ -208,6 +208,15 @@ def test_evaluations_of_another_objective_are_no_reason_to_stop_early(
     assert (best[0], best[2]) == (True, True)
 
 
+def test_evaluations_of_a_backbone_in_other_bits_are_no_reason_to_stop_early(make_config, console):
+    pytest.importorskip("bitsandbytes")
+    keys = {**HEADS_ONLY, "save_steps": 1, "eval_steps": 1}
+    train(make_config(**keys, max_steps=1), console)
+    changed = {"load_in_4bit": True, "resume_from_checkpoint": "auto"}
+    train(make_config(**keys, **changed, max_steps=2), console)
+    assert "quantization was None, now nf4" in console.file.getvalue()
+
+
 @pytest.mark.parametrize("changed", [{"medusa_scheduler": "sine"}, {"weight_decay": 0.1}], ids=str)
 def test_what_validation_does_not_measure_leaves_the_best_evaluation(make_config, console, changed):
     keys = {**JOINT, "save_steps": 1, "eval_steps": 1}
