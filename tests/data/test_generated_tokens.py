@@ -9,7 +9,7 @@ import pytest
 
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.records import normalize
-from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.data.turns import RecordError
 
 USER = Message("user", "Ask")
@@ -21,11 +21,11 @@ def encoder(make_tokenizer: Callable[..., Any]) -> ChatEncoder:
     return ChatEncoder(make_tokenizer(), "chatml")
 
 
-def supervised(encoder: ChatEncoder, row: EncodedRow) -> list[int]:
+def supervised(encoder: ChatEncoder, row: Row) -> list[int]:
     return [token for token, is_target in zip(row.ids, row.supervised, strict=True) if is_target]
 
 
-def encode(encoder: ChatEncoder, *messages: Message) -> list[EncodedRow]:
+def encode(encoder: ChatEncoder, *messages: Message) -> list[Row]:
     return encoder.encode(Conversation("x", messages, "x:1"))
 
 

@@ -11,7 +11,7 @@ from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.records import normalize
-from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.errors import ConfigError, DataError
 
 Chat = Callable[..., Conversation]
@@ -57,7 +57,7 @@ def masked(encoder: ChatEncoder, conversation: Conversation) -> str:
     return " | ".join(masked_row(encoder, row) for row in encoder.encode(conversation))
 
 
-def masked_row(encoder: ChatEncoder, encoded: EncodedRow) -> str:
+def masked_row(encoder: ChatEncoder, encoded: Row) -> str:
     assert len(encoded.ids) == len(encoded.supervised)
     runs: list[tuple[bool, list[int]]] = []
     for token, supervised in zip(encoded.ids, encoded.supervised, strict=True):
