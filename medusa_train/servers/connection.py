@@ -18,7 +18,7 @@ import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.hide_secrets import excerpt, mask, remember
+from medusa_train.hide_secrets import excerpt, remember
 from medusa_train.network import client_options
 from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
 from medusa_train.servers.responses import (
@@ -125,9 +125,9 @@ class ServerConnection:
             return answer
         # 3. faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
-            return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
+            return Fault(f"{type(error).__name__}: {error}", "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            return Fault(mask(f"{type(error).__name__}: {error}"), "unreachable")
+            return Fault(f"{type(error).__name__}: {error}", "unreachable")
 
     def close(self) -> None:
         """Close the connections; streams that are being read end with a fault."""
