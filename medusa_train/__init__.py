@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medusa_train.api import load as load
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0.dev0"
 __all__ = ["__version__", "load"]
 
 

@@ -31,23 +31,7 @@ WRITE_ERRORS = (OSError, SafetensorError)
 # no space, quota exceeded, above the process's file size limit
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCAN_BYTES = 1 << 16
-#: Environment variable by which torch asks Linux for huge pages, from 2 MB per tensor.
-HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
-#: Environment variables that this program has set for itself.
-_SET_HERE: set[str] = set()
 BUSY = "another process is writing to it; wait for it, or choose another output"
-
-
-def set_for_this_process(name: str, value: str) -> None:
-    """Set an environment variable that the user has not set, for this process alone."""
-    if name not in os.environ:
-        os.environ[name] = value
-        _SET_HERE.add(name)
-
-
-def environment_of_the_user() -> dict[str, str]:
-    """Return the environment without what `set_for_this_process` added, for programs of others."""
-    return {name: value for name, value in os.environ.items() if name not in _SET_HERE}
 
 
 def installed_version(package: str) -> str:

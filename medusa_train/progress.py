@@ -15,7 +15,6 @@ Figures that are logged (loss, accuracy) belong to `metrics_log`.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from typing import Any, ClassVar
@@ -310,16 +309,14 @@ class LoadingProgress:
         self._phase.stop()
 
     def update(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` conversations are tokenized, or of `total` bytes fetched (0:
-        of unknown size).
+        """Show that `done` of `total` conversations are tokenized, or that a download has started,
+        whose size is not known (0).
         """
-        is_download = name.startswith(FETCHING)
-        unit, scale = ("MB", 1e6) if is_download else ("conversations", 1)
         if self._phase.name != name:
-            if is_download:  # a line that stays, since it explains the first minutes
-                self._progress.print(name + (f" ({total / scale:,.1f} MB)" if total else ""))
-            self._switch(name, math.ceil(total / scale) or None, unit, int(done / scale))
-        self._phase.update(int(done / scale))
+            if name.startswith(FETCHING):  # a line that stays, since it explains the first minutes
+                self._progress.print(name)
+            self._switch(name, total or None, "conversations", done)
+        self._phase.update(done)
         if total and done == total:
             self._switch("loading data")
 

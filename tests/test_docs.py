@@ -89,7 +89,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module, "_compare", lambda runs, *rest: runs and (_ for _ in ()).throw(Parsed)
         )
-    line = re.sub(r"--(num-gpus|hostfile) \S+", "", shlex.join(words[1:]))
+    line = re.sub(r"--num-gpus \S+", "", shlex.join(words[1:]))
     from typer.main import get_command
 
     command = get_command(module.app)

@@ -1,6 +1,5 @@
 import errno
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from medusa_train import io
 from medusa_train.errors import DataError
 from medusa_train.io import (
     JsonLinesFile,
@@ -114,16 +112,3 @@ def test_an_exclusive_file_refuses_a_second_writer(tmp_path: Path) -> None:
 
 def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert installed_version("a-package-of-nobody") == "not installed"
-
-
-def test_what_is_set_for_this_process_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "_SET_HERE", set())
-    monkeypatch.setenv("CHOSEN", "0")
-    monkeypatch.setenv("NEEDED", "")
-    monkeypatch.delenv("NEEDED")
-    io.set_for_this_process("CHOSEN", "1")
-    io.set_for_this_process("NEEDED", "1")
-    assert (os.environ["CHOSEN"], os.environ["NEEDED"]) == ("0", "1")
-    environment = io.environment_of_the_user()
-    assert environment["CHOSEN"] == "0"
-    assert "NEEDED" not in environment

@@ -19,12 +19,7 @@ import yaml
 
 from medusa_train.config.load import dump_config, dump_yaml, stage_one_config
 from medusa_train.config.paths import absolute_name, resolve_path
-from medusa_train.config.schema import (
-    NOT_IN_STAGE_ONE,
-    SHARED_WITH_STAGE_ONE,
-    DatasetConfig,
-    TrainConfig,
-)
+from medusa_train.config.schema import NOT_IN_STAGE_ONE, DatasetConfig, TrainConfig
 from medusa_train.config.types import STAGE_ONE, TEMPLATE_SUFFIX
 from medusa_train.data.sources import BUILDERS, MAX_NAMED, is_data_file_name
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError, MedusaError
@@ -358,33 +353,27 @@ def _check_links(out: Path) -> None:
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one
-    in full.
-    """
+    """Write the resolved configuration as config.yaml, with local paths made absolute."""
     portable = _with_absolute_paths(cfg)
     first = stage_one_config(cfg)
     if first is not None:
         stage = _stage_one_values(portable, _with_absolute_paths(first))
-        portable = portable.model_copy(update={"stage_one": stage})
+        portable = portable.model_copy(update={STAGE_ONE: stage})
     with writing(out):
         replace_text(out / CONFIG, dump_config(portable))
 
 
 def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
-    """Return the keys of stage one that it does not have from the whole run; null for those that
-    the run has and it has not.
+    """Return the keys in which stage one differs from what it would be without any of its own; null
+    for those that it would have and has not.
     """
-    whole = yaml.safe_load(dump_config(cfg))
-    stage_one = yaml.safe_load(dump_config(first))
-    written: dict[str, Any] = {}
-    for key, value in stage_one.items():
-        is_the_same = key in SHARED_WITH_STAGE_ONE and whole.get(key) == value
-        if not is_the_same and key not in NOT_IN_STAGE_ONE:
-            written[key] = value
-    for key in SHARED_WITH_STAGE_ONE:
-        if key in whole and key not in stage_one:
-            written[key] = None
-    return written
+    written = yaml.safe_load(dump_config(cfg.model_copy(update={STAGE_ONE: {}})))
+    without_own = stage_one_config(TrainConfig(**written))
+    assert without_own is not None
+    before = yaml.safe_load(dump_config(without_own))
+    now = yaml.safe_load(dump_config(first))
+    names = [name for name in {**before, **now} if name not in NOT_IN_STAGE_ONE]
+    return {name: now.get(name) for name in names if now.get(name) != before.get(name)}
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from textwrap import indent
 
 import typer
@@ -20,13 +18,7 @@ from medusa_train.cli.common import (
     table_console,
     with_keys,
 )
-from medusa_train.cli.launch import (
-    check_and_launch,
-    exit_now,
-    run_worker,
-    train_distributed,
-    worker_arguments,
-)
+from medusa_train.cli.launch import exit_now, launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -115,20 +107,7 @@ def train(
         None,
         "--num-gpus",
         metavar="N",
-        help="Train in N processes per machine, one per GPU.",
-        show_default=False,
-    ),
-    hostfile: Path = typer.Option(
-        None,
-        "--hostfile",
-        help="Train on the machines of this file (lines of HOST slots=GPUS).",
-        show_default=False,
-    ),
-    master_port: int = typer.Option(
-        None,
-        "--master-port",
-        metavar="PORT",
-        help="Port of the first machine for --num-gpus and --hostfile; default: a free one.",
+        help="Train in N processes of this machine, one per GPU.",
         show_default=False,
     ),
     local_rank: int = typer.Option(
@@ -150,23 +129,18 @@ def train(
     flags["resume_from_checkpoint"] = resume
     process = process_info_from_env()
     only_print = inspect or print_config
-    is_launcher = hostfile is not None or num_gpus not in (None, 1)
+    is_launcher = num_gpus not in (None, 1)
     if process is not None and is_launcher and not only_print:
         raise ConfigError(
-            f"--num-gpus and --hostfile start processes, but this one is of {process.size} that"
-            " another launcher has started; leave them out, or start medusa-train without it"
-        )
-    if master_port is not None and not is_launcher:
-        raise ConfigError(
-            "--master-port: only processes that --num-gpus or --hostfile start have a port; add one"
-            " of them, or leave it out"
+            f"--num-gpus starts processes, but this one is of {process.size} that another launcher"
+            " has started; leave it out, or start medusa-train without that launcher"
         )
     if process is not None and process.rank > 0:
         if not only_print:
             exit_now(run_worker(process, arguments or [], flags))
         return 0
     if process is None and is_launcher and not only_print:
-        return check_and_launch(arguments or [], flags, num_gpus, hostfile, master_port)
+        return launch(arguments or [], flags, num_gpus)
     # 2. The configuration.
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
@@ -226,4 +200,4 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
 
 
 if __name__ == "__main__":  # used by launchers
-    app(worker_arguments(sys.argv[1:]))
+    app()

@@ -7,14 +7,10 @@ configuration.
 from __future__ import annotations
 
 import json
-import types
-import typing
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import PydanticUndefined
 
 from medusa_train.config.draft_sections import LOOKUPS, SECTIONS
 from medusa_train.config.paths import PROJECT_ROOT
@@ -25,13 +21,21 @@ from medusa_train.config.schema import (
     SelfDistillConfig,
     TrainConfig,
 )
-from medusa_train.config.types import INTERNAL, Config, format_value
+from medusa_train.config.types import Config, Section, as_list
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-#: pydantic's names of limits on optional types -> JSON Schema's.
-_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+#: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
+SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
+#: The key reference.
+REFERENCE = "docs/configuration.md"
+START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 _NULL = {"type": "null"}
-_IGNORED = "accepted and ignored (Axolotl key without a meaning here)"
+#: pydantic's names of limits on types that are read from text -> JSON Schema's.
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_IGNORED = {"description": "accepted and ignored (Axolotl key without a meaning here)"}
+_COMMENT_COLUMN = 56
+#: JSON Schema's names of types -> names for users of YAML.
+_TYPES = {"string": "text", "object": "mapping"}
 
 
 class _Generator(GenerateJsonSchema):
@@ -40,42 +44,31 @@ class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
+    def function_before_schema(self, schema: Any) -> dict[str, Any]:
+        """Describe a list in whose place its only item may stand."""
+        described = super().function_before_schema(schema)
+        if schema["function"]["function"] is not as_list:
+            return described
+        return {"anyOf": [described["items"], described]}
+
     def default_schema(self, schema: Any) -> dict[str, Any]:
-        value = super().default_schema(schema)
-        default = value.pop("default", None)
+        described = super().default_schema(schema)
+        default = described.pop("default", None)
         forms = []
-        for form in value.get("anyOf", [value]):
-            renamed = {_LIMITS.get(key, key): limit for key, limit in form.items()}
-            if renamed != _NULL:
-                forms.append(renamed)
+        for form in described.get("anyOf", [described]):
+            renamed = {_LIMITS.get(name, name): value for name, value in form.items()}
+            forms += [] if renamed == _NULL else [renamed]
         return {"default": default, "anyOf": [*forms, _NULL]}
 
 
-def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
+def json_schema(cls: type[Section], title: str) -> dict[str, Any]:
     """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of
     every key.
     """
     schema = cls.model_json_schema(mode="validation", schema_generator=_Generator)
-    schema["properties"] |= {
-        name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)
-    }
-    _drop_internal(schema)
+    for name in sorted(getattr(cls, "ignored_axolotl_keys", ())):
+        schema["properties"][name] = _IGNORED
     return {"$schema": DIALECT, **schema, "title": title}
-
-
-def _drop_internal(schema: Any) -> None:
-    """Drop from a schema, in place, what keys say for this program alone."""
-    if isinstance(schema, list):
-        for part in schema:
-            _drop_internal(part)
-    if isinstance(schema, dict):
-        properties = schema.get("properties")
-        if isinstance(properties, dict):
-            for described in properties.values():
-                for name in INTERNAL:
-                    described.pop(name, None)
-        for part in schema.values():
-            _drop_internal(part)
 
 
 def schema_text(cls: type[Config], title: str) -> str:
@@ -83,54 +76,42 @@ def schema_text(cls: type[Config], title: str) -> str:
     return json.dumps(json_schema(cls, title), indent=1) + "\n"
 
 
-_COMMENT_COLUMN = 56
-
-
 def format_config(cfg: Config) -> str:
     """Format every key with its resolved value, followed by its origin in a comment.
 
-    The origin is a location in a file (`configs/x.yaml:12`), an override, a flag, `default`, or
+    The origin is a place in a file (`configs/x.yaml:12`), an override, an option, `default`, or
     `derived`. Keys that have no effect given the others are marked `no effect`.
     """
-    values = cfg.model_dump(mode="json")
     ineffective = {*cfg.ineffective_keys, *cfg.ignored}
     lines = []
-    for name, field in type(cfg).model_fields.items():
-        default = "default" if getattr(cfg, name) == field.default else "derived"
-        origin = ", ".join(cfg.origin(name)) or default
+    for name, value in cfg.model_dump(mode="json").items():
+        is_default = getattr(cfg, name) == type(cfg).model_fields[name].default
+        origin = ", ".join(cfg.origin(name)) or ("default" if is_default else "derived")
         if name in ineffective:
             origin += ", no effect"
-        text = f"{name}: {_inline(values[name])}"
+        text = f"{name}: {_inline(value)}"
         lines.append(f"{text:<{_COMMENT_COLUMN}}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
-def _inline(value: object) -> str:
+def _inline(value: Any) -> str:
     """Format a value as one line of YAML, without the empty keys of list items."""
     if isinstance(value, list):
-        value = [_without_empty_keys(entry) for entry in value]
+        value = [
+            {key: item for key, item in entry.items() if item is not None}
+            if isinstance(entry, dict)
+            else entry
+            for entry in value
+        ]
     text = yaml.safe_dump(
         value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9
     )
-    return text.removesuffix("...\n").strip()
-
-
-def _without_empty_keys(entry: object) -> object:
-    if not isinstance(entry, dict):
-        return entry
-    return {key: item for key, item in entry.items() if item is not None}
-
-
-#: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
-SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
-#: The key reference.
-REFERENCE = "docs/configuration.md"
-START, END = "<!-- keys:start -->", "<!-- keys:end -->"
+    return str(text).removesuffix("...\n").strip()
 
 
 def key_reference() -> str:
     """Return the tables of all commands, between the markers `START` and `END`."""
-    classes: dict[str, type[BaseModel]] = {
+    classes: dict[str, type[Section]] = {
         "medusa-train": TrainConfig,
         "medusa-train: entries of `datasets`": DatasetConfig,
         **{f"medusa-train: section `{name}`": section for name, section in SECTIONS.items()},
@@ -149,50 +130,37 @@ def replace_reference(text: str) -> str:
     return before + key_reference() + rest.partition(END)[2]
 
 
-def key_table(cls: type[BaseModel]) -> str:
+def key_table(cls: type[Section]) -> str:
     """Return a Markdown table of the keys of `cls`: name, type, default, description."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
+    described = json_schema(cls, "")["properties"]
     for name, field in cls.model_fields.items():
-        if field.default is PydanticUndefined:
-            default = "required"
-        elif field.default is None:
-            default = ""
-        else:
-            default = f"`{_default(field.default)}`"
-        description = (field.description or "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
+        form = described[name]
+        default = "required" if field.is_required() else ""
+        if isinstance(field.default, float):
+            default = f"`{field.default:g}`"
+        elif form.get("default") is not None:
+            default = f"`{_inline(form['default'])}`"
+        meaning = form["description"].replace("|", "\\|")
+        rows.append(f"| `{name}` | {_type_name(form)} | {default} | {meaning} |")
     return "\n".join(rows)
 
 
-def _default(value: Any) -> str:
-    """Format a default as in YAML."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(str, value))}]"
-    if isinstance(value, str):
-        return value
-    return format_value(value)
-
-
-def _type_name(annotation: Any) -> str:
-    """Name a type for users of YAML."""
-    origin = get_origin(annotation)
-    if origin is typing.Annotated:
-        return _type_name(get_args(annotation)[0])
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    if origin in (typing.Union, types.UnionType):
-        names = [_type_name(part) for part in get_args(annotation) if part is not type(None)]
-        return " or ".join(dict.fromkeys(names))
-    if origin in (list, tuple):
-        return f"list of {_type_name(get_args(annotation)[0])}"
-    if origin is dict:
-        return "mapping"
-    plain = {bool: "boolean", int: "integer", float: "number", str: "text"}
-    if annotation in plain:
-        return plain[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping"
-    return str(annotation)
+def _type_name(form: dict[str, Any]) -> str:
+    """Name a type of JSON Schema for users of YAML."""
+    forms = [inner for inner in form.get("anyOf", ()) if inner != _NULL]
+    if forms and forms[-1].get("items") == forms[0]:  # a list, or its only item
+        return _type_name(forms[-1])
+    if forms:
+        return " or ".join(dict.fromkeys(_type_name(inner) for inner in forms))
+    values = form.get("enum") or ([form["const"]] if "const" in form else [])
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    kinds = form.get("type", "object")
+    kind = kinds if isinstance(kinds, str) else next(kind for kind in kinds if kind != "boolean")
+    if kind == "array":
+        return f"list of {_type_name(form['items'] if 'items' in form else form['prefixItems'][0])}"
+    return _TYPES.get(kind, kind)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator
 
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
+    HEADS,
+    TRAINING,
     Affects,
     Bool,
     ExportTarget,
-    Float,
+    Fraction,
     Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveShare,
+    Section,
+    Share,
     Text,
+    VocabSize,
     format_value,
     key,
     keys_affecting,
+    problem,
 )
 
 
@@ -54,7 +63,7 @@ class HeadsLoss(NamedTuple):
         return text
 
 
-class DraftConfig(BaseModel):
+class DraftConfig(Section):
     """Base class of a draft's section. Keys that affect the heads are arguments of the draft's class,
     the others its training alone.
 
@@ -69,8 +78,6 @@ class DraftConfig(BaseModel):
         masks_packed_rows: whether packed rows take an attention mask in training, for memory
             estimates.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     prefix: ClassVar[str]
     title: ClassVar[str]
@@ -87,12 +94,7 @@ class DraftConfig(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the draft's class."""
-        return self.model_dump(mode="json", exclude=set(self.training_keys))
-
-    @property
-    def training_keys(self) -> tuple[str, ...]:
-        """The keys that affect training alone."""
-        return keys_affecting(type(self), Affects.OPTIMIZATION)
+        return self.model_dump(mode="json", include=set(keys_affecting(type(self), HEADS)))
 
     @property
     def vocab_size_key(self) -> str:
@@ -150,9 +152,9 @@ class DraftConfig(BaseModel):
         return f"{self.num_heads} {self.title} heads"
 
 
-def _flat(affects: Affects) -> Any:
+def _flat(affects: Affects, default: Any = ...) -> Any:
     """Declare a key of `MedusaConfig`, which is described where it is flat."""
-    return key(..., "see medusa_*", affects=affects)
+    return key(default, "see medusa_*", affects)
 
 
 class MedusaConfig(DraftConfig):
@@ -164,13 +166,13 @@ class MedusaConfig(DraftConfig):
     exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
     lr_multiplier = 4.0  # Medusa, Shared Settings
 
-    num_heads: Int = _flat(Affects.HEADS)
-    num_layers: Int = _flat(Affects.HEADS)
-    share_lm_head: Bool = _flat(Affects.HEADS)
-    vocab_size: Int | None = _flat(Affects.HEADS)
-    markov_rank: Int = _flat(Affects.HEADS)
-    decay_coefficient: Float = _flat(Affects.OPTIMIZATION)
-    soft_targets: Float = _flat(Affects.OPTIMIZATION)
+    num_heads: Int = _flat(HEADS)
+    num_layers: Int = _flat(HEADS)
+    share_lm_head: Bool = _flat(HEADS)
+    vocab_size: Int | None = _flat(HEADS, None)
+    markov_rank: Int = _flat(HEADS)
+    decay_coefficient: PositiveShare = _flat(TRAINING)
+    soft_targets: Share = _flat(TRAINING)
 
     @property
     def shared_lm_heads(self) -> int:
@@ -186,30 +188,18 @@ class MedusaConfig(DraftConfig):
         return text
 
 
-def _vocab_size_key() -> Any:
-    text = (
-        "N: heads predict only the N most frequent tokens of the training data; default: all tokens"
-    )
-    return key(None, text, ge=16, affects=Affects.HEADS)
-
-
-def _normalize_embeddings_key() -> Any:
-    return key(
-        True,
-        "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as"
-        " published",
-        affects=Affects.HEADS,
-    )
-
-
-def _decay_key() -> Any:
-    return key(
-        1.0,
-        "c: weight of head k's loss is c**k; 1: all heads have the same weight",
-        gt=0,
-        le=1,
-        affects=Affects.OPTIMIZATION,
-    )
+# Keys of several drafts.
+_VOCAB_SIZE = key(
+    None,
+    "N: heads predict only the N most frequent tokens of the training data; default: all tokens",
+    HEADS,
+)
+_NORMALIZE_EMBEDDINGS = key(
+    True,
+    "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published",
+    HEADS,
+)
+_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
 
 
 class HydraConfig(DraftConfig):
@@ -218,44 +208,34 @@ class HydraConfig(DraftConfig):
     prefix = "hydra."
     title = "Hydra"
 
-    num_heads: Int = key(
+    num_heads: PositiveInt = key(
         4,
         "number of heads; head k predicts the k-th token after the next one, given the tokens"
         " between them",
-        ge=1,
+        HEADS,
         le=32,
-        affects=Affects.HEADS,
     )
-    num_layers: Int = key(
+    num_layers: PositiveInt = key(
         4,
         "MLP blocks per head; the first one reads the hidden state and the embeddings of the path's"
         " tokens",
-        ge=1,
+        HEADS,
         le=32,
-        affects=Affects.HEADS,
     )
     prefix_layer: Bool = key(
-        True,
-        "add a decoder layer with its own KV cache before the heads (Hydra++)",
-        affects=Affects.HEADS,
+        True, "add a decoder layer with its own KV cache before the heads (Hydra++)", HEADS
     )
-    normalize_embeddings: Bool = _normalize_embeddings_key()
-    dropout: Float = key(
-        0.2,
-        "dropout on the residual branch of each block during training",
-        ge=0,
-        lt=1,
-        affects=Affects.HEADS,
+    normalize_embeddings: Bool = _NORMALIZE_EMBEDDINGS
+    dropout: Fraction = key(
+        0.2, "dropout on the residual branch of each block during training", HEADS
     )
-    vocab_size: Int | None = _vocab_size_key()
-    decay_coefficient: Float = _decay_key()
-    soft_targets: Float = key(
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    decay_coefficient: PositiveShare = _DECAY
+    soft_targets: Share = key(
         1.0,
         "weight of the backbone's distribution in the heads' targets; the data's token has the"
         " rest",
-        ge=0,
-        le=1,
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
 
     @property
@@ -279,51 +259,34 @@ class AmphistaConfig(DraftConfig):
     prefix = "amphista."
     title = "Amphista"
 
-    num_heads: Int = key(
-        4,
-        "heads; head k predicts the k-th token after the next one, all in one pass",
-        ge=1,
-        le=32,
-        affects=Affects.HEADS,
+    num_heads: PositiveInt = key(
+        4, "heads; head k predicts the k-th token after the next one, all in one pass", HEADS, le=32
     )
-    auto_blocks: Int = key(
-        1,
-        "self-attention blocks over the heads; 2: the alpha variant, 0: none",
-        ge=0,
-        le=8,
-        affects=Affects.HEADS,
+    auto_blocks: NonNegativeInt = key(
+        1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", HEADS, le=8
     )
-    position_encoding: Bool = key(
-        True, "learned position of every head before these blocks", affects=Affects.HEADS
-    )
-    adaptation_layers: Int = key(
+    position_encoding: Bool = key(True, "learned position of every head before these blocks", HEADS)
+    adaptation_layers: NonNegativeInt = key(
         2,
         "decoder layers before the heads; 2: the later heads read the second one, 1: one for all"
         " heads, 0: none",
-        ge=0,
+        HEADS,
         le=2,
-        affects=Affects.HEADS,
     )
     sampled_token: Bool = key(
-        True,
-        "also read the embedding of the token that the backbone has just chosen",
-        affects=Affects.HEADS,
+        True, "also read the embedding of the token that the backbone has just chosen", HEADS
     )
-    normalize_embeddings: Bool = _normalize_embeddings_key()
-    vocab_size: Int | None = _vocab_size_key()
-    alignment_weight: Float = key(
+    normalize_embeddings: Bool = _NORMALIZE_EMBEDDINGS
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    alignment_weight: NonNegativeFloat = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)",
-        ge=0,
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
-    label_weight: Float = key(
-        0.5,
-        "lambda_2: weight of the loss against the data's tokens (default: ours)",
-        ge=0,
-        affects=Affects.OPTIMIZATION,
+    label_weight: NonNegativeFloat = key(
+        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
     )
-    decay_coefficient: Float = _decay_key()
+    decay_coefficient: PositiveShare = _DECAY
 
     @property
     def layer_passes(self) -> int:
@@ -356,41 +319,32 @@ class KangarooConfig(DraftConfig):
     layers_key = "kangaroo.exit_layer"
     merges = False  # its guesses pass through the backbone's first layers while they are drafted
 
-    num_heads: Int = key(
+    num_heads: PositiveInt = key(
         6,
         "gamma: maximum number of tokens that are drafted per step, one after another",
-        ge=1,
+        HEADS,
         le=32,
-        affects=Affects.HEADS,
     )
-    exit_layer: Int = key(
+    exit_layer: PositiveInt = key(
         2,
         "l: number of backbone layers before the early exit; the adapter reads their output",
-        ge=1,
-        affects=Affects.HEADS,
+        HEADS,
     )
-    threshold: Float = key(
-        0.6,
-        "eta: drafting stops after a token of at most this probability; 0: never",
-        ge=0,
-        le=1,
-        affects=Affects.HEADS,
+    threshold: Share = key(
+        0.6, "eta: drafting stops after a token of at most this probability; 0: never", HEADS
     )
-    mlp_size: Int = key(
+    mlp_size: NonNegativeInt = key(
         0,
         "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published",
-        ge=0,
-        affects=Affects.HEADS,
+        HEADS,
     )
     attention: Bool = key(
         True,
         "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)",
-        affects=Affects.HEADS,
+        HEADS,
     )
     share_lm_head: Bool = key(
-        True,
-        "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)",
-        affects=Affects.HEADS,
+        True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)", HEADS
     )
 
     @property
@@ -417,7 +371,7 @@ class KangarooConfig(DraftConfig):
 
 def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
     if list(layers) != sorted(layers):
-        raise PydanticCustomError("config_type", "must be in ascending order")
+        raise problem("must be in ascending order")
     return layers
 
 
@@ -433,43 +387,31 @@ class Eagle3Config(DraftConfig):
     masks_packed_rows = True
     exports = ("vllm", "sglang", "speculators")
 
-    num_heads: Int = key(
-        7,
-        "maximum number of tokens that are drafted one after another",
-        ge=1,
-        le=32,
-        affects=Affects.HEADS,
+    num_heads: PositiveInt = key(
+        7, "maximum number of tokens that are drafted one after another", HEADS, le=32
     )
-    train_steps: Int = key(
+    train_steps: PositiveInt = key(
         4,
         "steps of the training-time test: how many tokens in a row are drafted in training; 7 as"
         " published",
-        ge=1,
+        HEADS,
         le=16,
-        affects=Affects.HEADS,
     )
     layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
         None,
         "after how many of the backbone's layers the draft reads states; default: 2, half, all"
         " but 3",
-        affects=Affects.HEADS,
+        HEADS,
     )
-    vocab_size: Int | None = key(
+    vocab_size: VocabSize | None = key(
         None,
         "N: the draft predicts only the N most frequent tokens of the training data; default: all"
         " tokens",
-        ge=16,
-        affects=Affects.HEADS,
+        HEADS,
     )
-    decay_coefficient: Float = key(
-        0.8, "c: weight of step k's loss is c**k", gt=0, le=1, affects=Affects.OPTIMIZATION
-    )
-    soft_targets: Float = key(
-        1.0,
-        "weight of the backbone's distribution in the targets; rest: the token",
-        ge=0,
-        le=1,
-        affects=Affects.OPTIMIZATION,
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
+    soft_targets: Share = key(
+        1.0, "weight of the backbone's distribution in the targets; rest: the token", TRAINING
     )
 
     @property
@@ -540,64 +482,47 @@ DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTION
 # Drafts without training
 
 
-class LookupConfig(BaseModel):
+class LookupConfig(Section):
     """Keys of `lookup`: prompt lookup, which copies what followed the same n-gram in the prompt and
     the answer.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    max_ngram: Int = key(
-        3,
-        "longest n-gram that is looked up; shorter ones where it did not occur before",
-        ge=1,
-        le=32,
+    max_ngram: PositiveInt = key(
+        3, "longest n-gram that is looked up; shorter ones where it did not occur before", le=32
     )
-    max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
-    nodes: Int = key(
-        10,
-        "maximum number of nodes, where several continuations are copied as a tree",
-        ge=1,
-        le=256,
+    max_tokens: PositiveInt = key(10, "maximum number of tokens that are copied per step", le=128)
+    nodes: PositiveInt = key(
+        10, "maximum number of nodes, where several continuations are copied as a tree", le=256
     )
-    min_probability: Float = key(
+    min_probability: Fraction = key(
         0.05,
         "verify a node only if its probability is at least this, estimated from the earlier steps"
         " of the answer; 0: no minimum",
-        ge=0,
-        lt=1,
     )
 
 
-class RestConfig(BaseModel):
+class RestConfig(Section):
     """Keys of `rest`: REST, which copies what followed the same n-gram in a datastore."""
-
-    model_config = ConfigDict(extra="forbid")
 
     datastore: Text = key(
         ..., "text to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any file"
     )
-    max_ngram: Int = key(
-        16, "longest n-gram that is looked up; shorter ones where it does not occur", ge=1, le=64
+    max_ngram: PositiveInt = key(
+        16, "longest n-gram that is looked up; shorter ones where it does not occur", le=64
     )
-    max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
-    nodes: Int = key(
-        16,
-        "maximum number of nodes, where several continuations are copied as a tree",
-        ge=1,
-        le=256,
+    max_tokens: PositiveInt = key(10, "maximum number of tokens that are copied per step", le=128)
+    nodes: PositiveInt = key(
+        16, "maximum number of nodes, where several continuations are copied as a tree", le=256
     )
 
 
-class LookaheadConfig(BaseModel):
+class LookaheadConfig(Section):
     """Keys of `lookahead`: n-grams that the backbone guesses ahead of the text (Lookahead
     Decoding).
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    window: Int = key(
-        5, "W: columns of the window: positions that are guessed ahead in every step", ge=1, le=64
+    window: PositiveInt = key(
+        5, "W: columns of the window: positions that are guessed ahead in every step", le=64
     )
     ngram: Int = key(
         4,
@@ -606,11 +531,8 @@ class LookaheadConfig(BaseModel):
         ge=3,
         le=16,
     )
-    guesses: Int = key(
-        5,
-        "G: most n-grams to verify per step, the latest that begin with the last token",
-        ge=1,
-        le=64,
+    guesses: PositiveInt = key(
+        5, "G: most n-grams to verify per step, the latest that begin with the last token", le=64
     )
     pool_from_prompt: Bool = key(
         True, "also verify n-grams of the prompt and the answer; false: only of the window"
@@ -618,20 +540,19 @@ class LookaheadConfig(BaseModel):
 
 
 #: Section class and its key by the kind of draft.
-LOOKUPS: dict[str, tuple[type[BaseModel], str]] = {
+LOOKUPS: dict[str, tuple[type[Section], str]] = {
     "prompt_lookup": (LookupConfig, "lookup"),
     "lookahead": (LookaheadConfig, "lookahead"),
     "rest": (RestConfig, "rest"),
 }
 
 
-def _as_trained_draft(value: object) -> object:
+def _trained_draft(value: object) -> object:
     if isinstance(value, str) and value.rpartition("+")[2] in LOOKUPS:
-        text = (
+        raise problem(
             f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval"
             f" --draft {value}"
         )
-        raise PydanticCustomError("config_type", "{text}", {"text": text})
     return value
 
 
@@ -640,7 +561,7 @@ if TYPE_CHECKING:
     TrainedDraft = str
     LookupName = str
 else:
-    TrainedDraft = Annotated[Literal[tuple(DRAFT_CONFIGS)], BeforeValidator(_as_trained_draft)]
+    TrainedDraft = Annotated[Literal[tuple(DRAFT_CONFIGS)], BeforeValidator(_trained_draft)]
     _ADDED_TO = ("", *(f"{name}+" for name, section in DRAFT_CONFIGS.items() if section.merges))
     _NAMES: list[str] = []
     for _kind in LOOKUPS:
@@ -663,7 +584,7 @@ class LookupChoice:
     settings: dict[str, Any]
 
     @classmethod
-    def from_keys(cls, draft: str, section: BaseModel | None) -> LookupChoice:
+    def from_keys(cls, draft: str, section: Section | None) -> LookupChoice:
         """Return the choice of a valid value of `draft`; `section` with its keys, None for their
         defaults.
         """

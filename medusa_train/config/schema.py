@@ -6,21 +6,13 @@ Defaults are the Medusa paper's settings. An empty key (null) means the default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, model_validator
 
-from medusa_train.config.constraints import (
-    EVAL_CONSTRAINTS,
-    SELFDISTILL_CONSTRAINTS,
-    TRAIN_CONSTRAINTS,
-    find_ineffective_eval_keys,
-    find_ineffective_keys,
-    implies_joint_training,
-)
+from medusa_train.config import rules
 from medusa_train.config.draft_sections import (
     DRAFT_CONFIGS,
     LOOKUPS,
@@ -40,44 +32,52 @@ from medusa_train.config.draft_sections import (
 )
 from medusa_train.config.paths import expand_user, resolve_path
 from medusa_train.config.types import (
+    DATA,
+    HEADS,
+    NOTHING,
     STAGE_ONE,
+    TRAINING,
+    WEIGHTS,
     Address,
-    Addresses,
-    Affects,
     Bool,
     BoolOrAuto,
     ChatTemplateName,
     Config,
-    Constraint,
     ExportTarget,
-    ExportTargets,
-    Float,
+    Fraction,
     Int,
     Interval,
-    IntList,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOrMore,
+    PlainText,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
     PropertyMappings,
     Quantization,
     ReasoningTags,
     Resume,
     RoleNames,
     Schedule,
+    Section,
+    Share,
     SpecialTokens,
-    Stage,
     TemplateKwargs,
     Text,
-    TextList,
     TextOrMapping,
     VariableName,
-    format_value,
+    Violation,
+    VocabSize,
     key,
     keys_affecting,
-    keys_of_stage,
+    problem,
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
 # follow from the backbone's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
-    (
+    [
         "is_llama_derived_model",
         "is_mistral_derived_model",
         "is_falcon_derived_model",
@@ -122,7 +122,7 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         "use_reentrant",
         "loss_watchdog_threshold",
         "loss_watchdog_patience",
-    )
+    ]
 )
 
 Optimizer = Literal[
@@ -130,29 +130,41 @@ Optimizer = Literal[
 ]
 
 
+#: Keys of a data set that say how its turns are written.
+_TURN_KEYS = (
+    "field_messages",
+    "message_property_mappings",
+    "message_field_role",
+    "message_field_content",
+    "message_field_training",
+    "roles",
+)
+
+
 def _record_format(value: object) -> object:
     return "auto" if value == "chat_template" else value
 
 
-def _datasets(value: object) -> object:
-    """Let a path, or a list with paths, name datasets."""
-    if isinstance(value, str):
-        return [{"path": value}]
-    if not isinstance(value, list):
-        return value
-    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
+def _stage_one(value: object) -> object:
+    """Validate what earlier versions allowed in place of keys."""
+    if isinstance(value, str) or (isinstance(value, dict) and "config" in value):
+        raise problem(
+            "a second file is no longer read; write the keys in which stage one differs from the"
+            " run, for example `stage_one: {learning_rate: 1e-3, num_epochs: 1}`"
+        )
+    return value
 
 
-class DatasetConfig(BaseModel):
+StageOne = Annotated[dict[str, Any], BeforeValidator(_stage_one)]
+
+
+class DatasetConfig(Section):
     """One entry of `datasets`."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    #: Keys of Axolotl's datasets, with what to do instead.
-    axolotl_hints: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"
-        ),
+    text_key = "path"
+    axolotl_hints: ClassVar = {
+        "train_on_eos": "the end of every answer is trained; remove it",
+        "train_on_eot": "the end of every answer is trained; remove it",
         "roles_to_train": "applies to all datasets: set it beside `datasets`",
         "chat_template": (
             "is named `conversation` here, or set it for all datasets beside `datasets`"
@@ -192,10 +204,11 @@ class DatasetConfig(BaseModel):
     name: Text | None = key(
         None, "configuration name of a hub dataset, or subdirectory of a directory"
     )
-    data_files: TextList | None = key(
+    data_files: OneOrMore[PlainText] | None = key(
         None,
         "files to read, with path: json or parquet (also patterns); or files of the directory or"
         " hub dataset in `path`",
+        min_length=1,
     )
     ds_type: Literal["json", "parquet"] | None = key(
         None, "format of the files, checked; default: follows from their names"
@@ -204,37 +217,14 @@ class DatasetConfig(BaseModel):
     @model_validator(mode="after")
     def _check_fields(self) -> DatasetConfig:
         """Refuse two names for the same part of a turn, and names of turns that alpaca lacks."""
-        mapped = self.message_property_mappings or {}
-        problem = None
-        if self.data_files == []:
-            problem = "data_files: name a file, or leave the key out"
-        elif "role" in mapped and self.message_field_role is not None:
-            problem = "message_field_role and message_property_mappings both name the role"
-        elif "content" in mapped and self.message_field_content is not None:
-            problem = "message_field_content and message_property_mappings both name the content"
-        elif self.type == "alpaca" and self.has_fields:
-            problem = (
-                "alpaca has no turns: remove field_messages, message_property_mappings,"
-                " message_field_* and roles"
-            )
-        if problem is not None:
-            raise PydanticCustomError("config_type", "{text}", {"text": problem})
+        for part in self.message_property_mappings or {}:
+            if getattr(self, f"message_field_{part}") is not None:
+                raise problem(
+                    f"message_field_{part} and message_property_mappings both name the {part}"
+                )
+        if self.type == "alpaca" and self.model_fields_set.intersection(_TURN_KEYS):
+            raise problem(f"alpaca has no turns: remove {', '.join(_TURN_KEYS)}")
         return self
-
-    @property
-    def has_fields(self) -> bool:
-        """Whether a key says how turns are written."""
-        return any(
-            value is not None
-            for value in (
-                self.field_messages,
-                self.message_property_mappings,
-                self.message_field_role,
-                self.message_field_content,
-                self.message_field_training,
-                self.roles,
-            )
-        )
 
     @property
     def role_key(self) -> str | None:
@@ -247,15 +237,10 @@ class DatasetConfig(BaseModel):
         return self.message_field_content or (self.message_property_mappings or {}).get("content")
 
 
-#: Keys that say the same in two ways, or exclude each other.
+#: Keys of which one counts, as those in `EXCLUSIVE`, where both are no error.
 _ALTERNATIVES = (
-    ("save_steps", "saves_per_epoch"),
-    ("eval_steps", "evals_per_epoch"),
-    ("warmup_steps", "warmup_ratio"),
-    ("load_in_4bit", "load_in_8bit"),
+    *rules.EXCLUSIVE,
     ("test_datasets", "val_set_size"),
-    ("overwrite_output_dir", "resume_from_checkpoint"),
-    ("bf16", "fp16"),
     ("stage_one", "lora_model_dir"),
 )
 
@@ -263,15 +248,14 @@ _ALTERNATIVES = (
 class TrainConfig(Config):
     """Keys of `medusa-train`."""
 
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
+    replaces = (
         *_ALTERNATIVES,
         *((other, name) for name, other in _ALTERNATIVES),
         ("num_epochs", "max_steps"),
         ("recipe", "medusa_only_heads"),
     )
 
-    #: Keys of Axolotl, with what to do instead.
-    axolotl_hints: ClassVar[Mapping[str, str]] = {
+    axolotl_hints: ClassVar = {
         "attn_implementation": (
             "is chosen by `flash_attention`; leave it out for the fastest that there is"
         ),
@@ -280,502 +264,312 @@ class TrainConfig(Config):
         "train_on_eos": "the end of every answer is trained; remove it",
         "wandb_mode": "set the environment variable WANDB_MODE",
     }
-    options: ClassVar[Mapping[str, str]] = {
+    options: ClassVar = {
         "overwrite_output_dir": "--overwrite",
         "resume_from_checkpoint": "--resume",
     }
+    ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
+    stand_ins: ClassVar = {"base_model": "?", "datasets": "?"}
 
     # Backbone
-    base_model: Text = key(
-        ...,
-        "the backbone: a Hugging Face model directory or a hub name",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
-    )
-    trust_remote_code: Bool = key(
-        False,
-        "allow Python code from the backbone's repository",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
-    )
-    load_in_4bit: Bool = key(
-        False, "quantize the backbone to 4-bit NF4 (bitsandbytes)", affects=Affects.WEIGHTS
-    )
-    load_in_8bit: Bool = key(
-        False, "quantize the backbone to 8 bits (bitsandbytes)", affects=Affects.WEIGHTS
-    )
+    base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name", DATA)
+    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository", DATA)
+    load_in_4bit: Bool = key(False, "quantize the backbone to 4-bit NF4 (bitsandbytes)", WEIGHTS)
+    load_in_8bit: Bool = key(False, "quantize the backbone to 8 bits (bitsandbytes)", WEIGHTS)
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None,
         "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another"
         " key implies it",
-        affects=Affects.WEIGHTS,
+        WEIGHTS,
     )
     draft: TrainedDraft = key(
-        "medusa",
-        "kind of draft to train; all but medusa require a frozen backbone",
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
+        "medusa", "kind of draft to train; all but medusa require a frozen backbone", HEADS
     )
-    hydra: HydraConfig | None = key(
-        None, "settings of draft: hydra", affects=Affects.HEADS, stage=Stage.SHARED
+    hydra: HydraConfig | None = key(None, "settings of draft: hydra", HEADS)
+    amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
+    kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo", HEADS)
+    eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3", HEADS)
+    medusa_num_heads: PositiveInt = key(
+        5, "K: number of heads; head k predicts the k-th token after the next one", HEADS, le=32
     )
-    amphista: AmphistaConfig | None = key(
-        None, "settings of draft: amphista", affects=Affects.HEADS, stage=Stage.SHARED
+    medusa_num_layers: NonNegativeInt = key(
+        1, "residual blocks per head; 0: a linear head without blocks", HEADS, le=32
     )
-    kangaroo: KangarooConfig | None = key(
-        None, "settings of draft: kangaroo", affects=Affects.HEADS, stage=Stage.SHARED
+    medusa_decay_coefficient: PositiveShare = key(
+        0.8, "c: weight of head k's loss is c**k", TRAINING
     )
-    eagle3: Eagle3Config | None = key(
-        None, "settings of draft: eagle3", affects=Affects.HEADS, stage=Stage.SHARED
-    )
-    medusa_num_heads: Int = key(
-        5,
-        "K: number of heads; head k predicts the k-th token after the next one",
-        ge=1,
-        le=32,
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
-    )
-    medusa_num_layers: Int = key(
-        1,
-        "residual blocks per head; 0: a linear head without blocks",
-        ge=0,
-        le=32,
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
-    )
-    medusa_decay_coefficient: Float = key(
-        0.8, "c: weight of head k's loss is c**k", gt=0, le=1, affects=Affects.OPTIMIZATION
-    )
-    medusa_heads_coefficient: Float = key(
-        0.2, "lambda0: weight of the heads' loss (medusa2 only)", ge=0, affects=Affects.OPTIMIZATION
+    medusa_heads_coefficient: NonNegativeFloat = key(
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", TRAINING
     )
     medusa_scheduler: Schedule = key(
         "constant",
         "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
         " fraction R of the run)",
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
     medusa_only_heads: Bool | None = key(
-        None,
-        "true: recipe medusa1, false: medusa2; default: follows from recipe",
-        affects=Affects.OPTIMIZATION,
+        None, "true: recipe medusa1, false: medusa2; default: follows from recipe", TRAINING
     )
-    medusa_lr_multiplier: Float | None = key(
+    medusa_lr_multiplier: PositiveFloat | None = key(
         None,
         "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1",
-        gt=0,
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
     medusa_self_distillation: Bool = key(
-        False,
-        "LM loss is the KL from the backbone without adapter (medusa2 only)",
-        affects=Affects.OPTIMIZATION,
+        False, "LM loss is the KL from the backbone without adapter (medusa2 only)", TRAINING
     )
-    medusa_distillation_regularization: Float = key(
-        0.0,
-        "rho: weight of the teacher's distribution in the LM target (medusa2 only)",
-        ge=0,
-        le=1,
-        affects=Affects.OPTIMIZATION,
+    medusa_distillation_regularization: Share = key(
+        0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", TRAINING
     )
-    medusa_soft_targets: Float = key(
-        0.0,
-        "weight of the backbone's distribution in the heads' targets",
-        ge=0,
-        le=1,
-        affects=Affects.OPTIMIZATION,
+    medusa_soft_targets: Share = key(
+        0.0, "weight of the backbone's distribution in the heads' targets", TRAINING
     )
-    medusa_num_unfreeze_layers: Int = key(
+    medusa_num_unfreeze_layers: NonNegativeInt = key(
         0,
         "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
-        ge=0,
-        affects=Affects.WEIGHTS,
+        WEIGHTS,
     )
     medusa_logging: Bool = key(
-        False, "log the top-k accuracy of each head during training", affects=Affects.NOTHING
+        False, "log the top-k accuracy of each head during training", NOTHING
     )
     medusa_share_lm_head: Bool = key(
-        False,
-        "heads share the backbone's lm_head instead of training one each",
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
+        False, "heads share the backbone's lm_head instead of training one each", HEADS
     )
-    medusa_vocab_size: Int | None = key(
+    medusa_vocab_size: VocabSize | None = key(
         None,
         "N: heads predict only the N most frequent tokens of the training data; default: all"
         " tokens",
-        ge=16,
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
+        HEADS,
     )
-    medusa_markov_rank: Int = key(
+    medusa_markov_rank: NonNegativeInt = key(
         0,
         "r: rank of a bias on the heads' logits that depends on the token before the predicted one;"
         " 0: none",
-        ge=0,
+        HEADS,
         le=1024,
-        affects=Affects.HEADS,
-        stage=Stage.SHARED,
     )
-    calibration_tokens: Int = key(
-        6000,
-        "tokens to generate on held-out prompts to fit tree.json; 0: no tree",
-        ge=0,
-        affects=Affects.NOTHING,
+    calibration_tokens: NonNegativeInt = key(
+        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", NOTHING
     )
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(
-        None, "train the backbone through a LoRA adapter (medusa2 only)", affects=Affects.WEIGHTS
+        None, "train the backbone through a LoRA adapter (medusa2 only)", WEIGHTS
     )
-    lora_r: Int = key(32, "rank of the adapter", ge=1, affects=Affects.WEIGHTS)
-    lora_alpha: Int = key(
-        16, "scaling of the adapter: lora_alpha / lora_r", ge=1, affects=Affects.WEIGHTS
+    lora_r: PositiveInt = key(32, "rank of the adapter", WEIGHTS)
+    lora_alpha: PositiveInt = key(16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS)
+    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", TRAINING)
+    lora_target_modules: OneOrMore[PlainText] | None = key(
+        None, "linear layers to adapt; default: all", WEIGHTS
     )
-    lora_dropout: Float = key(
-        0.05, "dropout on the adapter's input", ge=0, lt=1, affects=Affects.OPTIMIZATION
-    )
-    lora_target_modules: TextList | None = key(
-        None, "linear layers to adapt; default: all", affects=Affects.WEIGHTS
-    )
-    lora_target_linear: Bool = key(False, "adapt every linear layer", affects=Affects.WEIGHTS)
-    lora_modules_to_save: TextList | None = key(
-        None, "modules to train in full in addition to the adapter", affects=Affects.WEIGHTS
+    lora_target_linear: Bool = key(False, "adapt every linear layer", WEIGHTS)
+    lora_modules_to_save: OneOrMore[PlainText] | None = key(
+        None, "modules to train in full in addition to the adapter", WEIGHTS
     )
     lora_model_dir: Text | None = key(
         None,
         "finished run to initialize heads and adapter from (two-stage training); replaces"
         " stage_one",
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
-    stage_one: TextOrMapping | None = key(
+    stage_one: StageOne | None = key(
         None,
-        "two-stage training in one run: configuration that trains the heads first, in"
-        " output_dir/stage_one; a YAML file, or a mapping of `config: FILE` and keys that override"
-        " it (stage_one.max_steps=100). Both stages have the model, heads, data, precision,"
-        " optimizer, deepspeed, seed and dashboards that are set here. Stage one has its own batch"
-        " size, learning rate, epochs and quantization",
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.WHOLE_RUN,
+        "two-stage training in one run: the heads are trained first, in output_dir/stage_one, by"
+        " this configuration with recipe: medusa1, without the keys of the adapter and of joint"
+        " training, and with the keys that are set here: {learning_rate: 1e-3, num_epochs: 1}",
+        TRAINING,
     )
 
     # Data
-    datasets: Annotated[list[DatasetConfig], BeforeValidator(_datasets)] = key(
-        ..., "training data", min_length=1, affects=Affects.DATA, stage=Stage.SHARED
-    )
-    dataset_prepared_path: Text | None = key(
-        None, "directory to cache tokenized data in", affects=Affects.NOTHING, stage=Stage.SHARED
-    )
+    datasets: OneOrMore[DatasetConfig] = key(..., "training data", DATA, min_length=1)
+    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in", NOTHING)
     cache_hidden_states: Bool = key(
         False,
         "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and"
         " runs read them instead of running the backbone",
-        affects=Affects.NOTHING,
+        NOTHING,
     )
-    dataset_processes: Int | None = key(
+    dataset_processes: PositiveInt | None = key(
         None,
         "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small"
         " data: 1",
-        ge=1,
-        affects=Affects.NOTHING,
-        stage=Stage.SHARED,
+        NOTHING,
     )
     sequence_len: Int = key(
         2048,
         "maximum length in tokens; longer conversations are cut at the end of a turn",
+        DATA,
         ge=4,
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
     )
     sample_packing: Bool = key(
-        False,
-        "pack several conversations into one row of sequence_len tokens",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        False, "pack several conversations into one row of sequence_len tokens", DATA
     )
     chat_template: ChatTemplateName = key(
         None,
         "name of the chat template, or a .jinja file; "
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        DATA,
     )
     chat_template_kwargs: TemplateKwargs | None = key(
-        None,
-        "variables of the template: {enable_thinking: false}",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        None, "variables of the template: {enable_thinking: false}", DATA
     )
     special_tokens: SpecialTokens | None = key(
         None,
         "tokens of the vocabulary to use as eos_token, bos_token, unk_token or pad_token, as in"
         " Axolotl: {eos_token: <|im_end|>}; answers end at the eos_token, too",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        DATA,
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        DATA,
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
-        ["assistant"],
-        "roles whose turns are training targets",
-        min_length=1,
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        ["assistant"], "roles whose turns are training targets", DATA, min_length=1
     )
-    train_on_inputs: Bool = key(
-        False, "train on all tokens, including prompts", affects=Affects.DATA, stage=Stage.SHARED
+    train_on_inputs: Bool = key(False, "train on all tokens, including prompts", DATA)
+    val_set_size: Fraction = key(
+        0.05, "share of the conversations to hold out, if test_datasets is not set", DATA
     )
-    val_set_size: Float = key(
-        0.05,
-        "share of the conversations to hold out, if test_datasets is not set",
-        ge=0,
-        lt=1,
-        affects=Affects.DATA,
-        stage=Stage.SHARED | Stage.WHOLE_RUN,
-    )
-    test_datasets: Annotated[list[DatasetConfig] | None, BeforeValidator(_datasets)] = key(
+    test_datasets: OneOrMore[DatasetConfig] | None = key(
         None,
         "data for evaluation and to fit the tree, of which nothing is trained on; default: held out"
         " by val_set_size",
+        DATA,
         min_length=1,
-        affects=Affects.DATA,
-        stage=Stage.SHARED | Stage.WHOLE_RUN,
     )
     skip_bad_records: Bool = key(
         False,
         "skip invalid records of your own files, too, instead of failing; those of `sharegpt`,"
         " `ultrachat` and the hub are skipped",
-        affects=Affects.DATA,
-        stage=Stage.SHARED,
+        DATA,
     )
 
     # Optimization
-    micro_batch_size: Int = key(
-        1,
-        "conversations per forward pass (rows if sample_packing)",
-        ge=1,
-        affects=Affects.OPTIMIZATION,
+    micro_batch_size: PositiveInt = key(
+        1, "conversations per forward pass (rows if sample_packing)", TRAINING
     )
-    gradient_accumulation_steps: Int = key(
-        1, "forward passes per optimizer step", ge=1, affects=Affects.OPTIMIZATION
-    )
-    num_epochs: Float = key(2, "number of epochs", gt=0, affects=Affects.OPTIMIZATION)
-    max_steps: Int | None = key(
-        None,
-        "maximum number of optimizer steps; overrides num_epochs",
-        ge=1,
-        affects=Affects.OPTIMIZATION,
+    gradient_accumulation_steps: PositiveInt = key(1, "forward passes per optimizer step", TRAINING)
+    num_epochs: PositiveFloat = key(2, "number of epochs", TRAINING)
+    max_steps: PositiveInt | None = key(
+        None, "maximum number of optimizer steps; overrides num_epochs", TRAINING
     )
     optimizer: Optimizer = key(
         "adamw_torch",
         "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes",
-        affects=Affects.WEIGHTS,
-        stage=Stage.SHARED,
+        WEIGHTS,
     )
-    adam_beta1: Float = key(
-        0.9,
-        "decay of AdamW's mean of gradients",
-        ge=0,
-        lt=1,
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
-    )
-    adam_beta2: Float = key(
+    adam_beta1: Fraction = key(0.9, "decay of AdamW's mean of gradients", TRAINING)
+    adam_beta2: Fraction = key(
         0.999,
         "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo at 7B and 8B: 0.95",
-        ge=0,
-        lt=1,
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
+        TRAINING,
     )
-    adam_epsilon: Float = key(
-        1e-8,
-        "AdamW's term against division by zero",
-        gt=0,
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
-    )
+    adam_epsilon: PositiveFloat = key(1e-8, "AdamW's term against division by zero", TRAINING)
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
-        "cosine", "learning rate schedule; constant has no warm-up", affects=Affects.OPTIMIZATION
+        "cosine", "learning rate schedule; constant has no warm-up", TRAINING
     )
-    cosine_min_lr_ratio: Float = key(
-        0.0,
-        "final learning rate of cosine, relative to the peak",
-        ge=0,
-        lt=1,
-        affects=Affects.OPTIMIZATION,
+    cosine_min_lr_ratio: Fraction = key(
+        0.0, "final learning rate of cosine, relative to the peak", TRAINING
     )
-    learning_rate: Float = key(
-        5e-4,
-        "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier",
-        gt=0,
-        affects=Affects.OPTIMIZATION,
+    learning_rate: PositiveFloat = key(
+        5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", TRAINING
     )
-    warmup_steps: Int | None = key(
-        None, "linear warm-up in optimizer steps", ge=0, affects=Affects.OPTIMIZATION
+    warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps", TRAINING)
+    warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run", TRAINING)
+    weight_decay: NonNegativeFloat = key(0.0, "weight decay, applied to matrices only", TRAINING)
+    max_grad_norm: NonNegativeFloat = key(
+        1.0, "maximum gradient norm for clipping; 0: no clipping", TRAINING
     )
-    warmup_ratio: Float | None = key(
-        None, "linear warm-up as a fraction of the run", ge=0, lt=1, affects=Affects.OPTIMIZATION
+    max_nonfinite_steps: NonNegativeInt = key(
+        0, "maximum number of NaN/Inf steps to skip before aborting", TRAINING
     )
-    weight_decay: Float = key(
-        0.0, "weight decay, applied to matrices only", ge=0, affects=Affects.OPTIMIZATION
-    )
-    max_grad_norm: Float = key(
-        1.0,
-        "maximum gradient norm for clipping; 0: no clipping",
-        ge=0,
-        affects=Affects.OPTIMIZATION,
-    )
-    max_nonfinite_steps: Int = key(
-        0,
-        "maximum number of NaN/Inf steps to skip before aborting",
-        ge=0,
-        affects=Affects.OPTIMIZATION,
-    )
-    seed: Int = key(
-        42, "random seed", ge=0, affects=Affects.DATA, stage=Stage.SHARED | Stage.WHOLE_RUN
-    )
+    seed: NonNegativeInt = key(42, "random seed", DATA)
 
     # Precision and memory
     bf16: BoolOrAuto = key(
         "auto",
         "compute in bfloat16; auto: if the device multiplies it faster than float32",
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
+        TRAINING,
     )
     fp16: Bool = key(
-        False,
-        "compute in float16 with loss scaling (GPU only; float32 on a CPU)",
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
+        False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)", TRAINING
     )
-    tf32: Bool = key(
-        False,
-        "allow TF32 in float32 matrix products",
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
-    )
+    tf32: Bool = key(False, "allow TF32 in float32 matrix products", TRAINING)
     gradient_checkpointing: BoolOrAuto = key(
         False,
         "recompute activations to save memory (medusa2 only); auto: if the estimate without it takes"
         " more than 90 % of the GPU's memory",
-        affects=Affects.NOTHING,
+        NOTHING,
     )
     flash_attention: BoolOrAuto = key(
         "auto",
         "use flash-attn's varlen kernel on packed rows, else one call of torch's attention for each"
         " conversation; auto: if it is installed and supported",
-        affects=Affects.NOTHING,
-        stage=Stage.SHARED,
+        NOTHING,
     )
     torch_compile: Bool = key(
         False,
         "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer. Not benchmarked on a GPU yet",
-        affects=Affects.NOTHING,
+        NOTHING,
     )
     deepspeed: TextOrMapping | None = key(
-        None,
-        "a JSON file (configs/deepspeed/zero2.json), or a mapping",
-        affects=Affects.OPTIMIZATION,
-        stage=Stage.SHARED,
+        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping", TRAINING
     )
 
     # Run
-    output_dir: Text = key(
-        "runs/medusa", "output directory of the run", affects=Affects.NOTHING, stage=Stage.WHOLE_RUN
-    )
+    output_dir: Text = key("runs/medusa", "output directory of the run", NOTHING)
     overwrite_output_dir: Bool = key(
-        False,
-        "delete an earlier run in output_dir and start over",
-        affects=Affects.NOTHING,
-        stage=Stage.WHOLE_RUN,
+        False, "delete an earlier run in output_dir and start over", NOTHING
     )
     resume_from_checkpoint: Resume = key(
-        None,
-        "true or auto: resume from the newest checkpoint; or the path of one",
-        affects=Affects.NOTHING,
-        stage=Stage.WHOLE_RUN,
+        None, "true or auto: resume from the newest checkpoint; or the path of one", NOTHING
     )
-    logging_steps: Int = key(
-        10, "log metrics every N optimizer steps", ge=1, affects=Affects.NOTHING
-    )
+    logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps", NOTHING)
     eval_steps: Interval | None = key(
-        None,
-        "evaluate every N optimizer steps (below 1: fraction of the run)",
-        affects=Affects.NOTHING,
+        None, "evaluate every N optimizer steps (below 1: fraction of the run)", NOTHING
     )
-    evals_per_epoch: Int | None = key(
-        None,
-        "evaluations per epoch; default: 1 if eval_steps is not set",
-        ge=1,
-        affects=Affects.NOTHING,
+    evals_per_epoch: PositiveInt | None = key(
+        None, "evaluations per epoch; default: 1 if eval_steps is not set", NOTHING
     )
     save_steps: Interval | None = key(
-        None,
-        "save a checkpoint every N optimizer steps (below 1: fraction of the run)",
-        affects=Affects.NOTHING,
+        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)", NOTHING
     )
-    saves_per_epoch: Int | None = key(
-        None,
-        "checkpoints per epoch; default: 1 if save_steps is not set",
-        ge=1,
-        affects=Affects.NOTHING,
+    saves_per_epoch: PositiveInt | None = key(
+        None, "checkpoints per epoch; default: 1 if save_steps is not set", NOTHING
     )
-    save_total_limit: Int = key(
-        2,
-        "number of newest checkpoints to keep, beside the weights of the best one",
-        ge=1,
-        affects=Affects.NOTHING,
+    save_total_limit: PositiveInt = key(
+        2, "number of newest checkpoints to keep, beside the weights of the best one", NOTHING
     )
-    early_stopping_patience: Int | None = key(
+    early_stopping_patience: PositiveInt | None = key(
         None,
         "stop after this many evaluations without improvement, and use the weights of the best one",
-        ge=1,
-        affects=Affects.OPTIMIZATION,
+        TRAINING,
     )
-    export: ExportTargets | None = key(
-        None,
-        "layouts to export to output_dir/export after training",
-        affects=Affects.NOTHING,
-        stage=Stage.WHOLE_RUN,
+    export: OneOrMore[ExportTarget] | None = key(
+        None, "layouts to export to output_dir/export after training", NOTHING
     )
     use_tensorboard: Bool = key(
-        False,
-        "write TensorBoard event files to output_dir/tensorboard",
-        affects=Affects.NOTHING,
-        stage=Stage.SHARED,
+        False, "write TensorBoard event files to output_dir/tensorboard", NOTHING
     )
-    wandb_project: Text | None = key(
-        None, "Weights & Biases project to log to", affects=Affects.NOTHING, stage=Stage.SHARED
-    )
-    wandb_entity: Text | None = key(
-        None, "Weights & Biases entity (team or user)", affects=Affects.NOTHING, stage=Stage.SHARED
-    )
+    wandb_project: Text | None = key(None, "Weights & Biases project to log to", NOTHING)
+    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)", NOTHING)
     wandb_name: Text | None = key(
-        None,
-        "Weights & Biases name of the run; default: its directory's",
-        affects=Affects.NOTHING,
-        stage=Stage.WHOLE_RUN,
+        None, "Weights & Biases name of the run; default: its directory's", NOTHING
     )
-    wandb_run_id: Text | None = key(
-        None, "Weights & Biases run to resume", affects=Affects.NOTHING, stage=Stage.WHOLE_RUN
-    )
+    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", NOTHING)
 
-    ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
-    constraints: ClassVar[tuple[Constraint, ...]] = TRAIN_CONSTRAINTS
+    def violations(self) -> Iterable[Violation]:
+        """Yield the rules of training that are broken."""
+        return rules.train_violations(self)
 
     @property
     def trains_stage_one(self) -> bool:
         """Whether heads are trained first; `lora_model_dir` names a run that already did."""
-        return bool(self.stage_one) and self.lora_model_dir is None
+        return self.stage_one is not None and self.lora_model_dir is None
 
     @property
     def mixes_rows(self) -> bool:
@@ -815,8 +609,9 @@ class TrainConfig(Config):
 
     @property
     def stage_one_values(self) -> dict[str, Any]:
-        """Values that stage one always has: its directory, and no tree."""
-        return {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
+        """Values that stage one always has: its recipe, its directory, and no tree."""
+        directory = str(Path(self.output_dir) / STAGE_ONE)
+        return {"recipe": "medusa1", "output_dir": directory, "calibration_tokens": 0}
 
     @property
     def heads_keys(self) -> dict[str, Any]:
@@ -825,31 +620,12 @@ class TrainConfig(Config):
         settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
-    def stage_one_mismatches(self, first: TrainConfig) -> dict[str, str]:
-        """Compare the heads that `first` trains with those of this run; it must train nothing else."""
-        different = {}
-        first_keys = first.heads_keys
-        for name, value in self.heads_keys.items():
-            first_value = first_keys.get(name)
-            if value == first_value:
-                continue
-            origin = ", ".join(self.origin(name)) or "default"
-            different[name] = (
-                f"{format_value(first_value)}: the heads of stage two have {format_value(value)}"
-                f" ({origin}); both must be equal"
-            )
-        if first.recipe != "medusa1":
-            different["recipe"] = (
-                f"{first.recipe}: stage one trains heads on a frozen backbone, recipe: medusa1"
-            )
-        return different
-
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
         """Keys of joint training if the backbone is frozen, of the adapter if there is none, and
         similar ones.
         """
-        return tuple(find_ineffective_keys(self))
+        return tuple(rules.ineffective_train_keys(self))
 
     @property
     def all_datasets(self) -> list[DatasetConfig]:
@@ -908,7 +684,7 @@ class TrainConfig(Config):
         `chat_template` follows from the datasets if all have the same `conversation`, so that
         decoding uses the template of training. The section of `draft` gets its defaults.
         """
-        recipe = self.recipe or ("medusa2" if implies_joint_training(self) else "medusa1")
+        recipe = self.recipe or ("medusa2" if rules.implies_joint_training(self) else "medusa1")
         template = self.chat_template or None
         templates = {dataset.conversation for dataset in self.datasets}
         if template is None and len(templates) == 1:
@@ -926,15 +702,26 @@ class TrainConfig(Config):
         return self.model_copy(update=derived)
 
 
-#: Keys that stage one takes from the configuration that names it, where that sets them.
-SHARED_WITH_STAGE_ONE = keys_of_stage(TrainConfig, Stage.SHARED)
-#: Keys that stage one's file does not set: the run decides for both, so that both hold out the
-# same conversations.
-NOT_IN_STAGE_ONE = keys_of_stage(TrainConfig, Stage.WHOLE_RUN)
 #: Keys that decide which examples there are: stages with equal values share the data.
-DATA_KEYS = keys_affecting(TrainConfig, Affects.DATA)
+DATA_KEYS = keys_affecting(TrainConfig, DATA)
 #: Keys on which trained weights and the optimizer depend, beside base_model and the heads' own.
-WEIGHT_KEYS = keys_affecting(TrainConfig, Affects.WEIGHTS)
+WEIGHT_KEYS = keys_affecting(TrainConfig, WEIGHTS)
+#: Keys of the run and of joint training, which stage one does not have from it.
+NOT_INHERITED = (
+    *("stage_one", "lora_model_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
+    *("wandb_name", "wandb_run_id", "recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
+    *("medusa_self_distillation", "medusa_distillation_regularization"),
+    *("medusa_heads_coefficient", "medusa_scheduler"),
+    *(name for name in TrainConfig.model_fields if name.startswith(("adapter", "lora_"))),
+)
+#: Keys that `stage_one` cannot set: both stages hold out the same conversations, and train heads of
+# one kind.
+NOT_IN_STAGE_ONE = (
+    *("stage_one", "lora_model_dir", "output_dir", "overwrite_output_dir", "export"),
+    *("resume_from_checkpoint", "wandb_name", "wandb_run_id"),
+    *("base_model", "seed", "val_set_size", "test_datasets"),
+    *keys_affecting(TrainConfig, HEADS),
+)
 
 
 class EvalConfig(Config):
@@ -960,8 +747,7 @@ class EvalConfig(Config):
         None, "variables of the template, such as {enable_thinking: false}; default: the run's"
     )
     special_tokens: SpecialTokens | None = key(
-        None,
-        "tokens of the vocabulary to use as eos_token and so on; default: the run's",
+        None, "tokens of the vocabulary to use as eos_token and so on; default: the run's"
     )
     tree: Text | None = key(
         None,
@@ -978,14 +764,12 @@ class EvalConfig(Config):
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
     lookahead: LookaheadConfig | None = key(None, "settings of lookahead")
     rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
-    threshold: Float | None = key(
+    threshold: Share | None = key(
         None,
         "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; if"
         " set, no CUDA graphs; default: the run's, 0 with CUDA graphs",
-        ge=0,
-        le=1,
     )
-    max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
+    max_new_tokens: PositiveInt = key(256, "maximum length of an answer in tokens")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
         "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
@@ -1001,35 +785,36 @@ class EvalConfig(Config):
         "greedy: plain decoding's tokens; sampling: samples of the model's distribution (lossless);"
         " typical: any plausible draft token, which changes the distribution",
     )
-    temperature: Float | None = key(
-        None, "temperature of sampling and typical acceptance; default: 0.7", ge=0
+    temperature: NonNegativeFloat | None = key(
+        None, "temperature of sampling and typical acceptance; default: 0.7"
     )
-    top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
-    top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
-    epsilon: Float = key(
-        0.09, "typical acceptance: probability above which a token is always accepted", gt=0
+    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
+    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
+    epsilon: PositiveFloat = key(
+        0.09, "typical acceptance: probability above which a token is always accepted"
     )
-    delta: Float = key(
-        0.3,
-        "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions",
-        gt=0,
+    delta: PositiveFloat = key(
+        0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions"
     )
-    batch_size: Int = key(1, "number of questions to answer in the same passes", ge=1)
-    limit: Int | None = key(None, "use only N questions, taken from all categories in turn", ge=1)
+    batch_size: PositiveInt = key(1, "number of questions to answer in the same passes")
+    limit: PositiveInt | None = key(None, "use only N questions, taken from all categories in turn")
     output_dir: Text | None = key(
         None,
         "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a"
         " server",
     )
-    warmup: Int = key(
-        2,
-        "questions answered untimed first; for a server at least as many as run concurrently",
-        ge=0,
+    warmup: NonNegativeInt = key(
+        2, "questions answered untimed first; for a server at least as many as run concurrently"
     )
     exactness: Bool = key(
         True,
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the"
         " measured dtype",
+    )
+    equality: Literal["auto", "all"] = key(
+        "auto",
+        "answers that are generated again for this comparison; auto: all if that takes less than a"
+        " minute, otherwise as many as fit into half the time of the measurement, at least 8",
     )
     generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
@@ -1042,7 +827,7 @@ class EvalConfig(Config):
         None, "URL of an OpenAI-compatible server that grades with judge_model"
     )
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
-    judge_concurrency: Int = key(4, "number of concurrent judge requests", ge=1)
+    judge_concurrency: PositiveInt = key(4, "number of concurrent judge requests")
     score: Bool = key(
         True, "score answers to gsm8k (exact match) and humaneval (pass@1); false: only decode"
     )
@@ -1058,7 +843,7 @@ class EvalConfig(Config):
     calibration_tokens: Int = key(
         12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100
     )
-    seed: Int = key(42, "random seed", ge=0)
+    seed: NonNegativeInt = key(42, "random seed")
 
     # Servers
     server_url: Address | None = key(
@@ -1073,7 +858,7 @@ class EvalConfig(Config):
         " prompt_lookup, vLLM's ngram), and measure them; environment variable VLLM_PYTHON: the"
         " interpreter that has vLLM, if not this one",
     )
-    serve_speculative_tokens: IntList | None = key(
+    serve_speculative_tokens: OneOrMore[PositiveInt] | None = key(
         None,
         "values of num_speculative_tokens to measure; default: 1 to the number of heads, 1 to 5"
         " (EAGLE-3), or 2, 4, 8 (prompt_lookup)",
@@ -1085,18 +870,18 @@ class EvalConfig(Config):
         " turns; false: one server at a time, the one without heads first and last; auto: true"
         " without a GPU",
     )
-    serve_args: TextList | None = key(
+    serve_args: OneOrMore[PlainText] | None = key(
         None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1
     )
-    serve_start_seconds: Float = key(
-        900.0, "timeout in seconds for a server of `serve` to become ready", gt=0
+    serve_start_seconds: PositiveFloat = key(
+        900.0, "timeout in seconds for a server of `serve` to become ready"
     )
-    concurrency: IntList = key(
+    concurrency: OneOrMore[PositiveInt] = key(
         [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1
     )
-    request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)
-    retry_seconds: Float = key(
-        120.0, "failed requests are retried for up to this many seconds", ge=0
+    request_timeout: PositiveFloat = key(600.0, "timeout of a request to a server in seconds")
+    retry_seconds: NonNegativeFloat = key(
+        120.0, "failed requests are retried for up to this many seconds"
     )
     api_key_env: VariableName = key(
         "OPENAI_API_KEY",
@@ -1104,7 +889,9 @@ class EvalConfig(Config):
         " servers of `serve` have VLLM_API_KEY",
     )
 
-    constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS
+    def violations(self) -> Iterable[Violation]:
+        """Yield the rules of evaluations that are broken."""
+        return rules.eval_violations(self)
 
     @property
     def lookup_choice(self) -> LookupChoice | None:
@@ -1125,7 +912,7 @@ class EvalConfig(Config):
         """Keys of another acceptance, of single answers in a batch, and of servers or of everything
         else.
         """
-        return tuple(find_ineffective_eval_keys(self))
+        return tuple(rules.ineffective_eval_keys(self))
 
     def resolved(self) -> EvalConfig:
         """Fill in the temperature of sampling and typical acceptance."""
@@ -1137,7 +924,7 @@ class EvalConfig(Config):
 class SelfDistillConfig(Config):
     """Keys of `medusa-selfdistill`."""
 
-    options: ClassVar[Mapping[str, str]] = {
+    options: ClassVar = {
         "base_model": "--model",
         "seed_dataset": "--prompts --seed",
     }
@@ -1160,18 +947,20 @@ class SelfDistillConfig(Config):
         "skip invalid records of your own files, too, instead of failing; those of `sharegpt`,"
         " `ultrachat` and the hub are skipped",
     )
-    max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)
-    min_chars: Int | None = key(
-        None, "minimum length of a conversation's user turns in characters", ge=1
+    max_turns: PositiveInt | None = key(
+        None, "use only the first N user turns of each conversation"
     )
-    max_chars: Int | None = key(
-        None, "maximum length of a conversation's user turns in characters", ge=1
+    min_chars: PositiveInt | None = key(
+        None, "minimum length of a conversation's user turns in characters"
     )
-    sample: Int | None = key(
-        None, "number of conversations to sample at random; default: all", ge=1
+    max_chars: PositiveInt | None = key(
+        None, "maximum length of a conversation's user turns in characters"
     )
-    sample_seed: Int = key(42, "random seed of sample", ge=0)
-    limit: Int | None = key(None, "use only the first N prompts", ge=1)
+    sample: PositiveInt | None = key(
+        None, "number of conversations to sample at random; default: all"
+    )
+    sample_seed: NonNegativeInt = key(42, "random seed of sample")
+    limit: PositiveInt | None = key(None, "use only the first N prompts")
 
     # Conversations
     mode: Literal["replay", "selftalk"] = key(
@@ -1179,11 +968,11 @@ class SelfDistillConfig(Config):
         "replay: answer the user's turns; selftalk: continue from the first one, with the model in"
         " both roles",
     )
-    rounds: Int = key(5, "maximum number of answers per conversation in selftalk", ge=1)
-    temperature: Float = key(0.3, "sampling temperature; 0: greedy", ge=0)
-    top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
-    top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
-    max_new_tokens: Int = key(2048, "maximum length of an answer in tokens", ge=1)
+    rounds: PositiveInt = key(5, "maximum number of answers per conversation in selftalk")
+    temperature: NonNegativeFloat = key(0.3, "sampling temperature; 0: greedy")
+    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
+    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
+    max_new_tokens: PositiveInt = key(2048, "maximum length of an answer in tokens")
     drop_truncated: Bool = key(
         True, "drop answers that reached max_new_tokens, and the turns after them"
     )
@@ -1191,7 +980,7 @@ class SelfDistillConfig(Config):
         True,
         "drop answers that repeat eight words (in code: lines) three times, and the turns after them",
     )
-    seed: Int = key(42, "random seed of sampling", ge=0)
+    seed: NonNegativeInt = key(42, "random seed of sampling")
 
     # Model or server
     engine: Literal["local", "openai"] | None = key(
@@ -1222,8 +1011,8 @@ class SelfDistillConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "auto: the fastest on this device"
     )
-    batch_size: Int | None = key(
-        None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads", ge=1
+    batch_size: PositiveInt | None = key(
+        None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads"
     )
     compile: Bool = key(
         False,
@@ -1233,24 +1022,26 @@ class SelfDistillConfig(Config):
     heads: Text | None = key(
         None, "run or directory of heads to decode with; its backbone is the default model"
     )
-    server_url: Addresses | None = key(
+    server_url: OneOrMore[Address] | None = key(
         None,
         "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model",
         min_length=1,
     )
-    concurrency: Int = key(
-        64, "maximum number of concurrent requests to each server", ge=1, le=1024
+    concurrency: PositiveInt = key(
+        64, "maximum number of concurrent requests to each server", le=1024
     )
-    request_timeout: Float = key(600.0, "timeout of a request in seconds", gt=0)
-    retry_seconds: Float = key(
-        900.0, "failed requests are retried for up to this many seconds", ge=0
+    request_timeout: PositiveFloat = key(600.0, "timeout of a request in seconds")
+    retry_seconds: NonNegativeFloat = key(
+        900.0, "failed requests are retried for up to this many seconds"
     )
     api_key_env: VariableName = key("OPENAI_API_KEY", "environment variable that holds the API key")
     output: Text | None = key(
         None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl"
     )
 
-    constraints: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_CONSTRAINTS
+    def violations(self) -> Iterable[Violation]:
+        """Yield the rules of self-distillation that are broken."""
+        return rules.selfdistill_violations(self)
 
     def resolved(self) -> SelfDistillConfig:
         """Fill in `engine` (openai if `server_url` is set) and `base_model` (data/tiny, unless

@@ -1,5 +1,5 @@
-"""Batches of tokenized conversations: collation, sample packing, and the shifted labels of each
-head.
+"""Tokenized conversations and batches of them: collation, sample packing, and the shifted labels of
+each head.
 """
 
 from __future__ import annotations
@@ -10,9 +10,41 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from medusa_train.data.examples import Example
-
 IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row of a tokenized conversation, truncated to the maximum length.
+
+    Attributes:
+        tokens: int32 [T].
+        supervised: bool [T], the loss mask; the last is always true.
+        key: `content_key` up to the first answer that is trained, the same for all rows of a
+            conversation. id, source: of the record.
+        row: index among the rows of its conversation.
+        dataset: index of its data set, in the order of the configuration.
+        prompt: `content_key` up to the first user turn: chats that begin with the same prompt are
+            on the same side of the split.
+    """
+
+    tokens: Tensor
+    supervised: Tensor
+    key: str
+    id: str
+    source: str
+    row: int = 0
+    dataset: int = 0
+    prompt: str = ""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def prompts(self) -> list[list[int]]:
+        """Return the prompt of each answer: all tokens before it, its header included."""
+        before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])  # [T]
+        starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
+        return [self.tokens[:start].tolist() for start in starts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import TEMPLATE_SUFFIX
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,42 @@ def get_template(name: str) -> Template:
         f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file,"
         " or leave it out for the tokenizer's own"
     )
+
+
+def template_source(tokenizer: Any, name: str | None) -> str:
+    """Return the source of the template called `name`, or None for the tokenizer's own.
+
+    Raises:
+        DataError: the tokenizer has no template, or no single token that ends the answers of this one.
+    """
+    if name is None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template; set chat_template to one of"
+                f" {', '.join(TEMPLATES)}"
+            )
+        try:
+            return str(tokenizer.get_chat_template())
+        except ValueError:  # several templates by name, none of which is the default
+            names = ", ".join(sorted(tokenizer.chat_template))
+            raise DataError(
+                f"the tokenizer has chat templates of several names ({names}) and none is the"
+                " default; save the one to use as a .jinja file and set chat_template to it"
+            ) from None
+    template = get_template(name)
+    if template.answer_end == "":
+        return template.source
+    end = template.answer_end or tokenizer.eos_token
+    if end is None:
+        raise DataError(
+            f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not"
+            " have"
+        )
+    # Split into several tokens it would be trained as plain text, at which the base model does not
+    # stop.
+    if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
+        raise DataError(
+            f"chat template '{name}' ends answers with {end}, which is not a single token of this"
+            " tokenizer; use the template that the backbone was trained with"
+        )
+    return template.source

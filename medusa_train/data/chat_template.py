@@ -16,10 +16,9 @@ from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from medusa_train.config.types import RENDERING
-from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
+from medusa_train.data.marked_text import Span
 from medusa_train.errors import ConfigError
-
-Span = tuple[int, int]
 
 #: Names that jinja2 and transformers give to every template.
 _GLOBALS = frozenset(
@@ -127,52 +126,52 @@ class ChatTemplate:
         return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
 
     def answers(self, messages: Sequence[Message]) -> list[RenderedAnswer]:
-        """Return every answer of the chat as it is generated.
-
-        An answer is the text that the template renders for it as the last message. Where the
-        template does not keep its content there (DeepSeek-R1's drops the reasoning even then), it
-        is the content, followed by the end token.
+        """Return every answer of the chat as it is generated: the text that the template renders for
+        it as the last message.
         """
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not indices:
             return []
-        # 1. The prompts, and what the template writes around an answer.
-        prompts = [self.render(messages[:index], prompt=True) for index in indices]
-        lead, end = self._around_answer(messages[: indices[-1]], prompts[-1])
+        lead, end = self._around_answer(messages[: indices[-1]])
         answers = []
-        for number, index in enumerate(indices):
-            message = messages[index]
-            prompt = prompts[number]
-            content = self._without_prompted(prompt, message.content)
-            # 2. The answer as it stands in the next prompt: most templates render it there as they
-            # do at the end, which saves rendering it as the last message.
-            text = None
-            if number + 1 < len(prompts):
-                text = _rendered_answer(prompts[number + 1], prompt, lead, content, end)
-            # 3. Else as the last message.
-            if text is None:
-                rendered = self.render(messages[: index + 1])
-                text = _rendered_answer(rendered, prompt, lead, content, end)
-            # 4. Else its own content: the template does not keep it.
-            if text is None:
-                is_whole = content == message.content  # no opening tag was removed
-                if is_whole and not message.is_cut:
-                    content = self._with_closed_reasoning(prompt, content)
-                text = content + end
-                if lead.isspace():
-                    text = lead + text
-            # 5. An answer that was cut off has no end token. Within its reasoning the content alone
-            # is what was generated.
-            if not message.is_cut:
-                answers.append(RenderedAnswer(index, prompt, text, end, message.token_ids))
-                continue
-            opened, closed = map((prompt + content).rfind, self.reasoning_tags)
-            if opened > closed:
-                text = content
-            else:
-                text = text.removesuffix(end)
-            answers.append(RenderedAnswer(index, prompt, text, "", message.token_ids))
+        for index in indices:
+            answers.append(self._answer(messages[: index + 1], lead, end))
         return answers
+
+    def _answer(self, messages: Sequence[Message], lead: str, end: str) -> RenderedAnswer:
+        """Return the last message as it is generated.
+
+        Args:
+            lead: what the template writes before the content of an answer.
+            end: its end token.
+        """
+        index = len(messages) - 1
+        message = messages[index]
+        prompt = self.render(messages[:index], prompt=True)
+        content = self._without_prompted(prompt, message.content)
+        # 1. The answer as the template renders it, with its content unchanged or only stripped.
+        rendered = self.render(messages)
+        text = None
+        for words in (content, content.strip()):
+            if rendered.startswith(prompt + lead + words + end):
+                text = lead + words + end
+                break
+        # 2. Else the content itself, followed by the end token. DeepSeek-R1's template drops the
+        # reasoning even from the last answer.
+        if text is None:
+            is_whole = content == message.content  # no opening tag was removed
+            if is_whole and not message.is_cut:
+                content = self._with_closed_reasoning(prompt, content)
+            text = content + end
+            if lead.isspace():
+                text = lead + text
+        if not message.is_cut:
+            return RenderedAnswer(index, prompt, text, end, message.token_ids)
+        # 3. An answer that was cut off has no end token. Within its reasoning, the content alone is
+        # what was generated.
+        opened, closed = map((prompt + content).rfind, self.reasoning_tags)
+        text = content if opened > closed else text.removesuffix(end)
+        return RenderedAnswer(index, prompt, text, "", message.token_ids)
 
     def opened_reasoning(self, prompt: str) -> str:
         """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a
@@ -193,63 +192,57 @@ class ChatTemplate:
         """
         question = [Message("user", "Hello")]
         try:
-            end = self._around_answer(question, self.render(question, prompt=True))[1]
+            end = self._around_answer(question)[1]
         except ChatTemplateError:
             return None
         tokens = [token for token in self.added_tokens if token.strip() and end.endswith(token)]
         return max(tokens, key=len, default=None)
 
-    def content_spans(
-        self, messages: Sequence[Message], roles: Collection[Role]
-    ) -> dict[int, Span]:
-        """Return the character spans in `render(messages, prompt=True)` of the contents of all
-        messages of `roles`.
+    def content_spans(self, messages: Sequence[Message], indices: Collection[int]) -> list[Span]:
+        """Return the character spans in `render(messages, prompt=True)` of the contents of the
+        messages at `indices`, in order.
 
         The chat is rendered again with a placeholder for each of them; the text around the
         placeholders must equal the text around the contents. A template may strip white space
         around a content.
         """
+        if not indices:
+            return []
         # 1. The chat as it is, and with placeholders.
-        placeholders: dict[int, str] = {}
-        replaced = []
-        for index, message in enumerate(messages):
-            content = message.content
-            if message.role in roles:
-                content = _placeholder(index)
-                placeholders[index] = content
-            replaced.append(Message(message.role, content))
+        replaced = list(messages)
+        for index in indices:
+            replaced[index] = Message(messages[index].role, _placeholder(index))
         text = self.render(messages, prompt=True)
         outline = self.render(replaced, prompt=True)
-        if not placeholders:
-            return {}
         # 2. The text before the first placeholder, and that after each.
-        first, *following = re.split("|".join(placeholders.values()), outline)
-        if len(following) != len(placeholders) or not text.startswith(first):
+        first, *following = re.split("|".join(map(_placeholder, indices)), outline)
+        if len(following) != len(indices) or not text.startswith(first):
             raise ChatTemplateError(_CHANGED)
-        # 3. Each content stands between two of these texts.
-        spans: dict[int, Span] = {}
+        # 3. Each content is between two of these texts.
+        spans = []
         position = len(first)
-        for index, after in zip(placeholders, following, strict=True):
+        for index, after in zip(indices, following, strict=True):
             content = messages[index].content
             if not text.startswith(content + after, position):
                 content = content.strip()
             if not text.startswith(content + after, position):
                 raise ChatTemplateError(_CHANGED)
-            spans[index] = (position, position + len(content))
+            spans.append((position, position + len(content)))
             position += len(content + after)
         if position != len(text):
             raise ChatTemplateError(_CHANGED)
         return spans
 
-    def _around_answer(self, messages: Sequence[Message], prompt: str) -> tuple[str, str]:
-        """Return what the template writes between `prompt` and the content of a last answer, and
-        its end token.
+    def _around_answer(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """Return what the template writes between the generation prompt and the content of an answer
+        to `messages`, and its end token.
 
         The end is what follows the content, up to the first added token that is not white space
         (Gemma has tokens of line breaks); without one, up to trailing white space. So neither the
         line break before the next turn nor a token that closes the whole text belongs to the
         answer.
         """
+        prompt = self.render(messages, prompt=True)
         placeholder = _placeholder(len(messages))
         rendered = self.render([*messages, Message("assistant", placeholder)])
         before, found, after = rendered.rpartition(placeholder)
@@ -306,17 +299,6 @@ def _compiled(source: str) -> Template:
     """
     environment: Environment = _compile_jinja_template("").environment
     return environment.from_string(source, globals={"strftime_now": DATE.strftime})
-
-
-def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: str) -> str | None:
-    """Return the answer that follows `prompt` in `rendered`, if its content is unchanged or only
-    stripped.
-    """
-    for words in (content, content.strip()):
-        text = lead + words + end
-        if rendered.startswith(prompt) and rendered.startswith(text, len(prompt)):
-            return text
-    return None
 
 
 # There are thousands of added tokens in some tokenizers, and few texts after answers.

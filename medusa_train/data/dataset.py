@@ -5,108 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.batch import Batch, collate, pack
-from medusa_train.data.examples import DataReport, Example, select_validation
+from medusa_train.data.batch import Batch, Example
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import encode_datasets, load_or_encode, open_datasets
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches within which rows are sorted by length
-
-
-@dataclass(frozen=True)
-class EncodedDataset(Sequence[Example]):
-    """Tokenized conversations, those that became several rows as one example per row.
-
-    Attributes:
-        row_len: maximum tokens of a row in sample packing; None for one conversation per row.
-    """
-
-    examples: list[Example]
-    report: DataReport
-    row_len: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.examples[index]
-
-    @property
-    def tokens(self) -> int:
-        """Total number of tokens, without padding."""
-        return sum(len(example) for example in self.examples)
-
-    @property
-    def conversations(self) -> int:
-        """Number of conversations."""
-        return sum(example.row == 0 for example in self.examples)
-
-    def describe_count(self) -> str:
-        """Name the number of conversations, and of rows if some conversations have several."""
-        count = self.conversations
-        if count == len(self):
-            in_rows = ""
-        else:
-            in_rows = f" in {len(self):,} rows"
-        return f"{count:,} conversation{'' if count == 1 else 's'}{in_rows}"
-
-    @property
-    def supervised_tokens(self) -> int:
-        """Number of supervised tokens."""
-        return sum(int(example.supervised.sum()) for example in self.examples)
-
-    def distinct_share(self, length: int = 8) -> float:
-        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
-        there is none.
-        """
-        # a sequence is known by a hash mod 2**64: the sum of its tokens times these factors
-        generator = torch.Generator().manual_seed(0)
-        factors = torch.randint(1 << 62, (length,), generator=generator)
-        hashes = [factors.new_empty(0)]
-        for example in self.examples:
-            if len(example) < length:
-                continue
-            sequences = example.tokens.long().unfold(0, length, 1)  # [T - length + 1, length]
-            is_supervised = example.supervised.unfold(0, length, 1).all(1)
-            hashes.append((sequences[is_supervised] * factors).sum(1))
-        all_hashes = torch.cat(hashes)
-        if not all_hashes.numel():
-            return 1.0
-        return all_hashes.unique().numel() / all_hashes.numel()
-
-    def rows(self, order: Sequence[int]) -> list[list[int]]:
-        """Distribute the examples of these indices over rows: packed, or one per row."""
-        if self.row_len is None:
-            return [[index] for index in order]
-        rows = []
-        for places in pack([len(self.examples[index]) for index in order], self.row_len):
-            rows.append([order[place] for place in places])
-        return rows
-
-    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
-        """Collate rows of example indices."""
-        documents = []
-        for row in rows:
-            documents.append([self.examples[index] for index in row])
-        return collate(documents)
-
-    def fingerprint(self) -> str:
-        """Return a digest of all tokens and loss masks, in order."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            digest.update(len(example).to_bytes(8, "big"))
-            digest.update(example.tokens.numpy().tobytes())
-            digest.update(example.supervised.numpy().tobytes())
-        return digest.hexdigest()
 
 
 def load_datasets(
@@ -201,6 +111,42 @@ def _load_test_data(
     }
     test, _ = load_datasets(cfg.model_copy(update=settings), encoder, on_progress)
     return test
+
+
+def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
+    """Return the prompts of the validation set (`Example.prompt`).
+
+    Prompts are ranked by a hash with `seed`; the conversations of the first ones are held out until
+    `share` of all conversations is reached. So the split does not depend on the order of files, and
+    all answers to a prompt are on the same side of it. If `share` is above 0 and there are two
+    prompts, at least one is held out and at least one is left.
+    """
+    # 1. The conversations of each prompt. The least key of its conversations is hashed: where every
+    # prompt has one answer, the split is that of earlier versions.
+    keys: dict[str, list[str]] = {}
+    for example in examples:
+        if example.row == 0:
+            keys.setdefault(example.prompt, []).append(example.key)
+    if share <= 0 or len(keys) < 2:
+        return set()
+    sizes = {prompt: len(found) for prompt, found in keys.items()}
+
+    def rank(prompt: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{min(keys[prompt])}".encode()).digest()
+
+    # 2. The first prompts whose conversations fit into the share.
+    total = sum(sizes.values())
+    room = max(1, round(share * total))
+    room = min(room, total - 1)
+    order = sorted(sizes, key=rank)
+    chosen: set[str] = set()
+    for prompt in order:
+        if sizes[prompt] <= room:
+            chosen.add(prompt)
+            room -= sizes[prompt]
+    if not chosen:  # every prompt has more answers than `share` allows: hold out the rarest
+        chosen.add(min(order, key=lambda prompt: sizes[prompt]))
+    return chosen
 
 
 class BatchLoader:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.errors import ConfigError
 
 #: Share of the targets in the draft vocabulary below which the user is warned.

@@ -1,6 +1,4 @@
-"""Tokenized chats: rows cut to whole answers, the validation split, statistics, and their byte
-format (safetensors).
-"""
+"""Tokenized chats: rows cut to whole answers, statistics on them, and their byte format."""
 
 from __future__ import annotations
 
@@ -10,18 +8,17 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
 
+from medusa_train.data.batch import Batch, Example, collate, pack
 from medusa_train.data.conversation import Conversation, is_looping
 from medusa_train.data.tokenize import ChatEncoder, SplitReason
 from medusa_train.io import parse_json
 
-Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
+_CHECKSUM_SIZE = 4
 #: What is said of conversations that became several rows.
 _SPLIT_WORDS: dict[SplitReason, str] = {
     "template": "the chat template changes earlier turns in later prompts",
@@ -31,145 +28,6 @@ _SPLIT_WORDS: dict[SplitReason, str] = {
     ),
     "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A row of a tokenized conversation, truncated to the maximum length.
-
-    Attributes:
-        tokens: int32 [T].
-        supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` up to the first answer that is trained, the same for all rows of a
-            conversation. id, source: of the record.
-        row: index among the rows of its conversation.
-        dataset: index of its data set, in the order of the configuration.
-        prompt: `content_key` up to the first user turn: chats that begin with the same prompt are
-            on the same side of the split.
-    """
-
-    tokens: Tensor
-    supervised: Tensor
-    key: str
-    id: str
-    source: str
-    row: int = 0
-    dataset: int = 0
-    prompt: str = ""
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
-    def prompts(self) -> list[list[int]]:
-        """Return the prompt of each answer: all tokens before it, its header included."""
-        before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])  # [T]
-        starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
-        return [self.tokens[:start].tolist() for start in starts]
-
-
-class ConversationExamples(NamedTuple):
-    """What `encode_examples` makes of a conversation.
-
-    Attributes:
-        examples: the rows.
-        outcome: "complete" or "truncated"; without rows the reason: "too_long" (every row's first
-            answer ends beyond the limit) or "unsupervised" (no supervised token).
-        splits: why there are several rows; empty if there are not.
-        ignored_token_ids: how many answers have `token_ids` that this tokenizer reads as another
-            text.
-    """
-
-    examples: list[Example]
-    outcome: Outcome
-    splits: frozenset[SplitReason] = frozenset()
-    ignored_token_ids: int = 0
-
-
-def encode_examples(
-    conversation: Conversation, encoder: ChatEncoder, max_length: int
-) -> ConversationExamples:
-    """Tokenize a conversation into rows of at most `max_length` tokens, truncating each after a
-    complete answer.
-
-    Tokens after the last supervised one are dropped. See `ChatEncoder.encode` for the rows and for
-    the errors.
-    """
-    # 1. Rows that end with a supervised token, and how many answers they have.
-    rows = []
-    num_answers = 0
-    for encoded in encoder.encode(conversation):
-        row = encoded.trimmed()
-        if row is not None and row.ids:
-            rows.append(row)
-            num_answers += len(row.answers)
-    if not rows:
-        return ConversationExamples([], "unsupervised")
-    # 2. What of them fits into `max_length`.
-    kept = []
-    num_kept_answers = 0
-    for row in rows:
-        part = row.trimmed(max_length)
-        if part is not None and part.ids:
-            kept.append(part)
-            num_kept_answers += len(part.answers)
-    if not kept:
-        return ConversationExamples([], "too_long")
-    # 3. Tensors.
-    first_answer = kept[0].answers[0]
-    names: dict[str, Any] = {
-        "key": conversation.first(first_answer.message + 1).content_key,
-        "id": conversation.id,
-        "source": conversation.source,
-        "prompt": conversation.first_prompt.content_key,
-    }
-    examples = []
-    for number, part in enumerate(kept):
-        tokens = torch.tensor(part.ids, dtype=torch.int32)
-        supervised = torch.tensor(part.supervised, dtype=torch.bool)
-        examples.append(Example(tokens, supervised, row=number, **names))
-    # 4. Why there are several: the first kept row is apart from nothing.
-    splits = frozenset(part.split for part in kept[1:] if part.split is not None)
-    outcome: Outcome = "complete"
-    if num_kept_answers < num_answers:
-        outcome = "truncated"
-    ignored = sum(row.ignored_token_ids for row in rows)
-    return ConversationExamples(examples, outcome, splits, ignored)
-
-
-def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
-    """Return the prompts of the validation set (`Example.prompt`).
-
-    Prompts are ranked by a hash with `seed`; the conversations of the first ones are held out until
-    `share` of all conversations is reached. So the split does not depend on the order of files, and
-    all answers to a prompt are on the same side of it. If `share` is above 0 and there are two
-    prompts, at least one is held out and at least one is left.
-    """
-    # 1. The conversations of each prompt. The least key of its conversations is hashed: where every
-    # prompt has one answer, the split is that of earlier versions.
-    keys: dict[str, list[str]] = {}
-    for example in examples:
-        if example.row == 0:
-            keys.setdefault(example.prompt, []).append(example.key)
-    if share <= 0 or len(keys) < 2:
-        return set()
-    sizes = {prompt: len(found) for prompt, found in keys.items()}
-
-    def rank(prompt: str) -> bytes:
-        return hashlib.sha256(f"{seed}/{min(keys[prompt])}".encode()).digest()
-
-    # 2. The first prompts whose conversations fit into the share.
-    total = sum(sizes.values())
-    room = max(1, round(share * total))
-    room = min(room, total - 1)
-    order = sorted(sizes, key=rank)
-    chosen: set[str] = set()
-    for prompt in order:
-        if sizes[prompt] <= room:
-            chosen.add(prompt)
-            room -= sizes[prompt]
-    if not chosen:  # every prompt has more answers than `share` allows: hold out the rarest
-        chosen.add(min(order, key=lambda prompt: sizes[prompt]))
-    return chosen
 
 
 class CorruptDataError(Exception):
@@ -182,7 +40,8 @@ class DataReport:
 
     Attributes:
         skipped: `file:line: reason` of invalid records.
-        counts: conversations by `Outcome`; those "split", into how many "rows", and "split:REASON"
+        counts: conversations that are "complete" or "truncated", or have no row since they are
+            "too_long" or "unsupervised"; those "split", into how many "rows", and "split:REASON"
             for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
             known to be "cut" off by a length limit, and of how many the given tokens were not used
             ("ignored_token_ids").
@@ -196,24 +55,12 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
     read_notes: list[str] = field(default_factory=list)
 
-    def count_answers(self, conversation: Conversation) -> None:
-        """Count the answers of a conversation."""
-        answers = [message for message in conversation.messages if message.role == "assistant"]
-        self.counts["answers"] += len(answers)
-        self.counts["looping"] += sum(is_looping(answer.content) for answer in answers)
-        self.counts["cut"] += sum(answer.is_cut for answer in answers)
-
-    def count_rows(self, conversation: ConversationExamples) -> None:
-        """Count the rows of a conversation that became several, and why it did; and the answers
-        whose given tokens are not used.
-        """
-        if conversation.ignored_token_ids:
-            self.counts["ignored_token_ids"] += conversation.ignored_token_ids
-        if len(conversation.examples) < 2:
-            return
-        self.counts.update(split=1, rows=len(conversation.examples))
-        for reason in conversation.splits:
-            self.counts[f"split:{reason}"] += 1
+    def update(self, other: DataReport) -> None:
+        """Add what another report counted."""
+        self.skipped += other.skipped
+        self.notes += other.notes
+        self.read_notes += other.read_notes
+        self.counts.update(other.counts)
 
     @property
     def looping_share(self) -> float:
@@ -275,81 +122,181 @@ class DataReport:
 
 
 @dataclass
-class EncodedExamples:
-    """The examples of all data sets in order, and how they came about."""
+class EncodedDataset(Sequence[Example]):
+    """Tokenized conversations, those that became several rows as one example per row.
 
+    Attributes:
+        report: how they came about.
+        row_len: maximum tokens of a row in sample packing; None for one conversation per row.
+    """
+
+    examples: list[Example]
     report: DataReport
-    examples: list[Example] = field(default_factory=list)
+    row_len: int | None = None
 
-    def extend(self, other: EncodedExamples) -> None:
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.examples[index]
+
+    @property
+    def tokens(self) -> int:
+        """Total number of tokens, without padding."""
+        return sum(len(example) for example in self.examples)
+
+    @property
+    def conversations(self) -> int:
+        """Number of conversations."""
+        return sum(example.row == 0 for example in self.examples)
+
+    def describe_count(self) -> str:
+        """Name the number of conversations, and of rows if some conversations have several."""
+        count = self.conversations
+        if count == len(self):
+            in_rows = ""
+        else:
+            in_rows = f" in {len(self):,} rows"
+        return f"{count:,} conversation{'' if count == 1 else 's'}{in_rows}"
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Number of supervised tokens."""
+        return sum(int(example.supervised.sum()) for example in self.examples)
+
+    def distinct_share(self, length: int = 8) -> float:
+        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
+        there is none.
+        """
+        # a sequence is known by a hash mod 2**64: the sum of its tokens times these factors
+        generator = torch.Generator().manual_seed(0)
+        factors = torch.randint(1 << 62, (length,), generator=generator)
+        hashes = [factors.new_empty(0)]
+        for example in self.examples:
+            if len(example) < length:
+                continue
+            sequences = example.tokens.long().unfold(0, length, 1)  # [T - length + 1, length]
+            is_supervised = example.supervised.unfold(0, length, 1).all(1)
+            hashes.append((sequences[is_supervised] * factors).sum(1))
+        all_hashes = torch.cat(hashes)
+        if not all_hashes.numel():
+            return 1.0
+        return all_hashes.unique().numel() / all_hashes.numel()
+
+    def rows(self, order: Sequence[int]) -> list[list[int]]:
+        """Distribute the examples of these indices over rows: packed, or one per row."""
+        if self.row_len is None:
+            return [[index] for index in order]
+        rows = []
+        for places in pack([len(self.examples[index]) for index in order], self.row_len):
+            rows.append([order[place] for place in places])
+        return rows
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Collate rows of example indices."""
+        documents = []
+        for row in rows:
+            documents.append([self.examples[index] for index in row])
+        return collate(documents)
+
+    def fingerprint(self) -> str:
+        """Return a digest of all tokens and loss masks, in order."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(len(example).to_bytes(8, "big"))
+            digest.update(example.tokens.numpy().tobytes())
+            digest.update(example.supervised.numpy().tobytes())
+        return digest.hexdigest()
+
+    def extend(self, other: EncodedDataset) -> None:
         """Append the examples of `other`, and add up the reports."""
         self.examples += other.examples
-        self.report.skipped += other.report.skipped
-        self.report.notes += other.report.notes
-        self.report.read_notes += other.report.read_notes
-        self.report.counts.update(other.report.counts)
+        self.report.update(other.report)
 
     def to_bytes(self) -> bytes:
-        """Return the examples and the counts of the report, without its notes, as a safetensors
+        """Return the examples and the report, without its notes, as a checksum and a safetensors
         file.
         """
         examples = self.examples
-        names = [
-            [
-                example.key,
-                example.id,
-                example.source,
-                example.row,
-                example.dataset,
-                example.prompt,
-            ]
-            for example in examples
-        ]
+        report = self.report
         info = {
-            "examples": names,
-            "counts": self.report.counts,
-            "skipped": self.report.skipped,
-            "read_notes": self.report.read_notes,
+            "sequence_len": report.sequence_len,
+            "counts": report.counts,
+            "skipped": report.skipped,
+            "read_notes": report.read_notes,
+            "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
         }
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
-        tensors = {
-            "tokens": torch.cat([empty, *(example.tokens for example in examples)]),
-            "supervised": torch.cat([empty.bool(), *(example.supervised for example in examples)]),
-            "lengths": torch.tensor([len(example) for example in examples], dtype=torch.int64),
-            "about": torch.frombuffer(bytearray(json.dumps(info).encode()), dtype=torch.uint8),
-        }
-        return save(tensors, metadata={"crc32": str(_checksum(tensors))})
+        content = save(
+            {
+                "tokens": torch.cat([empty, *(e.tokens for e in examples)]),
+                "supervised": torch.cat([empty.bool(), *(e.supervised for e in examples)]),
+                "lengths": torch.tensor([len(e) for e in examples], dtype=torch.int64),
+                "info": torch.frombuffer(bytearray(json.dumps(info).encode()), dtype=torch.uint8),
+            }
+        )
+        return zlib.crc32(content).to_bytes(_CHECKSUM_SIZE, "little") + content
 
     @classmethod
-    def from_bytes(cls, content: bytes, sequence_len: int) -> EncodedExamples:
+    def from_bytes(cls, content: bytes) -> EncodedDataset:
         """Restore what `to_bytes` returned, or raise CorruptDataError."""
-        try:
-            tensors = load(content)
-            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            if header["__metadata__"]["crc32"] != str(_checksum(tensors)):
-                raise CorruptDataError("checksum mismatch")
-            info = parse_json(tensors["about"].numpy().tobytes())
-            lengths = tensors["lengths"].tolist()
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise CorruptDataError(str(error).split("\n")[0]) from None
+        checksum, content = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
+        if zlib.crc32(content).to_bytes(_CHECKSUM_SIZE, "little") != checksum:
+            raise CorruptDataError("checksum mismatch")
+        tensors = load(content)
+        info = parse_json(tensors["info"].numpy().tobytes())
+        lengths = tensors["lengths"].tolist()
         parts = zip(
-            info["examples"],
             tensors["tokens"].split(lengths),
             tensors["supervised"].split(lengths),
+            info.pop("examples"),
             strict=True,
         )
-        examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
-        report = DataReport(
-            sequence_len,
-            skipped=info["skipped"],
-            counts=Counter(info["counts"]),
-            read_notes=info["read_notes"],
-        )
-        return cls(report, examples)
+        examples = [Example(tokens, supervised, *names) for tokens, supervised, names in parts]
+        info["counts"] = Counter(info["counts"])
+        return cls(examples, DataReport(**info))
 
 
-def _checksum(tensors: dict[str, Tensor]) -> int:
-    value = 0
-    for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].numpy().tobytes(), zlib.crc32(name.encode(), value))
-    return value
+def encode_examples(
+    conversation: Conversation, encoder: ChatEncoder, report: DataReport
+) -> list[Example]:
+    """Tokenize a conversation into rows of at most `sequence_len` tokens of the report, truncating
+    each after a complete answer, and count in the report what happened.
+
+    Tokens after the last supervised one are dropped. See `ChatEncoder.encode` for the rows and for
+    the errors.
+    """
+    counts = report.counts
+    # 1. Rows that end with a supervised token, and what of them fits.
+    rows = [row for row in (row.trimmed() for row in encoder.encode(conversation)) if row]
+    kept = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
+    if not kept:
+        counts["too_long" if rows else "unsupervised"] += 1
+        return []
+    # 2. The examples.
+    names: dict[str, Any] = {
+        "key": conversation.first(kept[0].answers[0].message + 1).content_key,
+        "id": conversation.id,
+        "source": conversation.source,
+        "prompt": conversation.first_prompt.content_key,
+    }
+    examples = []
+    for number, row in enumerate(kept):
+        tokens = torch.tensor(row.ids, dtype=torch.int32)
+        supervised = torch.tensor(row.supervised, dtype=torch.bool)
+        examples.append(Example(tokens, supervised, row=number, **names))
+    # 3. The counts.
+    num_answers = sum(len(row.answers) for row in rows)
+    is_complete = num_answers == sum(len(row.answers) for row in kept)
+    counts["complete" if is_complete else "truncated"] += 1
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    counts["answers"] += len(answers)
+    counts["looping"] += sum(is_looping(answer.content) for answer in answers)
+    counts["cut"] += sum(answer.is_cut for answer in answers)
+    counts["ignored_token_ids"] += sum(row.ignored_token_ids for row in rows)
+    if len(kept) > 1:
+        counts["split"] += 1
+        counts["rows"] += len(kept)
+        # the first kept row is apart from nothing
+        counts.update({f"split:{row.split}" for row in kept[1:] if row.split is not None})
+    return examples

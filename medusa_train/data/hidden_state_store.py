@@ -25,7 +25,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import Example
 from medusa_train.io import JsonLinesFile, complete_lines, parse_json
 
 _INDEX, _VALUES = ".jsonl", ".states"

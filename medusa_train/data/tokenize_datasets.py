@@ -1,7 +1,7 @@
 """Tokenize the configured data sets in one process or several, cached on disk
 (`dataset_prepared_path`).
 
-A cache file is one safetensors file, named by a hash of everything that affects the tokens: data,
+A cache file is named by a hash of everything that affects the tokens: data,
 tokenizer, chat template, settings and the code of this package. It holds the concatenated tokens of
 all examples, and their metadata as JSON. It is written atomically; a corrupt one is rebuilt.
 """
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -31,16 +31,17 @@ from medusa_train.data.conversation import Conversation
 from medusa_train.data.examples import (
     CorruptDataError,
     DataReport,
-    EncodedExamples,
+    EncodedDataset,
     encode_examples,
 )
 from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.turns import RecordFields
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
+#: Keys of a data set that say where it is; the fingerprint of its source takes their place.
+_PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
 # conversations.
@@ -76,7 +77,7 @@ class DatasetReader:
                 skip_bad=self.skip_bad,
                 tags=template.reasoning_tags,
                 variables=template.variables,
-                fields=RecordFields.of_dataset(self.config),
+                fields=self.config,
             )
             result.extend(part)
         result.notes.extend(result.unread.describe(self.config.path))
@@ -107,14 +108,14 @@ def open_datasets(
 
 def load_or_encode(
     readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
-) -> EncodedExamples:
+) -> EncodedDataset:
     """Load the examples from the cache in `directory`, or encode them and store them there, and
     note which.
     """
-    path = directory / f"{cache_key(readers, max_length)[:32]}.safetensors"
+    path = directory / f"{cache_key(readers, max_length)[:32]}.bin"
     note = None
     try:
-        encoded = EncodedExamples.from_bytes(path.read_bytes(), max_length)
+        encoded = EncodedDataset.from_bytes(path.read_bytes())
         encoded.report.notes.append(f"loaded tokenized data from {path}")
         return encoded
     except (FileNotFoundError, NotADirectoryError):
@@ -139,9 +140,9 @@ def encode_datasets(
     max_length: int,
     max_workers: int | None = None,
     on_progress: OnProgress | None = None,
-) -> EncodedExamples:
+) -> EncodedDataset:
     """Read and tokenize every data set; see `encode_conversations`."""
-    encoded = EncodedExamples(DataReport(max_length))
+    encoded = EncodedDataset([], DataReport(max_length))
     for number, reader in enumerate(readers):
         result = reader.read()
         encoded.report.skipped += result.skipped
@@ -165,11 +166,9 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     """
     sources = []
     for reader in readers:
-        fields = RecordFields.of_dataset(reader.config)
         sources.append(
             [
-                reader.config.type,
-                astuple(fields),
+                reader.config.model_dump(mode="json", exclude=_PLACES),
                 reader.skip_bad,
                 reader.source.fingerprint(),
                 reader.encoder.fingerprint(),
@@ -203,18 +202,18 @@ def encode_conversations(
     max_length: int,
     max_workers: int | None = None,
     on_progress: OnProgress | None = None,
-) -> EncodedExamples:
+) -> EncodedDataset:
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
     Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`),
     with the same result: the examples in order, and in `skipped` of the report those that the
     template does not support.
     """
-    encoded = EncodedExamples(DataReport(max_length))
+    encoded = EncodedDataset([], DataReport(max_length))
     total = len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
 
-    def collect(parts: Iterable[EncodedExamples]) -> None:
+    def collect(parts: Iterable[EncodedDataset]) -> None:
         for number, part in enumerate(parts, start=1):
             encoded.extend(part)
             if on_progress is not None:
@@ -231,20 +230,13 @@ def encode_conversations(
 
 def _encode(
     conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int
-) -> EncodedExamples:
-    encoded = EncodedExamples(DataReport(max_length))
-    report = encoded.report
+) -> EncodedDataset:
+    encoded = EncodedDataset([], DataReport(max_length))
     for conversation in conversations:
         try:
-            made = encode_examples(conversation, encoder, max_length)
+            encoded.examples += encode_examples(conversation, encoder, encoded.report)
         except DataError as error:
-            report.skipped.append(str(error))
-            continue
-        report.counts[made.outcome] += 1
-        if made.examples:
-            report.count_answers(conversation)
-        report.count_rows(made)
-        encoded.examples += made.examples
+            encoded.report.skipped.append(str(error))
     return encoded
 
 
@@ -255,7 +247,7 @@ _settings: tuple[ChatEncoder, int]  # of this worker
 
 def _encode_in_workers(
     chunks: Sequence[Sequence[Conversation]], encoder: ChatEncoder, max_length: int, workers: int
-) -> Generator[EncodedExamples, None, None]:
+) -> Generator[EncodedDataset, None, None]:
     """Yield the examples of every chunk, in order.
 
     Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose
@@ -270,7 +262,7 @@ def _encode_in_workers(
     try:
         with _ctrl_c_blocked():
             parts = pool.map(_work, chunks)
-        yield from (EncodedExamples.from_bytes(part, max_length) for part in parts)
+        yield from (EncodedDataset.from_bytes(part) for part in parts)
     except BrokenProcessPool:
         raise DataError(
             f"one of {workers} tokenization processes ended, killed for lack of memory or by an"

@@ -13,7 +13,7 @@ from decimal import Decimal
 from statistics import fmean
 from typing import Any
 
-from medusa_train.config.constraints import CODE_BENCH
+from medusa_train.config.rules import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle

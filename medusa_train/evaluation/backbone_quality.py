@@ -18,7 +18,8 @@ from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.data.dataset import EncodedDataset, load_datasets
+from medusa_train.data.dataset import load_datasets
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 from medusa_train.losses.chunked_loss import Teacher

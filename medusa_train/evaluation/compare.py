@@ -39,7 +39,6 @@ CONDITIONS = {
     "transformers": "version of transformers",
     "device": "device",
     "threads": "number of threads",
-    "huge_pages": "huge pages of memory",
 }
 
 #: Figures that say what a tree brings.

@@ -1,25 +1,18 @@
-"""Tell how a machine was set up, and whether it was busy, while an evaluation was timed on it."""
+"""Tell whether a machine was busy while an evaluation was timed on it."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-
-from medusa_train.io import HUGE_PAGES_VARIABLE
 
 #: Share of the machine's cores from which its use by other processes makes it busy.
 BUSY_SHARE = 0.25
 #: How much longer the slowest of equal plain steps may take than the fastest on a quiet machine.
 BUSY_SPREAD = 0.2
-#: Where Linux says who gets huge pages.
-HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class OtherProcesses:
@@ -43,24 +36,6 @@ def _seconds_of_others() -> float:
     system = sum(all_times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
     own = psutil.Process().cpu_times()
     return system - own.user - own.system
-
-
-def huge_pages(device: torch.device, setting: Path = HUGE_PAGES_SETTING) -> bool | None:
-    """Return whether torch allocates large tensors in huge pages; None on a GPU, and where it cannot
-    be known. Weights that stay mapped from their file are in none.
-
-    Linux gives them to all programs (`always`), to those that ask (`madvise`) or to none (`never`);
-    the choice stands in brackets in `setting`.
-    """
-    if device.type != "cpu":
-        return None
-    try:
-        choices = setting.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    if "[madvise]" in choices:
-        return os.environ.get(HUGE_PAGES_VARIABLE) == "1"
-    return "[always]" in choices
 
 
 def spread(seconds: Sequence[float]) -> float | None:

@@ -28,7 +28,7 @@ from medusa_train.data.records import parse_user_turns
 from medusa_train.data.sources import PublicDataset
 from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
-from medusa_train.hub import FetchError, check_length, fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
 from medusa_train.network import check_network
 
@@ -240,13 +240,8 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
     is in neither.
     """
     if bench.hub_repo is not None and bench.hub_file is not None:
-        fetched = f"bench {name}: fetched {bench.hub_file} of {bench.hub_repo}"
-
-        def on_progress(done: int, total: int) -> None:
-            if done == total:
-                note(fetched)
-
-        return fetch_dataset_file(bench.hub_repo, bench.hub_file, on_progress)
+        fetching = f"bench {name}: fetching {bench.hub_file} of {bench.hub_repo}"
+        return fetch_dataset_file(bench.hub_repo, bench.hub_file, lambda *_: note(fetching))
     url = bench.url
     if url is None:
         raise FetchError("it ships with this project")
@@ -263,7 +258,9 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
         ):
             shutil.copyfileobj(answer, file)
             # a connection that closes early ends the answer without an error
-            check_length(answer.headers.get("Content-Length"), file.tell())
+            stated = answer.headers.get("Content-Length")
+            if stated not in (None, str(file.tell())):
+                raise FetchError(f"the answer has {file.tell()} bytes in place of {stated}")
         read_questions(temporary, skipped=[])  # an error page is not kept
 
     try:

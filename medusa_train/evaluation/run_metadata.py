@@ -22,7 +22,6 @@ from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.evaluation.figures import first_difference
-from medusa_train.evaluation.machine_load import huge_pages
 from medusa_train.evaluation.measured_answers import SkippedTurn, TurnRecord
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
@@ -30,7 +29,7 @@ from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, 
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
-from medusa_train.models.precision import default_device, device_name
+from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
 from medusa_train.trees.tree import Tree
 
@@ -67,7 +66,6 @@ def collect_metadata(
         **_describe_baselines(cfg, model, records, mode),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
-        "huge_pages": huge_pages(model.backbone.device),
         "medusa_train": installed_version("medusa-train"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -188,7 +186,6 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),
-        "huge_pages": huge_pages(default_device()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": platform.node(),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.reference_layout import HeadTensors
@@ -151,9 +152,14 @@ def card(
     base = str(run.get("base_model") or paths.base_model)
     if not _is_hub_name(backbone or ""):
         backbone = "BACKBONE"
-    # 3. The parts in their order, without empty ones.
+    # 3. The hub's header, and the parts in their order, without empty ones.
+    data = ModelCardData(
+        license=licence or _licence_of(base) or "other",
+        tags=[tag, "speculative-decoding"],
+        base_model=base if _is_hub_name(base) else None,
+        datasets=[repo for repo in map(_hub_repository, _data(run)) if repo is not None] or None,
+    )
     parts = [
-        _header(base, run, licence or _licence_of(base), tag),
         f"# {what} for {_public(base)}",
         description,
         use(backbone=backbone, chain=_chain(reports, is_served=bool(served))),
@@ -162,22 +168,13 @@ def card(
         in_servers,
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    body = "\n\n".join(part for part in parts if part)
+    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
 
 def _compares_servers(report: Json) -> bool:
     """Return whether servers were compared; other reports measured one server alone."""
     return bool(report.get("recommendation"))
-
-
-def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> str:
-    keys: dict[str, Any] = {"license": licence or "other", "tags": [tag, "speculative-decoding"]}
-    if _is_hub_name(base):
-        keys["base_model"] = base
-    data = [repo for repo in map(_hub_repository, _data(run)) if repo is not None]
-    if data:
-        keys["datasets"] = data
-    return f"---\n{yaml.safe_dump(keys, sort_keys=False)}---"
 
 
 def _description(heads: HeadTensors, to: ExportTarget) -> str:
@@ -287,10 +284,11 @@ def _measured(reports: Sequence[Json]) -> str:
         row.append(number(chain_rates[-1]))
         for key in ("overhead", "speedup", "speedup_over_generate"):
             row.append(number(overall.get(key)))
-        for key in ("equal_answers", "equal_answers_bf16"):
+        for suffix in ("", "_bf16"):
             equal = "-"
-            if overall.get(key) is not None:
-                equal = f"{overall[key]}/{overall.get('answers')}"
+            if overall.get(f"equal_answers{suffix}") is not None:
+                compared = overall.get(f"compared_answers{suffix}", overall.get("answers"))
+                equal = f"{overall[f'equal_answers{suffix}']}/{compared}"
             row.append(equal)
         rows.append(row)
     return (
@@ -348,16 +346,10 @@ def _public(name: str) -> str:
 def _licence_of(base: str) -> str | None:
     """Read the licence from the model card of a local base model; None where it has none."""
     try:
-        text = (Path(base) / "README.md").read_text(encoding="utf-8")
-        if not text.startswith("---"):
-            return None
-        header = yaml.safe_load(text.split("---")[1])
-    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        card = ModelCard.load(Path(base) / "README.md", ignore_metadata_errors=True)
+    except (OSError, ValueError, yaml.YAMLError):
         return None
-    if not isinstance(header, dict):
-        return None
-    licence = header.get("license")
-    return licence if isinstance(licence, str) else None
+    return card.data.license if isinstance(card.data.license, str) else None
 
 
 # What heads give in a server, from the reports of `medusa-eval --serve`

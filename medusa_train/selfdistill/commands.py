@@ -14,7 +14,7 @@ from typing import Any
 from medusa_train.checkpoint.next_command import is_embedded
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.config.yaml_lines import read_yaml_file
+from medusa_train.config.yaml_source import read_yaml_file
 from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.model import resolve_model_paths
 

@@ -17,7 +17,7 @@ import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.hide_secrets import excerpt, mask, remember
+from medusa_train.hide_secrets import excerpt, remember
 from medusa_train.network import client_options
 from medusa_train.servers.rejections import RequestRejected, says_too_long
 from medusa_train.servers.responses import (
@@ -113,9 +113,9 @@ class ServerConnection:
                 answer = self._post_accepted(body)
         # faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
-            return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
+            return Fault(f"{type(error).__name__}: {error}", "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            return Fault(mask(f"{type(error).__name__}: {error}"), "unreachable")
+            return Fault(f"{type(error).__name__}: {error}", "unreachable")
 
         if isinstance(answer, dict):
             allowed = body.get("max_tokens", self._room(answer))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.io import describe_size
 from medusa_train.losses.chunked_loss import gpu_bytes
 from medusa_train.models.loading import auto_dtype_that_fits

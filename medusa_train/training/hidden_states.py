@@ -21,8 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from medusa_train.data.batch import Batch
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import Batch, Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, existing_parent, installed_version, write_failure

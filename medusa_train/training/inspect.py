@@ -19,13 +19,14 @@ from medusa_train.checkpoint.heads import read_token_map
 from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.dataset import BatchLoader, EncodedDataset
+from medusa_train.data.batch import Example
+from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import (
     choose_draft_vocabulary,
     describe_vocabulary,
     warn_of_coverage,
 )
-from medusa_train.data.examples import Example
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec

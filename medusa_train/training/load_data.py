@@ -15,7 +15,8 @@ from rich.console import Console
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
-from medusa_train.data.dataset import EncodedDataset, load_datasets
+from medusa_train.data.dataset import load_datasets
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder

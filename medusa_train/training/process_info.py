@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from medusa_train.errors import ConfigError
 
-#: Environment variable with the options of `medusa-train --hostfile`, in its workers.
-LAUNCH_OPTIONS = "MEDUSA_LAUNCH_OPTIONS"
 _DEFAULT_PORT = 29500  # as torch's, for launchers that set none
 
 

@@ -122,7 +122,7 @@ def signals_as_interrupts() -> Iterator[None]:
     finally:
         handler.remove()
         if handler.signals:
-            atexit.register(_ignore_signals)
+            atexit.register(ignore_signals)
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def signals_by_default() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ignore_signals() -> None:
+def ignore_signals() -> None:
     """Let nothing change the exit code that was decided."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -31,7 +31,6 @@ from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.process_info import LAUNCH_OPTIONS
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
@@ -253,9 +252,7 @@ def resume_command(trainer: Trainer) -> str:
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
     if trainer.trust_remote_code:  # the run's own file cannot allow it
         command.append("trust_remote_code=true")
-    if os.environ.get(LAUNCH_OPTIONS):
-        command += shlex.split(os.environ[LAUNCH_OPTIONS])
-    elif processes > 1 and local == processes:
+    if processes > 1 and local == processes:
         command += ["--num-gpus", str(processes)]
     return shlex.join(command)
 

@@ -10,7 +10,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft

@@ -14,32 +14,36 @@ from tests.behaviour.processes import Process
 from tests.behaviour.test_joint_training import LORA
 from tests.behaviour.test_resume import assert_equal_runs, last_step, words_of
 from tests.behaviour.test_runs import same, without_times
-from tests.behaviour.world import as_yaml, metrics, tensors, train, training_keys
+from tests.behaviour.world import metrics, tensors, train, training_keys
+
+#: The keys in which the first stage differs from the run.
+STAGE = {"micro_batch_size": 2, "learning_rate": 0.02, "medusa_lr_multiplier": 1.0, "max_steps": 3}
+#: Keys of joint training.
+JOINT = {"recipe", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear"} | {
+    "medusa_heads_coefficient"
+}
 
 
 @pytest.fixture
-def stage_file(model: Path, chats: Path, tmp_path: Path) -> Path:
-    """The configuration of a first stage, with a batch and rate of its own."""
-    keys = training_keys(model, chats, tmp_path / "unused", medusa_num_heads=2)
-    keys |= {"micro_batch_size": 2, "learning_rate": 0.02, "max_steps": 3, "seed": 7}
-    path = tmp_path / "stage.yaml"
-    path.write_text("".join(f"{key}: {as_yaml(value)}\n" for key, value in keys.items()))
-    return path
-
-
-@pytest.fixture
-def keys(model: Path, chats: Path, tmp_path: Path, stage_file: Path) -> dict[str, Any]:
+def keys(model: Path, chats: Path, tmp_path: Path) -> dict[str, Any]:
     keys = training_keys(model, chats, tmp_path / "run", **LORA)
-    return {**keys, "lora_dropout": 0.2, "max_steps": 4, "stage_one": str(stage_file)}
+    return {**keys, "lora_dropout": 0.2, "max_steps": 4, "stage_one": STAGE}
+
+
+@pytest.fixture
+def heads_alone(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a run of its own that trains as the first stage does."""
+    shared = {key: value for key, value in keys.items() if key not in {*JOINT, "stage_one"}}
+    return shared | STAGE
 
 
 def test_two_stages_equal_two_runs_to_the_bit(
-    keys: dict[str, Any], stage_file: Path, tmp_path: Path
+    keys: dict[str, Any], heads_alone: dict[str, Any], tmp_path: Path
 ) -> None:
     train(**keys).ok().says("stage 1 of 2", "stage 2 of 2")
     run = tmp_path / "run"
     alone = tmp_path / "alone"
-    train(stage_file, output_dir=alone, seed=42).ok()
+    train(**heads_alone | {"output_dir": alone}).ok()
     assert same(
         tensors(run / "stage_one" / "heads" / "medusa_lm_head.safetensors"),
         tensors(alone / "heads" / "medusa_lm_head.safetensors"),
@@ -52,9 +56,7 @@ def test_two_stages_equal_two_runs_to_the_bit(
     assert metrics(run / "stage_one")[0]["lr"] == 0.02
 
 
-def test_what_stage_one_takes_from_the_run(
-    keys: dict[str, Any], stage_file: Path, tmp_path: Path
-) -> None:
+def test_what_stage_one_takes_from_the_run(keys: dict[str, Any], tmp_path: Path) -> None:
     def first(**changes: Any) -> dict[str, Any]:
         shown = train("--print-config", **{**keys, **changes}).ok()
         _, _, stage = shown.out.partition("# stage one:")
@@ -63,11 +65,11 @@ def test_what_stage_one_takes_from_the_run(
         )
         return values
 
-    values = first()
+    values = first(seed=7)
     assert values["output_dir"] == str(tmp_path / "run" / "stage_one")
     assert (values["recipe"], values["adapter"]) == ("medusa1", None)
     assert (values["micro_batch_size"], values["learning_rate"]) == (2, 0.02)
-    assert values["seed"] == 42
+    assert values["seed"] == 7
     assert values["calibration_tokens"] == 0
     assert first(sequence_len=77)["sequence_len"] == 77
     assert first(optimizer="adamw_8bit")["optimizer"] == "adamw_8bit"
@@ -82,7 +84,7 @@ def test_what_stage_one_takes_from_the_run(
         ({"stage_one.seed": 5}, ["seed", "whole run"]),
         ({"stage_one.output_dir": "x"}, ["output_dir"]),
         ({"stage_one.learning_rat": 5}, ["learning_rate"]),
-        ({"stage_one": "none.yaml"}, ["none.yaml"]),
+        ({"stage_one": "one.yaml"}, ["second file is no longer read", "write the keys"]),
         ({"stage_one.base_model": "other"}, ["base_model"]),
     ],
 )
@@ -121,9 +123,9 @@ def test_finished_heads_are_not_trained_again(keys: dict[str, Any], tmp_path: Pa
 
 
 def test_heads_of_another_run_start_a_new_one(
-    keys: dict[str, Any], stage_file: Path, tmp_path: Path
+    keys: dict[str, Any], heads_alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    train(stage_file, output_dir=tmp_path / "first").ok()
+    train(**heads_alone | {"output_dir": tmp_path / "first"}).ok()
     plain = {key: value for key, value in keys.items() if key not in LORA and key != "stage_one"}
     plain |= {"medusa_num_heads": 2, "learning_rate": 1e-30, "max_steps": 1, "lora_dropout": None}
     train(**plain, lora_model_dir=tmp_path / "first").ok()

@@ -20,8 +20,6 @@ from medusa_train.cli.selfdistill import app as selfdistill_app
 from medusa_train.cli.train import app as train_app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
-from medusa_train.evaluation.machine_load import HUGE_PAGES_SETTING
-from medusa_train.io import HUGE_PAGES_VARIABLE
 
 
 def run_program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -246,33 +244,37 @@ def test_libraries_are_quiet_unless_the_user_says_otherwise(
 def test_a_command_asks_for_huge_pages_unless_the_user_decided(
     set_by_user: str | None, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(HUGE_PAGES_VARIABLE, set_by_user or "")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", set_by_user or "")
     if set_by_user is None:
-        monkeypatch.delenv(HUGE_PAGES_VARIABLE)
+        monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     seen: list[str] = []
 
     def command() -> None:
-        seen.append(os.environ[HUGE_PAGES_VARIABLE])
+        seen.append(os.environ["THP_MEM_ALLOC_ENABLE"])
 
     run_command(command)()
     assert seen == [used]
 
 
-@pytest.mark.skipif(not HUGE_PAGES_SETTING.exists(), reason="this system has no huge pages")
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_commands_ask_early_enough(value: str) -> None:
     """torch reads the variable when it allocates first: no import of a command may do that. The
     flag `hg` marks memory for which a program has asked for huge pages.
     """
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no huge pages")
     code = (
         "import os, torch, medusa_train.cli.evaluate, medusa_train.cli.train;"
-        " from medusa_train.cli.common import request_huge_pages;"
-        f" os.environ.update({'{}' if value == '1' else repr({HUGE_PAGES_VARIABLE: '0'})});"
-        " request_huge_pages(); tensor = torch.ones(64 << 20, dtype=torch.uint8);"
+        " from medusa_train.cli.common import run_command;"
+        " tensors = [];"
+        " run_command(lambda: tensors.append(torch.ones(64 << 20, dtype=torch.uint8)))();"
         " lines = open('/proc/self/smaps').read().splitlines();"
         " print(any('hg' in line.split() for line in lines if line.startswith('VmFlags')))"
     )
-    environment = {k: v for k, v in os.environ.items() if k != HUGE_PAGES_VARIABLE}
+    environment = dict(os.environ)
+    environment.pop("THP_MEM_ALLOC_ENABLE", None)
+    if value == "0":
+        environment["THP_MEM_ALLOC_ENABLE"] = "0"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )

@@ -1,7 +1,6 @@
 """`medusa-train --doctor`: a page on every machine, also where parts are missing or broken."""
 
 import builtins
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ def page(*arguments: str, code: int = 0) -> str:
 
 
 def test_this_machine_and_a_configuration() -> None:
-    started = time.monotonic()
     text = page(
         "configs/tiny_m1.yaml",
         "optimizer=adamw_bnb_8bit",
@@ -31,8 +29,8 @@ def test_this_machine_and_a_configuration() -> None:
         "bf16=false",
         "sample_packing=true",
     )
-    assert time.monotonic() - started < 60  # ten seconds where nothing else runs
-    assert f"torch {torch.__version__}" in text
+    assert f"PyTorch version: {torch.__version__}" in text
+    assert "DeepSpeed general environment info" in text
     if not torch.cuda.is_available():
         assert (
             "optimizer: adamw_bnb_8bit: optimizer: adamw_bnb_8bit is slow on CPU; using adamw_torch"
@@ -43,12 +41,19 @@ def test_this_machine_and_a_configuration() -> None:
             "sample_packing: true: one sdpa call per document (flash-attn needs a GPU, the device"
             " is cpu)" in text
         )
-        assert "CUDA graphs: none without a GPU" in text
     assert "Traceback" not in text
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what torch and DeepSpeed report, which takes seconds."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "PyTorch")
+    monkeypatch.setattr(doctor, "_deepspeed_report", lambda: "DeepSpeed")
+
+
+@pytest.mark.usefixtures("short")
 def test_a_wrong_configuration_is_an_error_after_the_page() -> None:
-    assert "Python: " in page("configs/tiny_m1.yaml", "optimizers=adam", code=2)
+    assert "PyTorch\nDeepSpeed\nerror" in page("configs/tiny_m1.yaml", "optimizers=adam", code=2)
 
 
 def test_a_machine_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,34 +65,21 @@ def test_a_machine_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "torch: failed: ImportError: libcudart.so.13" in page("configs/tiny_m1.yaml", code=1)
+    text = page("configs/tiny_m1.yaml", code=1)
+    assert "cannot be imported: ImportError: libcudart.so.13" in text
+    assert "packages: medusa-train " in text
 
 
-def test_a_faked_gpu_of_which_every_part_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is there, so each line says what failed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", 1 << 62)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    lines = dict(doctor.machine())
-    assert lines["GPU 1"].startswith("failed: ")
-    assert lines["CUDA graphs"].startswith("failed: ")
-    assert lines["C++ compiler"].startswith("no-such-compiler not found")
-    assert "--shm-size" in lines["/dev/shm"]
-    assert lines["bfloat16"] == "emulated"
-    assert "\n" not in "".join(lines.values())
+@pytest.mark.usefixtures("short")
+def test_parts_that_fail_say_so_and_the_page_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise OSError("no driver\nmore")
 
-
-def test_a_driver_that_hangs_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\nexec sleep 60\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(doctor, "TIMEOUT", 0.3)
-    assert doctor._ask(doctor._driver).startswith("failed: TimeoutExpired")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", fails)
+    monkeypatch.setattr(doctor, "_deepspeed_report", fails)
+    text = page("configs/tiny_m1.yaml")
+    assert text.count("failed: OSError: no driver\n") == 2
+    assert "optimizer: " in text
 
 
 def test_a_dtype_that_the_device_emulates_is_called_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""`medusa-train` in several processes: the launcher's command line, and real runs through it."""
+"""`medusa-train` in several processes: what the launcher does with them, and real runs."""
 
+import json
 import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,20 +17,13 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from medusa_train.cli.launch import (
-    check_machines,
-    decode_arguments,
-    launch,
-    launcher_command,
-    read_hostfile,
-    train_distributed,
-)
+from medusa_train.cli import launch as launching
+from medusa_train.cli.launch import train_distributed
 from medusa_train.cli.train import app
-from medusa_train.cli.workers import training_processes
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo
+from medusa_train.errors import MedusaError
+from medusa_train.training.process_info import ProcessInfo, free_port
 from tests.training.conftest import (  # noqa: F401 (fixtures)
     LORA,
     backbone_dir,
@@ -47,168 +40,134 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def test_the_command_line_of_the_launcher(tmp_path):
-    command = launcher_command(["a.yaml", "seed=1"], 4, None)
-    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
-    assert "--num_gpus=4" in command
-    assert command[-4:] == ["--module", "medusa_train.cli.train", "a.yaml", "seed=1"]
-    # each run has a port of its own
-    assert launcher_command([], 2, None) != launcher_command([], 2, None)
-    hosts = tmp_path / "hosts"
-    with pytest.raises(ConfigError, match="no such file"):
-        launcher_command([], None, hosts)
-    hosts.write_text("one slots=8\ntwo slots=8\n")
-    command = launcher_command([], None, hosts)
-    assert f"--hostfile={hosts}" in command
-    assert not any(part.startswith("--num_gpus") for part in command)
-    # the launcher takes the first GPUs of the machine where it is given their number
-    command = launcher_command([], 2, None, visible="4,5, 6,7")
-    assert "--include=localhost:4,5" in command
-    assert not any(part.startswith("--num_gpus") for part in command)
-    with pytest.raises(
-        ConfigError, match="--num-gpus: 5, but CUDA_VISIBLE_DEVICES=4,5,6,7 names 4"
-    ):
-        launcher_command([], 5, None, visible="4,5,6,7")
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1"):
-        launcher_command([], 1, None, visible="GPU-0b1a")
+KEYS = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]"]
 
 
-STAND_IN_SSH = """#!/bin/sh
-for last; do previous=$host; host=$last; done
-test "$previous" = gone && { echo "no route" >&2; exit 255; }
-echo "10.0.0.$previous 10.0.1.1"
-"""
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Run `medusa-train --num-gpus 2`, whose processes are those of tests/cli/worker.py."""
+    monkeypatch.chdir(PROJECT_ROOT)
+    monkeypatch.setattr(launching, "MODULE", "tests.cli.worker")
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT))
+
+    def run(*words, **environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        output_dir = f"output_dir={tmp_path / 'run'}"
+        return CliRunner().invoke(app, [*KEYS, output_dir, "--num-gpus", "2", *words])
+
+    return run
 
 
-def stand_in(directory, name, text="#!/bin/sh\n"):
-    directory.mkdir(exist_ok=True)
-    (directory / name).write_text(text)
-    (directory / name).chmod(0o755)
+def notes(tmp_path, kind):
+    """Return what the processes noted of a kind, ordered by rank."""
+    return [path.read_text() for path in sorted((tmp_path / "notes").glob(f"{kind}-*"))]
 
 
-def test_overrides_reach_other_machines_with_their_quotes(tmp_path, monkeypatch):
-    """Two shells read them on the way: of pdsh and of ssh."""
-    monkeypatch.setenv(LAUNCH_OPTIONS, "")
-    hosts = tmp_path / "hosts"
-    hosts.write_text("one slots=8\ntwo slots=8\n")
-    not_utf8 = os.fsdecode(b"output_dir=\xff")
-    words = ["a b.yaml", 'chat_template_kwargs={"x":"a"}', "x=$HOME `id` 'é' %n 😀\n", "", not_utf8]
-    command = launcher_command(words, None, hosts)
-    shells = subprocess.check_output(["sh", "-c", f"sh -c 'echo {command[-1]}'"], text=True).strip()
-    assert decode_arguments(shells.partition("=")[2]) == words
-    # for the line that says how to resume
-    assert os.environ[LAUNCH_OPTIONS] == f"--hostfile {hosts}"
+def test_arguments_reach_the_processes_as_they_were_given(launch, tmp_path):
+    odd = 'chat_template_kwargs={"x":"$HOME $$ %n `id` \'é\' 😀 ${local_rank}"}'
+    words = [odd, "--overwrite"]
+    result = launch(*words, ENDING_0="0", ENDING_1="0", local_rank="7")
+    assert result.exit_code == 0, result.output
+    first, second = (json.loads(text) for text in notes(tmp_path, "words"))
+    assert first == second == [*KEYS, f"output_dir={tmp_path / 'run'}", odd, "--overwrite"]
 
 
 @pytest.mark.parametrize("name", ["runs/😀", "runs/a\x7f'\"x", "runs/a: {b", "null"])
-def test_options_reach_the_workers_as_they_were_given(name, tmp_path, monkeypatch):
+def test_options_reach_the_processes_as_they_were_given(name, tmp_path, monkeypatch):
     words = []
     monkeypatch.setattr(
-        "medusa_train.cli.launch.launch", lambda given, *_: words.extend(given) or 0
+        "torch.distributed.launcher.api.elastic_launch",
+        lambda config, program: lambda *given: words.extend(given),
     )
-    keys = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]"]
     monkeypatch.chdir(tmp_path)
+    keys = [f"base_model={PROJECT_ROOT / 'data/tiny'}"]
+    keys += [f"datasets=[{{path: {PROJECT_ROOT / 'data/seeds/tiny.jsonl'}}}]"]
     given = [*keys, "--output-dir", name, "--overwrite", "--num-gpus", "2"]
     assert CliRunner().invoke(app, given).exit_code == 0
-    assert words == [*keys, f"--output-dir={name}", "--overwrite"]
+    assert words == ["-m", launching.MODULE, *keys, f"--output-dir={name}", "--overwrite"]
 
 
-def test_a_hostfile_with_another_machine_alone_starts_nothing_here(tmp_path, monkeypatch):
-    """DeepSpeed's launcher would; with this machine alone there is nothing to reach by ssh."""
-    commands = []
-    monkeypatch.setattr(
-        "medusa_train.cli.launch.subprocess.Popen", lambda command, **_: commands.append(command)
-    )
-    monkeypatch.setattr("medusa_train.cli.launch.check_machines", lambda hosts: "10.0.0.1")
-    hosts = tmp_path / "hosts"
-    for name in ("gpu7.invalid", "localhost", socket.gethostname()):
-        hosts.write_text(f"{name} slots=3\n")
-        with pytest.raises(AttributeError):  # nothing was started to wait for
-            launch(["a.yaml"], None, hosts)
-    there, here, by_name = commands
-    assert f"--hostfile={hosts}" in there
-    assert "--force_multi" in there
-    for command in (here, by_name):
-        assert "--hostfile=/dev/null" in command
-        assert "--num_gpus=3" in command
-        assert command[-1] == "a.yaml"
+@pytest.mark.parametrize(("code", "expected"), [(1, 1), (2, 2), (3, 1), (143, 143)])
+def test_the_exit_code_is_that_of_the_processes(code, expected, launch, tmp_path):
+    result = launch(ENDING_0=str(code), ENDING_1=str(code))
+    assert result.exit_code == expected
+    assert "error" not in result.output  # they print their own
 
 
-def test_a_worker_reads_the_encoded_arguments(tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("one slots=8\n")
-    words = [
-        "base_model=data/tiny",
-        "datasets=[{path: data/seeds/tiny.jsonl}]",
-        'chat_template_kwargs={"x":"a"}',
-    ]
-    word = launcher_command([*words, "--print-config"], None, hosts)[-1]
-    said = subprocess.check_output(
-        [sys.executable, "-m", "medusa_train.cli.train", word], text=True
-    )
-    assert "x: a" in " ".join(said.split())
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_killed_process_is_named_with_the_command_that_resumes(victim, saved, launch, tmp_path):
+    words = []
+    if saved:
+        (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
+        words.append("--resume")
+    result = launch(*words, **{f"ENDING_{victim}": "SIGKILL", f"ENDING_{1 - victim}": "1"})
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert f"the process of rank {victim} was ended by SIGKILL (signal 9)" in said
+    assert "memory was full" in said
+    resumes = f"{tmp_path}/run/config.yaml resume_from_checkpoint=auto --num-gpus 2"
+    assert (resumes in said) is saved
+    assert ("No checkpoint was saved" in said) is not saved
+
+
+def test_a_killed_process_ends_the_others(launch, tmp_path):
+    result = launch(ENDING_1="SIGSEGV")
+    said = " ".join(result.output.split())
+    assert "the process of rank 1 was ended by SIGSEGV (signal 11)." in said
+    assert notes(tmp_path, "saved") == ["SIGTERM"]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("one slots=8\ntwo 8\n", r"hosts:2: expected `HOST slots=GPUS`, got 'two 8'"),
-        ("one slots=8 max=9\n", r"hosts:1: expected"),
-        ("one slots=8\none slots=4\n", r"hosts:2: one is listed twice"),
-        ("one slots=1\n", r"hosts:1: one has slots=1, but 2"),
-        ("# none\n\n", "lists no machine"),
-    ],
+    ("signals", "code"),
+    [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143), ("SIGTERM SIGTERM", 143)],
 )
-def test_a_bad_hostfile_is_named_by_its_line(text, message, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_hostfile(hosts, 2)
+def test_signals_reach_all_processes_which_save(signals, code, launch, tmp_path):
+    result = launch(PARENT_GETS=signals)
+    assert result.exit_code == code
+    assert notes(tmp_path, "saved") == [signals.split()[0]] * 2
+    assert "Traceback" not in result.output
 
 
-def test_machines_are_checked_before_the_launcher_starts(tmp_path, monkeypatch):
-    programs = tmp_path / "bin"
-    monkeypatch.setenv("PATH", f"{programs}")
-    with pytest.raises(MedusaError, match="ssh is not installed"):
-        check_machines(["1"])
-    stand_in(programs, "ssh", STAND_IN_SSH)
-    with pytest.raises(MedusaError, match="pdsh is not installed"):
-        check_machines(["1"])
-    stand_in(programs, "pdsh")
-    assert check_machines(["1"]) == "10.0.0.1"
-    assert check_machines(["1", "2"]) == "10.0.0.1"
-    with pytest.raises(MedusaError, match=r"ssh gone hostname -I. failed \(no route\)"):
-        check_machines(["1", "gone"])
+def test_a_closed_terminal_is_ignored_under_nohup(launch, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch(PARENT_GETS="SIGHUP SIGTERM").exit_code == 143
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert notes(tmp_path, "saved") == ["SIGTERM", "SIGTERM"]
 
 
-def test_the_port_is_free_or_named(tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("one slots=8  # the first\ntwo slots=8\n")
-    assert "--master_port=4000" in launcher_command([], None, hosts, master_port=4000)
-    assert not any(part == "--master_port=29500" for part in launcher_command([], None, hosts))
-    with pytest.raises(ConfigError, match="--master-port: must be 1 to 65535"):
-        launcher_command([], None, hosts, master_port=70000)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_process_saves_once_its_launcher_is_killed(tmp_path):
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'tests.cli.worker'])"
+    variables = {"NOTES": str(tmp_path), "RANK": "0", "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(PROJECT_ROOT)}
+    launcher = subprocess.Popen([sys.executable, "-c", program], env=os.environ | variables)
+    wait_for(tmp_path / "words-0")
+    launcher.kill()
+    launcher.wait()
+    wait_for(tmp_path / "saved-0")
+    assert (tmp_path / "saved-0").read_text() == "SIGTERM"
 
 
-def test_the_launcher_does_not_see_the_variable_it_would_drop(monkeypatch):
-    """Nor prints that it ignores it."""
-    started = {}
+def wait_for(path: Path) -> None:
+    """Return once the file is there."""
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{path} is not there after a minute")
 
-    class Launcher:
-        pid = 0
 
-        def __init__(self, command, env, **options):
-            started.update(command=command, env=env)
-
-        def wait(self):
-            return 0
-
-    monkeypatch.setattr("medusa_train.cli.launch.subprocess.Popen", Launcher)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert launch([], 2, None) == 0
-    assert "--include=localhost:4,5" in started["command"]
-    assert "CUDA_VISIBLE_DEVICES" not in started["env"]
+def test_more_processes_than_gpus_are_refused(launch, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    result = launch()
+    assert result.exit_code == 2
+    assert "--num-gpus: 2, but 1 GPUs are visible" in result.output
 
 
 NO_SHARED_MEMORY = """NCCL error in: ProcessGroupNCCL.cpp:3763, unhandled system error, NCCL version 2.28.8
@@ -311,9 +270,7 @@ def wait_for_steps(run: Path, count: int = 3) -> None:
 @pytest.mark.slow
 @forks
 def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     mishaps = [None, Mishap("medusa_train.training.load_data:check_run", 1, lose_a_file)]
     logs = [tmp_path / "log-0", tmp_path / "log-1"]
     places = [
@@ -344,96 +301,8 @@ def test_a_process_of_several_exits_without_python_s_cleanup(rank, config_file, 
     exits.assert_called_once_with(0)
 
 
-#: Runs the command of another machine here, as sshd does: one text, read by a shell that knows
-#: nothing of the caller.
-SSH_HERE = """#!/bin/sh
-while true; do
-  case "$1" in -o|-l|-p) shift 2;; -*) shift;; *) break;; esac
-done
-echo "$@" >> "$SSH_LOG"
-shift
-test "$*" = "hostname -I" && { echo "127.0.0.1 10.0.1.1"; exit; }
-exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 sh -c "$*"
-"""
-
-#: Calls ssh for each machine, as `pdsh -S -f N -w HOSTS COMMAND` does.
-PDSH_BY_SSH = """#!/bin/sh
-hosts=$(echo "$5" | tr , ' ')
-shift 5
-number=0
-started=
-for host in $hosts; do
-  ssh -2 -a -x -l someone "$host" "$(echo "$*" | sed "s/%n/$number/g")" &
-  started="$started $!"
-  number=$((number + 1))
-done
-worst=0
-for process in $started; do
-  wait "$process"
-  code=$?
-  test "$code" -gt "$worst" && worst=$code
-done
-exit "$worst"
-"""
-
-
-@pytest.fixture
-def two_machines(tmp_path):
-    """A hostfile of two machines that are this one, and the environment that reaches them."""
-    programs = tmp_path / "bin"
-    stand_in(programs, "ssh", SSH_HERE)
-    stand_in(programs, "pdsh", PDSH_BY_SSH)
-    hosts = tmp_path / "hosts"
-    hosts.write_text("one.invalid slots=1\ntwo.invalid slots=1\n")
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    return hosts, {"PATH": path, "SSH_LOG": str(tmp_path / "ssh.log")}
-
-
 @pytest.mark.slow
-@needs_compiler
-def test_two_machines_of_a_hostfile_train_by_the_words_that_were_given(
-    config_file, tmp_path, two_machines
-):
-    hosts, environ = two_machines
-    quoted = 'chat_template_kwargs={"x":"a b $HOME"}'
-    out = tmp_path / "two machines 'é'"
-    run = start(config_file, "--hostfile", hosts, quoted, "--output-dir", out, **environ)
-    _, said = run.communicate(timeout=900)
-    assert run.returncode == 0, said
-    assert "processes: 2, DeepSpeed" in said
-    # each process was compared with the others
-    kept = yaml.safe_load((out / "config.yaml").read_text())
-    assert kept["chat_template_kwargs"] == {"x": "a b $HOME"}
-    assert kept["output_dir"] == str(out)
-    assert (out / "heads" / "medusa_lm_head.safetensors").exists()
-    reached = [line.split()[0] for line in (tmp_path / "ssh.log").read_text().splitlines()]
-    assert set(reached) == {"one.invalid", "two.invalid"}
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(shutil.which("pkill") is None, reason="signals other machines by pkill")
-def test_another_machine_trains_and_saves_at_a_signal_to_the_command(
-    config_file, tmp_path, two_machines
-):
-    hosts, environ = two_machines
-    hosts.write_text("one.invalid slots=2\n")
-    long = ["max_steps=100000", "num_epochs=1", "save_steps=100000"]
-    run = start(config_file, "--hostfile", hosts, *long, **environ)
-    wait_for_steps(tmp_path / "run")
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=900)
-    assert run.returncode == 130, said
-    assert "processes: 2, DeepSpeed" in said
-    assert "deepspeed.launcher.launch" in (tmp_path / "ssh.log").read_text()
-    assert "saved. To resume:" in said
-    assert f"resume_from_checkpoint=auto --hostfile {hosts}" in said
-    assert (max(Path(tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json").exists()
-
-
-@pytest.mark.slow
-@needs_compiler
+@forks
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -441,15 +310,18 @@ def test_another_machine_trains_and_saves_at_a_signal_to_the_command(
         ("", "cannot read its configuration"),
     ],
 )
-def test_machines_with_other_values_are_refused(name, problem, config_file, tmp_path, two_machines):
+def test_machines_with_other_values_are_refused(name, problem, config_file, tmp_path):
     """An environment variable that the configuration names differs on the second."""
-    hosts, environ = two_machines
-    other = f"name=chatml\ntest $1 = two.invalid && name={name}\nshift\n"
-    text = SSH_HERE.replace("shift\ntest", f"{other}test").replace("env -i", "env -i NAME=$name")
-    stand_in(tmp_path / "bin", "ssh", text)
-    run = start(config_file, "--hostfile", hosts, "chat_template=$NAME", NAME="chatml", **environ)
-    _, said = run.communicate(timeout=200)
-    assert run.returncode == 2, said
+    logs = [tmp_path / "log-0", tmp_path / "log-1"]
+    shared = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    started = [
+        fork(log, run_command, [str(config_file), "chat_template=$NAME"], **place, **shared)
+        for log, place in zip(
+            logs, ({"RANK": "0", "NAME": "chatml"}, {"RANK": "1", "NAME": name}), strict=True
+        )
+    ]
+    assert [wait(process) for process in started] == [2, 2]
+    said = logs[0].read_text()
     assert said.count("process 1 on ") == 1
     assert problem in said
     assert not (tmp_path / "run").exists()
@@ -510,8 +382,10 @@ def worker(run: subprocess.Popen[str], rank: int) -> int:
     """Return the process id of a rank."""
     import psutil
 
-    found = {psutil.Process(pid).environ().get("RANK"): pid for pid in training_processes(run.pid)}
-    return found[str(rank)]
+    for process in psutil.Process(run.pid).children():
+        if process.environ().get("RANK") == str(rank):
+            return process.pid
+    raise ProcessLookupError(f"rank {rank}")
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ TO_THE_HUB = {
     "draft": (evaluate.app, "--bench", "tiny", "--model", "owner/heads"),
     "prompts": (selfdistill.app, "--prompts", "owner/x", "--model", TINY),
     "named prompts": (selfdistill.app, "--prompts", "sharegpt", "--model", TINY),
-    "training": (train.app, "base_model=owner/x", "datasets=[{path: p.jsonl}]"),
+    "training": (train.app, "base_model=owner/x", "datasets=[{path: chats.jsonl}]"),
 }
 BROKEN = [
     ("ALL_PROXY", "socks5://me:secretword@127.0.0.1:9"),
@@ -46,7 +46,9 @@ BROKEN = [
 
 @pytest.fixture
 def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with prompts, and an environment in which the hub seems to be reachable."""
+    """A directory with prompts and chats, and an environment in which the hub seems to be reachable."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "a", "turns": ["hi"]}) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "socksio", None)

@@ -355,7 +355,7 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
             2,
             "requires engine: local",
         ),
-        (["--mode", "questions"], 2, "must be replay or selftalk"),
+        (["--mode", "questions"], 2, "the model no longer writes its own prompts"),
         (
             ["--seed", "absent.jsonl", "--model", "backbone"],
             1,

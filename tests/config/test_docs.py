@@ -21,7 +21,7 @@ from medusa_train.config.docs import (
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, TrainConfig
-from medusa_train.config.yaml_lines import read_yaml_file
+from medusa_train.config.yaml_source import read_yaml_file
 
 SHIPPED = sorted((PROJECT_ROOT / "configs").glob("*.yaml"))
 GOOD: dict[str, Any] = {"base_model": "m", "datasets": [{"path": "a"}]}
@@ -69,7 +69,8 @@ def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
         [{"type": "integer", "minimum": 1, "maximum": 32}, {"type": "null"}],
     )
     assert keys["learning_rate"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0}
-    assert keys["datasets"]["items"] == {"$ref": "#/$defs/DatasetConfig"}
+    one = {"$ref": "#/$defs/DatasetConfig"}  # a list, or its only item
+    assert keys["datasets"]["anyOf"] == [one, {"type": "array", "items": one, "minItems": 1}]
     assert (
         schema["$defs"]["DatasetConfig"]["additionalProperties"]
         is schema["additionalProperties"]

@@ -1,19 +1,23 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from medusa_train.config.load import dump_config, load_config
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.schema import (
     IGNORED_AXOLOTL_KEYS,
     EvalConfig,
+    ExportConfig,
     SelfDistillConfig,
     TrainConfig,
 )
-from medusa_train.config.types import CHAT_TEMPLATES
+from medusa_train.config.types import CHAT_TEMPLATES, Config
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import ConfigError
 
 GOOD = "base_model: data/tiny\ndatasets:\n  - path: a.jsonl\n"
+REQUIRED = ("base_model=data/tiny", "datasets=[{path: a.jsonl}]")
 
 
 def write(directory: Path, text: str) -> Path:
@@ -35,7 +39,7 @@ def problems(path: Path | None, *overrides: str) -> list[str]:
 def test_a_combination_names_both_places_and_waits_for_usable_values(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "load_in_8bit: true\nseed: 1\nload_in_4bit: true\n")
     assert problems(path) == [
-        "x.yaml:6: load_in_4bit: true: cannot be true together with load_in_8bit; choose one"
+        "x.yaml:6: load_in_4bit: true: cannot be set together with load_in_8bit; choose one"
         " (load_in_8bit: x.yaml:4)"
     ]
     path = write(tmp_path, GOOD + "adapter: qlora\nload_in_4bit: perhaps\n")
@@ -70,6 +74,23 @@ def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
     assert "train_on_eos: the end of every answer is trained" in problems(recent)[-1]
 
 
+def test_the_keys_of_one_dataset_that_is_no_list_have_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "base_model: m\ndatasets:\n  path: a\n  typ: b\n  split: 1.5\n")
+    assert problems(path) == [
+        "x.yaml:4: datasets[0].typ: unknown key; did you mean type?",
+        "x.yaml:5: datasets[0].split: expected text (put it in quotes), got 1.5",
+    ]
+
+
+def test_a_combination_shows_the_value_that_was_written(tmp_path: Path) -> None:
+    text = "resume_from_checkpoint: true\noverwrite_output_dir: true\nhydra: {num_heads: 2}\n"
+    assert problems(write(tmp_path, GOOD + text)) == [
+        "x.yaml:4: resume_from_checkpoint: true: cannot be set together with overwrite_output_dir;"
+        " choose one (overwrite_output_dir: x.yaml:5)",
+        "x.yaml:6: hydra: belongs to another draft; set draft: hydra, or remove it",
+    ]
+
+
 AXOLOTL = """\
 base_model: m
 chat_template: tokenizer_default
@@ -101,11 +122,14 @@ def test_field_mappings_of_axolotl_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("message_property_mappings: {rol: a}", "rol: unknown; choose role and content"),
-        ("message_property_mappings: {role: 3}", "role: expected the name of a key, got 3"),
-        ("roles: {bot: [gpt]}", "bot: unknown; choose system, user, assistant, tool"),
+        (
+            "message_property_mappings: {rol: a}",
+            "message_property_mappings.rol: must be role or content, got 'rol'",
+        ),
+        ("message_property_mappings: {role: [a]}", "role: expected text (put it in quotes)"),
+        ("roles: {bot: [gpt]}", "roles.bot: must be system, user, assistant or tool, got 'bot'"),
         ("roles: {user: [a], assistant: [a]}", "a is listed as user, too"),
-        ("roles: [user]", "a mapping such as {user: [human], assistant: [gpt]}"),
+        ("roles: [user]", "expected a mapping such as {name: value}, got a list"),
         ("conversation: chatlm", "unknown; did you mean chatml?"),
         ("type: alpaca\n    field_messages: m", "alpaca has no turns"),
         (
@@ -338,6 +362,48 @@ def test_text_that_no_file_can_hold_is_refused(text: str, tmp_path: Path) -> Non
             load_config(EvalConfig, write(tmp_path, f"output_dir: {text}\n"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a" * 300, "b/" + "c" * 300, "e/" * 3000, "\N{ROCKET}" * 64],
+    ids=["name", "name below a directory", "path", "bytes of a name"],
+)
+@pytest.mark.parametrize(
+    ("cls", "key"),
+    [
+        (TrainConfig, "base_model"),
+        (TrainConfig, "output_dir"),
+        (TrainConfig, "datasets.0.path"),
+        (TrainConfig, "dataset_prepared_path"),
+        (TrainConfig, "deepspeed"),
+        (TrainConfig, "resume_from_checkpoint"),
+        (TrainConfig, "stage_one.dataset_prepared_path"),
+        (EvalConfig, "tree"),
+        (EvalConfig, "rest.datastore"),
+        (SelfDistillConfig, "output"),
+        (SelfDistillConfig, "seed_dataset"),
+        (ExportConfig, "run"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_an_error_of_its_key(
+    cls: type[Config], key: str, name: str
+) -> None:
+    required = (
+        [] if cls is not TrainConfig else [*REQUIRED, "recipe=medusa2", "stage_one.max_steps=3"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(cls, None, [*required, f"{key}={name}"])
+    (problem, *_) = caught.value.problems
+    assert problem.startswith(f"override '{key}=")
+    assert problem.endswith("is longer than the name of a file can be (255 bytes)")
+
+
+def test_a_name_of_255_bytes_is_the_name_of_a_file(tmp_path: Path) -> None:
+    name = "\N{ROCKET}" * 63 + "abc"
+    (tmp_path / name).touch()
+    cfg = load_config(EvalConfig, None, [f"bench={tmp_path / name}"])
+    assert Path(cfg.bench).exists()
+
+
 def test_an_emoji_that_json_escapes_is_read(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -446,9 +512,6 @@ def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     assert not any(line.startswith("warmup_steps") for line in lines)  # what has no value
 
 
-REQUIRED = ("base_model=data/tiny", "datasets=a.jsonl")
-
-
 def test_environment_variables_in_values_are_expanded_or_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SCRATCH_X", "/scratch/me")
     monkeypatch.delenv("UNSET_X", raising=False)
@@ -461,7 +524,7 @@ def test_environment_variables_in_values_are_expanded_or_refused(tmp_path, monke
         "override 'output_dir=${UNSET_X}/run': output_dir: ${UNSET_X}/run: the environment variable"
         " UNSET_X is not set; set it, or write the value"
     ]
-    assert "UNSET_X is not set" in problems(None, *REQUIRED, "stage_one=$UNSET_X/a.yaml")[0]
+    assert "UNSET_X is not set" in problems(None, *REQUIRED, "deepspeed=$UNSET_X/a.json")[0]
 
 
 def test_a_missing_space_after_a_colon_is_named_and_null_is_a_value() -> None:
@@ -571,10 +634,79 @@ def test_what_only_a_shell_expands_is_refused(value: str) -> None:
 
 def test_an_empty_list_of_files_is_refused() -> None:
     (problem,) = problems(None, REQUIRED[0], "datasets=[{path: d, data_files: []}]")
-    assert "data_files: name a file, or leave the key out" in problem
+    assert "data_files: needs 1 or more items" in problem
 
 
 @pytest.mark.parametrize("value", ["42", "-1", "1.5"])
 def test_a_number_in_place_of_prompts_is_taken_for_a_random_seed(value: str) -> None:
     with pytest.raises(ConfigError, match="for the random seed write seed=N"):
         load_config(SelfDistillConfig, None, [f"seed_dataset='{value}'"])
+
+
+OLD = {"old": "was removed in 9.9: write seed", "bf16: maybe": "maybe is gone; set true"}
+
+
+@pytest.fixture
+def removed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key and a value that an earlier version had."""
+    for name, message in OLD.items():
+        monkeypatch.setitem(REMOVED_KEYS, name, message)
+
+
+@pytest.mark.usefixtures("removed_keys")
+def test_removed_keys_and_values_are_errors_that_say_what_happened_to_them(tmp_path: Path) -> None:
+    assert problems(write(tmp_path, GOOD + "old: 1\nbf16: maybe\n"), "old=2", "seed=x") == [
+        "x.yaml:5: bf16: maybe is gone; set true",
+        "override 'old=2': old: was removed in 9.9: write seed",
+        "override 'seed=x': seed: expected an integer, got 'x'",
+    ]
+
+
+@pytest.mark.usefixtures("removed_keys")
+def test_removed_keys_in_stage_one_are_errors(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "adapter: lora\nstage_one:\n  old: 1\n")
+    assert problems(path) == ["x.yaml:6: stage_one: old: was removed in 9.9: write seed"]
+
+
+@pytest.mark.usefixtures("removed_keys")
+def test_removed_keys_in_a_runs_own_file_are_ignored_and_listed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD + "old: 1\nbf16: maybe\nstage_one: {old: 2}\n")
+    cfg = load_config(TrainConfig, path)
+    assert (cfg.ignored, cfg.bf16) == (("bf16", "old", "stage_one.old"), "auto")
+    with pytest.raises(ConfigError, match="override 'old=3': old: was removed"):
+        load_config(TrainConfig, path, ["old=3"])
+
+
+def test_a_removed_key_that_another_command_still_has_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(REMOVED_KEYS, "limit", "was removed")
+    assert load_config(EvalConfig, None, ["limit=3"]).limit == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "override"),
+    [
+        (TrainConfig, "torch_compile=auto"),
+        (EvalConfig, "compile=auto"),
+        (EvalConfig, "gpu_kernels=[]"),
+        (SelfDistillConfig, "compile=auto"),
+    ],
+)
+def test_keys_of_earlier_versions_are_explained(cls: type[Config], override: str) -> None:
+    required = REQUIRED if cls is TrainConfig else ()
+    with pytest.raises(ConfigError) as caught:
+        load_config(cls, None, [*required, override])
+    name, _, value = override.partition("=")
+    message = REMOVED_KEYS.get(name) or REMOVED_KEYS[f"{name}: {value}"]
+    assert list(caught.value.problems) == [f"override '{override}': {name}: {message}"]
+
+
+def test_a_configuration_does_not_change() -> None:
+    cfg = load_config(TrainConfig, None, REQUIRED)
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.datasets[0].path = "x"

@@ -146,7 +146,7 @@ def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
     for override, words in [
         (
             "chat_template_kwargs=no_think",
-            "expected a mapping such as {enable_thinking: false}, got 'no_think'",
+            "expected a mapping such as {name: value}, got 'no_think'",
         ),
         (
             "chat_template_kwargs={messages: [], tools: []}",
@@ -165,9 +165,9 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be true together"),
+        (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be set together"),
         (["adapter=qlora"], "set load_in_4bit: true"),
-        (["bf16=true", "fp16=true"], "bf16: true: excludes fp16"),
+        (["bf16=true", "fp16=true"], "bf16: true: cannot be set together with fp16"),
         (
             ["medusa_self_distillation=true"],
             "medusa_self_distillation: true: the teacher is the backbone with its adapter disabled",

@@ -3,8 +3,7 @@ import random
 import pytest
 import torch
 
-from medusa_train.data.batch import IGNORE_INDEX, collate, pack, shift_labels
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import IGNORE_INDEX, Example, collate, pack, shift_labels
 
 X = IGNORE_INDEX
 

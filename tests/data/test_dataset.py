@@ -10,7 +10,8 @@ import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
+from medusa_train.data.dataset import BatchLoader, load_datasets
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 

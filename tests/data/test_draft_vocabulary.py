@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.batch import Example
 from medusa_train.data.draft_vocabulary import (
     coverage,
     describe_vocabulary,
     frequent_tokens,
     token_counts,
 )
-from medusa_train.data.examples import DataReport, Example
+from medusa_train.data.examples import DataReport, EncodedDataset
 from medusa_train.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.training.hidden_states import distinct_documents
 

@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Example
 from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN_TEMPLATES
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.examples import encode_examples
+from medusa_train.data.examples import DataReport, encode_examples
 from medusa_train.data.read_chats import read_conversations
 from medusa_train.data.tokenize import ChatEncoder
 from tests.chat_templates import GEMMA, LLAMA_3_1, MISTRAL, QWEN3, R1, SMOLLM2, TEMPLATES
@@ -227,24 +228,43 @@ def test_rows_are_truncated_one_by_one(make: Make, chat: Chat) -> None:
     conversation = chat(
         "A", "<think>\n" + 300 * "x" + "\n</think>\n\nfour", "B", "five", "C", 300 * "y"
     )
-    whole, outcome, splits, _ = encode_examples(conversation, encoder, 10_000)
-    assert (len(whole), [example.row for example in whole], outcome) == (3, [0, 1, 2], "complete")
-    assert splits == {"template"}
+
+    def encode(chat: Conversation, limit: int, by: ChatEncoder = encoder) -> list[Example]:
+        return encode_examples(chat, by, DataReport(limit))
+
+    whole = encode(conversation, 10_000)
+    assert [example.row for example in whole] == [0, 1, 2]
     assert {example.key for example in whole} == {conversation.first(2).content_key}
-    kept, outcome, splits, _ = encode_examples(conversation, encoder, 200)
-    assert (outcome, splits) == ("truncated", frozenset())  # one row is left
-    assert [(e.row, e.tokens.tolist(), e.key) for e in kept] == [
+    assert [(e.row, e.tokens.tolist(), e.key) for e in encode(conversation, 200)] == [
         (0, whole[1].tokens.tolist(), conversation.first(4).content_key)
     ]
-    assert encode_examples(conversation, encoder, 20) == ([], "too_long", frozenset(), 0)
+    assert encode(conversation, 20) == []
     # the system message goes into the last user turn: the second prompt begins differently, the
     # third again
     mistral = make(MISTRAL)
     plain, system = (
         chat(*turns, "A", "four", "B", "five", "C", 99 * "y") for turns in ((), ("S: be",))
     )
-    assert [len(encode_examples(c, mistral, 1000)[0]) for c in (plain, system)] == [1, 3]
-    assert [len(encode_examples(c, mistral, 60)[0]) for c in (plain, system)] == [1, 2]
+    assert [len(encode(c, 1000, mistral)) for c in (plain, system)] == [1, 3]
+    assert [len(encode(c, 60, mistral)) for c in (plain, system)] == [1, 2]
+
+
+def test_rows_that_are_left_are_counted(make: Make, chat: Chat) -> None:
+    encoder = make(QWEN3)
+    conversation = chat(
+        "A", "<think>\n" + 300 * "x" + "\n</think>\n\nfour", "B", "five", "C", 300 * "y"
+    )
+    counts = []
+    for limit in (10_000, 200, 20):
+        report = DataReport(limit)
+        encode_examples(conversation, encoder, report)
+        counts.append(+report.counts)
+    answers = {"answers": 3}
+    assert counts == [
+        {"complete": 1, "split": 1, "split:template": 1, "rows": 3, **answers},
+        {"truncated": 1, **answers},  # one row is left
+        {"too_long": 1},
+    ]
 
 
 def test_an_end_token_before_others_ends_the_answer_alone(

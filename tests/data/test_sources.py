@@ -144,7 +144,7 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(
     monkeypatch.chdir(tmp_path)
     asked: list[tuple[str, str]] = []
 
-    def fetch(repo: str, filename: str, on_bytes: object) -> Path:
+    def fetch(repo: str, filename: str, on_fetch: object) -> Path:
         asked.append((repo, filename))
         return tmp_path / "cached.json"
 

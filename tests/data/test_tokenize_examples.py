@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_train.data.batch import Example
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.examples import Example, Outcome, encode_examples, select_validation
+from medusa_train.data.dataset import select_validation
+from medusa_train.data.examples import DataReport, encode_examples
 from medusa_train.data.tokenize import ChatEncoder
 from tests.chat_templates import QWEN3
 
 Chat = Callable[..., Conversation]
+
+OUTCOMES = {"complete", "truncated", "too_long", "unsupervised"}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +27,12 @@ def encoder(tokenizer: Any) -> ChatEncoder:
 
 def encode_example(
     conversation: Conversation, encoder: ChatEncoder, max_length: int
-) -> tuple[Example | None, Outcome]:
-    """The only row of a conversation."""
-    examples, outcome, *_ = encode_examples(conversation, encoder, max_length)
+) -> tuple[Example | None, str]:
+    """The only row of a conversation, and what became of it."""
+    report = DataReport(max_length)
+    examples = encode_examples(conversation, encoder, report)
     assert len(examples) <= 1
+    (outcome,) = OUTCOMES & set(report.counts)
     return (examples[0] if examples else None), outcome
 
 
@@ -106,7 +112,7 @@ def test_the_prompt_is_the_first_user_turn_with_what_stands_before_it(
         chat("S: Be brief.", "C", "B 1."),
     ]
     assert example.prompt not in {
-        encode_examples(c, encoder, 99).examples[0].prompt for c in others
+        encode_examples(c, encoder, DataReport(99))[0].prompt for c in others
     }
 
 
@@ -116,7 +122,7 @@ def test_all_rows_of_a_conversation_have_its_prompt(
     """The template drops the reasoning of earlier answers, so each answer has a row."""
     encoder = ChatEncoder(make_tokenizer(QWEN3))
     conversation = chat("A", "<think>x</think>B", "C", "<think>y</think>D")
-    rows = encode_examples(conversation, encoder, 10_000).examples
+    rows = encode_examples(conversation, encoder, DataReport(10_000))
     assert [row.row for row in rows] == [0, 1]
     assert {row.prompt for row in rows} == {conversation.first(1).content_key}
 

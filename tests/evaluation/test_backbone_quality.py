@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import IGNORE_INDEX, Batch
-from medusa_train.data.dataset import EncodedDataset
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.evaluation import backbone_quality
 from medusa_train.evaluation.backbone_quality import (
     QUALITY_TOKENS,

@@ -91,11 +91,11 @@ def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
 
 def test_a_condition_that_an_older_report_lacks_differs_only_from_a_value(tmp_path: Path) -> None:
     older = write_run(tmp_path / "older")
-    on_gpu = write_run(tmp_path / "gpu", huge_pages=None)
-    on_cpu = write_run(tmp_path / "cpu", huge_pages=True)
+    on_gpu = write_run(tmp_path / "gpu", cuda_graphs=None)
+    on_cpu = write_run(tmp_path / "cpu", cuda_graphs=True)
     assert differences(load_reports([str(older), str(on_gpu)], None)) == []
     found = differences(load_reports([str(older), str(on_cpu)], None))
-    assert found == ["different huge pages of memory: not recorded, True"]
+    assert found == ["different CUDA graphs: not recorded, True"]
 
 
 def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:

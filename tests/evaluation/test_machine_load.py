@@ -2,16 +2,13 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import psutil
 import pytest
-import torch
 
-from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, huge_pages, spread
-from medusa_train.io import HUGE_PAGES_VARIABLE
+from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
 
 QUIET = MachineLoad(4, 0.9, 0.1)
 
@@ -52,23 +49,3 @@ def test_each_sign_of_a_busy_machine_is_named(change: dict[str, float], sign: st
     assert QUIET.signs() == []
     assert replace(QUIET, **change).signs() == [sign]
     assert replace(QUIET, plain_step_spread=None).signs() == []  # too few were timed
-
-
-@pytest.mark.parametrize(
-    ("choices", "asked", "given"),
-    [
-        ("always [madvise] never", "1", True),
-        ("always [madvise] never", "0", False),
-        ("[always] madvise never", "0", True),
-        ("always madvise [never]", "1", False),
-    ],
-)
-def test_the_system_decides_who_gets_huge_pages(
-    choices: str, asked: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(HUGE_PAGES_VARIABLE, asked)
-    setting = tmp_path / "enabled"
-    setting.write_text(choices + "\n")
-    assert huge_pages(torch.device("cpu"), setting) is given
-    assert huge_pages(torch.device("cpu"), tmp_path / "absent") is None
-    assert huge_pages(torch.device("cuda"), setting) is None

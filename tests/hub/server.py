@@ -26,7 +26,6 @@ class StandInHub(ThreadingHTTPServer):
             (401, "GatedRepo").
         breaks: for the name of a file, after how many bytes the next answers break off, one number
             per answer.
-        damaged: names of files whose content is served with one byte changed.
         ranges: first byte of every request for the content of a file, with its name.
     """
 
@@ -36,7 +35,6 @@ class StandInHub(ThreadingHTTPServer):
         self.root = root
         self.refusals: dict[str, tuple[int, str]] = {}
         self.breaks: dict[str, list[int]] = {}
-        self.damaged: set[str] = set()
         self.ranges: list[tuple[str, int]] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
@@ -132,8 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, path: Path, content: bytes, start: int) -> None:
         self.server.ranges.append((path.name, start))
-        if path.name in self.server.damaged:
-            content = content[:-1] + b"?"
         if self.server.breaks.get(path.name):
             self.wfile.write(content[start : start + self.server.breaks[path.name].pop(0)])
             self.close_connection = True

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
-from medusa_train.data.batch import IGNORE_INDEX, Batch, collate, shift_labels
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import IGNORE_INDEX, Batch, Example, collate, shift_labels
 from medusa_train.errors import BackboneError
 from medusa_train.models import document_attention
 from medusa_train.models.backbone import Backbone

@@ -20,7 +20,6 @@ from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
-from medusa_train.io import set_for_this_process
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
 from medusa_train.server_bench.measure_servers import output_directory
@@ -448,18 +447,3 @@ def test_the_end_of_a_server_is_explained_from_its_last_lines_but_not_the_leaks_
     message = server.explain()
     assert "ended with exit code 3 while starting" in message
     assert message.splitlines()[-TAIL_LINES:] == [f"  {line}" for line in lines[-TAIL_LINES:]]
-
-
-def test_a_server_has_the_environment_of_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would be measured with a setting that the printed command does not have."""
-    monkeypatch.setenv("OF_THE_USER", "1")
-    monkeypatch.setenv("OF_THIS_PROGRAM", "")
-    monkeypatch.delenv("OF_THIS_PROGRAM")
-    set_for_this_process("OF_THIS_PROGRAM", "1")
-    code = "import os; print(*(name for name in os.environ if name.startswith('OF_TH')))"
-    log = tmp_path / "vllm.log"
-    server = VLLMServer("plain", [sys.executable, "-c", code], 1, log)
-    assert server.has_ended(60)
-    assert log.read_text().split() == ["OF_THE_USER"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.data.examples import Example
+from medusa_train.data.batch import Example
 from medusa_train.errors import ConfigError
 from medusa_train.models import precision
 from medusa_train.training.estimate import Estimate

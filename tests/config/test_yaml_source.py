@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.yaml_lines import format_path, read_yaml, read_yaml_file
+from medusa_train.config.yaml_source import format_path, read_yaml, read_yaml_file
 from medusa_train.errors import ConfigError
 
 TEXT = """\
@@ -23,12 +23,12 @@ def test_every_key_has_a_line() -> None:
         {"path": "a.jsonl", "type": "messages"},
         {"path": "b.jsonl"},
     ]
-    assert source.location(("base_model",)) == "x.yaml:2"
-    assert source.location(("datasets", 0, "type")) == "x.yaml:6"
-    assert source.location(("datasets", 1, "path")) == "x.yaml:7"
-    assert source.location(("learning_rate",)) == "x.yaml:8"
-    assert source.location(("datasets", 1, "type")) == "x.yaml:7"  # of its parent
-    assert source.location(("seed",)) == "x.yaml"
+    assert source.place(("base_model",)) == "x.yaml:2"
+    assert source.place(("datasets", 0, "type")) == "x.yaml:6"
+    assert source.place(("datasets", 1, "path")) == "x.yaml:7"
+    assert source.place(("learning_rate",)) == "x.yaml:8"
+    assert source.place(("datasets", 1, "type")) == "x.yaml:7"  # of its parent
+    assert source.place(("seed",)) == "x.yaml"
 
 
 def test_duplicates_name_both_lines_at_every_depth() -> None:
@@ -64,7 +64,10 @@ def test_merged_keys_are_overridden_without_a_problem() -> None:
         ("a: 1\n--- \nb: 2\n", "x.yaml:2: not valid YAML"),
         ("a: !!python/name:os.system\n", "x.yaml:1: not valid YAML"),
         ("a: *unknown\n", "x.yaml:1: not valid YAML"),
-        ("a: &a\n  b: *a\n", "x.yaml:1: a.b: the alias contains itself"),
+        (
+            "a: &a\n  b: *a\n",
+            "x.yaml: not valid YAML: nested too deeply, or an alias contains itself",
+        ),
         ("? [1, 2]\n: 3\n", "x.yaml:1: keys must be plain names"),
         ("a: !!bool maybe\n", "x.yaml:1: a: cannot be read as a value"),
         ("a: \x00\n", "x.yaml: not valid YAML"),

@@ -1,0 +1,135 @@
+"""Say what is wrong with a configuration: where, what is expected, and the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from medusa_train.config.types import Config, Section, format_value, types_at
+from medusa_train.config.yaml_source import KeyPath, Problem, Source, format_path
+
+#: Short names that other programs use, with the keys that they mean here.
+_COMMON_NAMES = {
+    "lr": ("learning_rate",),
+    "bs": ("micro_batch_size", "batch_size"),
+    "bsz": ("micro_batch_size", "batch_size"),
+    "grad_accum": ("gradient_accumulation_steps",),
+    "heads": ("medusa_num_heads",),
+    "num_heads": ("medusa_num_heads",),
+    "warmup": ("warmup_steps",),
+    "wd": ("weight_decay",),
+    "clip": ("max_grad_norm",),
+    "max_length": ("sequence_len", "max_new_tokens"),
+    "max_tokens": ("max_new_tokens",),
+    "model_name_or_path": ("base_model",),
+    "out": ("output_dir", "output"),
+    "temp": ("temperature",),
+}
+#: pydantic's error type -> (limit in its context, message).
+_LIMITS = {
+    "greater_than_equal": ("ge", "must be {:g} or more"),
+    "greater_than": ("gt", "must be more than {:g}"),
+    "less_than_equal": ("le", "must be {:g} or less"),
+    "less_than": ("lt", "must be less than {:g}"),
+    "too_short": ("min_length", "needs {} or more items"),
+    "too_long": ("max_length", "needs {} or fewer items"),
+    "literal_error": ("expected", "must be {}"),
+}
+#: pydantic's error type -> what is expected.
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (put it in quotes)",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping such as {name: value}",
+    "model_type": "`key: value` lines",
+}
+
+
+def text_problems(value: Any, path: KeyPath) -> Iterator[Problem]:
+    """Yield text that no file can hold, and keys such as `x:1` in `{x:1}`, which YAML reads as a
+    name without a value.
+    """
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        yield path, "contains characters that are not UTF-8, or a null byte; remove them"
+    items = value.items() if isinstance(value, dict) else ()
+    for name, item in enumerate(value) if isinstance(value, list) else items:
+        before, colon, rest = str(name).partition(":")
+        if item is None and colon and rest:
+            yield (*path, name), f"a space is missing after the colon: {before}: {rest}"
+        yield from text_problems(item, (*path, name))
+
+
+def explain(detail: ErrorDetails, cls: type[Config]) -> Problem:
+    """Say what is wrong in an error of pydantic."""
+    path = tuple(part for part in detail["loc"] if part != "[key]")
+    name = path[-1]
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    got = f", got {format_value(value)}"
+    if kind == "extra_forbidden":
+        (owner, *_) = types_at(cls, path[:-1])
+        return path, _unknown(str(name), owner)
+    if kind == "missing" and len(path) == 1:
+        described = cls.model_fields[str(name)].description
+        how = f"set it in the file, or add {name}=... to the command"
+        return path, f"is missing ({described}); {how}"
+    if kind == "missing":
+        return path, "is missing"
+    if kind in _LIMITS:
+        limit, wording = _LIMITS[kind]
+        shown = context[limit]
+        if kind == "literal_error":
+            shown = shown.replace("'", "")
+        return path, wording.format(shown) + got
+    if kind in _EXPECTED:
+        text = f"expected {_EXPECTED[kind]}{got}"
+        if isinstance(value, bool):
+            switch = next((key for key in _switches(cls) if str(name) in key), None)
+            hint = " (YAML reads yes, no, on and off as true and false)"
+            text += f"; did you mean {switch}?" if kind == "model_type" and switch else hint
+        return path, text
+    return path, detail["msg"] if kind == "problem" else detail["msg"] + got
+
+
+def _switches(cls: type[Config]) -> list[str]:
+    return [name for name, field in cls.model_fields.items() if field.annotation is bool]
+
+
+def _unknown(name: str, owner: type[Section]) -> str:
+    """Say what to write in place of an unknown key."""
+    if name in owner.axolotl_hints:
+        return owner.axolotl_hints[name]
+    nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
+    meant = [key for key in _COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
+    for suggested in meant or nearest:
+        return f"unknown key; did you mean {suggested}?"
+    return "unknown key; see docs/configuration.md"
+
+
+def problem_lines(problems: Iterable[Problem], source: Source) -> list[str]:
+    """Format problems as `place: key: what is wrong`."""
+    lines = []
+    for path, message in problems:
+        place, name = source.place(path), format_path(path)
+        if path and place != f"--{name.replace('_', '-')}":  # an option says the key already
+            message = f"{name}: {message}"
+        lines.append(f"{place}: {message}" if path else message)
+    return lines
+
+
+def in_order_of_file(lines: Iterable[str], name: str) -> list[str]:
+    """Sort lines that begin with `name:LINE`; those of other places follow."""
+
+    def line_number(line: str) -> float:
+        number, _, _ = line.removeprefix(f"{name}:").partition(":")
+        return int(number) if number.isdigit() else math.inf
+
+    return sorted(dict.fromkeys(lines), key=line_number)
