@@ -384,7 +384,7 @@ def test_mistakes_end_with_their_code_and_a_message(
 def test_ctrl_c_keeps_what_is_done_and_exits_130(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from medusa_train.selfdistill.hf_engine import HFEngine
+    from medusa_train.selfdistill.local import HFEngine
 
     answer, asked = HFEngine.next, []
 
