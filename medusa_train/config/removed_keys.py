@@ -9,8 +9,11 @@ from collections.abc import Collection
 
 #: A key, or a `key: value` of a key that there still is -> what happened to it.
 REMOVED_KEYS = {
-    "compile: auto": "was a guess of the time that compiling saves; set true or false",
+    "compile: auto": "auto was a guess of the time that compiling saves; set true or false",
     "gpu_kernels": ("no GPU ever ran these kernels; remove it (`compile: true` compiles decoding)"),
+    "mode: questions": (
+        "the model no longer writes its own prompts; give prompts by seed_dataset (--prompts FILE)"
+    ),
     "torch_compile: auto": "auto was never faster in a measurement; set true or false",
 }
 

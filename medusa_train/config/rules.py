@@ -392,6 +392,7 @@ _EVAL_LOCAL_KEYS = (
     "compile",
     "batch_size",
     "exactness",
+    "equality",
     "generate",
     "prompt_lookup",
     "assistant_model",
@@ -428,7 +429,9 @@ def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     if cfg.acceptance != "typical":
         yield from ("epsilon", "delta")
     if cfg.acceptance != "greedy":
-        yield "exactness"
+        yield from ("exactness", "equality")
+    elif not cfg.exactness:
+        yield "equality"
     if cfg.batch_size > 1:  # transformers' assisted decoding takes a single row
         yield from ("prompt_lookup", "assistant_model")
 

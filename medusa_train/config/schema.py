@@ -811,6 +811,11 @@ class EvalConfig(Config):
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the"
         " measured dtype",
     )
+    equality: Literal["auto", "all"] = key(
+        "auto",
+        "answers that are generated again for this comparison; auto: all if that takes less than a"
+        " minute, otherwise as many as fit into half the time of the measurement, at least 8",
+    )
     generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(

@@ -39,6 +39,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
+from medusa_train.config.yaml_source import Source
 from medusa_train.errors import ConfigError
 from medusa_train.hide_secrets import mask, remember, remember_address
 
@@ -448,16 +449,15 @@ class Config(Section):
     #: Keys for which the rules are checked although they have no valid value: any valid ones.
     stand_ins: ClassVar[Mapping[str, Any]] = {}
 
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-    #: Where each key was set, by its path: ("datasets", 0, "path").
-    _places: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    #: What was read: where each key was set, and what of it is ignored.
+    _source: Source = PrivateAttr(default_factory=lambda: Source("configuration"))
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Keys that the user set and that have no effect, but for those left at a default of false,
         0 or null.
         """
-        names = set(self._ignored)
+        names = set(self._source.ignored)
         for name in self.model_fields_set.intersection(self.ineffective_keys):
             value = getattr(self, name)
             if value or value != type(self).model_fields[name].default:
@@ -473,7 +473,7 @@ class Config(Section):
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set, and the overrides within its value; empty if nowhere."""
-        within = [place for path, place in self._places.items() if path[0] == name]
+        within = [place for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()
         overrides = [place for place in within if place.startswith("override ")]

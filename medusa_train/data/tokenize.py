@@ -42,7 +42,7 @@ class AnswerSpan:
 
 
 @dataclass(slots=True)
-class EncodedRow:
+class Row:
     """Tokenized messages of a chat that end with an answer.
 
     Attributes:
@@ -65,7 +65,7 @@ class EncodedRow:
         self.ids += ids
         self.supervised += supervised
 
-    def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
+    def trimmed(self, max_length: int | None = None) -> Row | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
 
         With `max_length`, keep as many complete answers as fit. None if nothing is left.
@@ -137,7 +137,7 @@ class ChatEncoder:
         name = template if template is not None else self.template_name
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
-    def encode(self, conversation: Conversation) -> list[EncodedRow]:
+    def encode(self, conversation: Conversation) -> list[Row]:
         """Tokenize a chat into rows that end with an answer. Special tokens come from the template
         only: in contents their text is tokenized as any other.
 
@@ -152,7 +152,7 @@ class ChatEncoder:
         template = self.template
         if conversation.variables:
             template = template.with_variables(json.loads(conversation.variables))
-        rows: list[EncodedRow] = []
+        rows: list[Row] = []
         try:
             ignored = 0
             before: RenderedAnswer | None = None
@@ -168,7 +168,7 @@ class ChatEncoder:
                 if before is not None:
                     reason = _split_reason(answer, before, prompt, rows[-1].ids)
                 if before is None or reason is not None:
-                    rows.append(EncodedRow(split=reason))
+                    rows.append(Row(split=reason))
                 row = rows[-1]
                 # 3. What is new in the prompt, then the answer.
                 start = len(row.ids)

@@ -43,16 +43,20 @@ _BY_REFERENCE = "; compare it with the reference answer, and point out its mista
 #: Keys of a judgement that are read from the file of an earlier run.
 _READ_KEYS = frozenset(["question_id", "turn", "judge", "user_prompt", "score"])
 _NUMBER = r"(\d+(?:\.\d*)?)"
-_OF_TEN = r"(?:/|\bout of\b|\bof\b)"
-#: The scale of a grade, which is no grade: "/ 10" in "[[7]] / [[10]]", "from [[1]] to [[10]]".
+_OF_TEN = r"(?:/|\b(?:out )?of(?: an?)?(?: possible| maximum)?\b)"
+#: The scale of a grade, which is no grade: "/ 10" in "[[7]] / [[10]]", "from [[1]] to [[10]]",
+# "[[7]] von [[10]]", "[[10]] would be perfect".
 _SCALE = re.compile(
-    rf"{_OF_TEN}[\s*]*(?:\[+\s*10\s*\]+|10\b)|\[+1\]+\s*(?:to|and|-|–)\s*\[+10\]+", re.I
+    rf"{_OF_TEN}[\s*]*(?:\[+\s*10\s*\]+|10\b)|\[+1\]+\s*(?:to|and|-|–)\s*\[+10\]+"
+    r"|(?<=\]\])[ *(]*(?:[^\W\d]+[ *]+)?\[\[10\]\]"
+    r"|\[\[\s*(?:1|10)\s*\]\][ *]*(?:=|(?:is|are|being|means?|would)\b)",
+    re.I,
 )
 _LABEL = r"(?:\b(?:rating|grade|score)\b[\s*:=]*(?:is\b\s*)?)"
 _GRADE = re.compile(rf"\[\[\s*{_LABEL}?{_NUMBER}\s*\]\]", re.I)
 #: Single brackets, which FastChat reads where there are no double ones; [1] may also be a footnote.
 _LABELLED = re.compile(rf"{_LABEL}\[\s*{_NUMBER}\s*\]", re.I)
-_SINGLE = re.compile(rf"\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
+_SINGLE = re.compile(rf"(?<!\w)\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _MARKUP = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\[,;: ]|\\q?quad\b|~", "\u2009"),
-        (r"\{,\}", ","),
+        (r" ?\{ ?, ?\}", ","),
         (r"\\!|\\(?:left|right|displaystyle)\b|\\[()\[\]]|`", ""),
         (r"(?<![0-9)])\*\*|\*\*(?![0-9(])", ""),
         (r"\\([$%#])", r"\1"),
@@ -59,17 +59,28 @@ _SEPARATED = re.compile(
 _DECIMAL_COMMA = re.compile(r"(?<![0-9.,])([0-9]+),([0-9]+)(?![0-9,])")
 #: 1/2 and 2 1/2, but no date.
 _FRACTION = re.compile(r"(?<![0-9/.])(?:([0-9]+) )?([0-9]+)/([1-9][0-9]*)(?![0-9/])")
+#: Powers of ten in words, as exponents: 1.5 million, 70k.
+_POWERS = {"k": 3, "thousand": 3, "million": 6, "billion": 9}
+_POWER = re.compile(r"(?<=[0-9])(?:(k)| *(thousand|million|billion))\b", re.I)
 #: A number. Its minus follows neither a number nor a word: "10-5" has none. Digits behind a letter
 # belong to a name.
 _NUMBER = re.compile(
-    r"((?<![\w)])[-−–])?[$€£¥₹]*(?<![^\W_])(?<![0-9]\.)(?<!\^)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"((?<![\w)])[-−–])?[$€£¥₹]*(?<![^\W_])(?<![0-9]\.)(?<!\^)"
+    r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![\w.]))?)"
 )
 #: The beginning of a calculation: a number, perhaps its unit, an operator and what it is applied
-# to; or a number before a LaTeX command.
+# to; a number and a factor in parentheses, or a power; or a number before a LaTeX command.
 _CALCULATION = re.compile(
     r"[0-9)]%?\s*(?:[^\W\d_]+\s+)?"
     r"(?:[-+*×·÷^/−–]|(?<![^\W\d_])[xX](?![^\W\d_])|\b(?:plus|minus|times|divided by)\b)"
-    r"\s*[($€£]*\.?[0-9]|[0-9]\s*%\s*of\b|[0-9)]\s*\\[A-Za-z]"
+    r"\s*[($€£]*\.?[0-9]|[0-9]\s*%\s*of\b|[0-9]\)?(?:\([$€£]?[0-9]|[²³⁴])|[0-9)]\s*\\[A-Za-z]"
+)
+#: A further number that belongs to the one before it, perhaps after its unit: 3 hours 30 minutes,
+# 2:30, 12 apples and 5 pears; but not 42 eggs in 3 boxes.
+_FURTHER = re.compile(
+    r"(?:\s*(?:[,;:]|and\b|or\b)|\s+(?!(?:per|of|in|for|from|at|by|to|every|each|with|without|on|as"
+    r"|out|over|under|after|before|within|until|than|about|around|because|since|when|if|is|are|left"
+    r"|total|more|less|only|equals|means)\b)[^\W\d_]+\s+(?:(?:and|or)\s)?|\s)\s*[$€£]*[0-9]"
 )
 _ANSWER_WORDS = re.compile(
     r"\b(?:answer|result|total|solution)\b[^0-9=:\n]{0,60}?(?:\bis\b|\bare\b|[=:])", re.I
@@ -105,9 +116,9 @@ def extract_number(text: str) -> Decimal | None:
     # 3. what is called the answer, in the same line
     for said in reversed(list(_ANSWER_WORDS.finditer(text))):
         if "answer" in said[0].lower():
-            number = _result_of(text[said.end() :].lstrip().split("\n")[0])
-            if number is not None:
-                return number
+            line = text[said.end() :].lstrip().split("\n")[0]
+            if _NUMBER.search(line):
+                return _result_of(line)
     # 4. the last number
     numbers = list(_NUMBER.finditer(text))
     return _value(numbers[-1]) if numbers else None
@@ -121,7 +132,8 @@ def _plain_numbers(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _SEPARATED.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
     text = _DECIMAL_COMMA.sub(r"\1.\2", text)
-    return _FRACTION.sub(_as_decimal, text)
+    text = _FRACTION.sub(_as_decimal, text)
+    return _POWER.sub(lambda found: f"e{_POWERS[(found[1] or found[2]).lower()]}", text)
 
 
 def _as_decimal(found: re.Match[str]) -> str:
@@ -131,8 +143,8 @@ def _as_decimal(found: re.Match[str]) -> str:
 
 
 def _result_of(part: str) -> Decimal | None:
-    """Return the number that a marked line or a box gives; None if it gives none, or a calculation
-    without its result.
+    """Return the number that a marked line or a box gives; None if it gives none, several, or a
+    calculation without its result.
     """
     if said := _ANSWER_WORDS.search(part):
         part = part[said.end() :]
@@ -141,10 +153,10 @@ def _result_of(part: str) -> Decimal | None:
     first = _NUMBER.search(part)
     if first is None:
         return None
-    # 1. the number at the beginning
+    # 1. the number at the beginning, unless another one belongs to it
     is_first = not _LETTER.search(part[: first.start()])
     if is_first and not _CALCULATION.match(part, first.end() - 1):
-        return _value(first)
+        return None if _FURTHER.match(part, first.end()) else _value(first)
     # 2. the last side of an equation that is no calculation
     for side in reversed(part.split("=")):
         numbers = list(_NUMBER.finditer(side))
@@ -207,24 +219,28 @@ def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
     # are indented
     found = sorted(_BLOCK.findall(text), key=lambda block: not _PYTHON.fullmatch(block[0]))
     blocks = [textwrap.dedent(code) for _, code in found]
+    # a fence may also be followed by text
+    blocks += [code.partition("```")[0] for code in blocks if "```" in code]
     for code in blocks:
         if header.search(code):
             yield before + code
     for code in blocks:
-        if not header.search(code):
-            yield from _continued(test.prompt, code)
+        yield from _continued(test.prompt, code.rpartition(test.prompt.strip())[2])
     # 2. the function in the text before any block. A fence there may be the end of a block that the
     # answer did not begin
     text = text.partition("```")[0]
     starts = [found.start() for found in header.finditer(text)]
     for start in starts:
         yield before + _without_prose(text, start)
-    if starts:
+    _, stub, rest = text.rpartition(test.prompt.strip())
+    if starts and not stub:
         return
-    # 3. without a definition, the beginning of the text that continues the prompt
-    lines = text.split("\n")
-    for count in range(len(lines), 0, -1):
-        yield from _continued(test.prompt, "\n".join(lines[:count]))
+    # 3. without a definition, or after the one that the prompt states, the beginning of the text
+    # that continues the prompt
+    for continuation in (rest, rest.partition(":\n")[2]):  # as it is, and after "Here it is:"
+        lines = continuation.split("\n")
+        for count in range(len(lines), 0, -1):
+            yield from _continued(test.prompt, "\n".join(lines[:count]))
 
 
 def _continued(prompt: str, body: str) -> Iterator[str]:
@@ -280,11 +296,21 @@ def _without_examples(program: str, entry_point: str) -> str | None:
         return None
     lines = program.split("\n")
     for position, statement in enumerate(statements):
-        is_example = position > defined and not isinstance(statement, _DEFINITIONS)
+        is_example = position > defined and (
+            not isinstance(statement, _DEFINITIONS) or _runs_example(statement, entry_point)
+        )
         if is_example or isinstance(statement, ast.Assert):
             end = statement.end_lineno or statement.lineno
             lines[statement.lineno - 1 : end] = [""] * (end - statement.lineno + 1)
     return "\n".join(lines)
+
+
+def _runs_example(statement: ast.stmt, entry_point: str) -> bool:
+    """Return whether an assignment calls the function, or asks for its arguments."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        return False
+    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any(isinstance(call, ast.Name) and call.id in ("input", entry_point) for call in calls)
 
 
 def _defines(statement: ast.stmt, name: str) -> bool:

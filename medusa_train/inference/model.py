@@ -6,6 +6,7 @@ import operator
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -102,6 +103,8 @@ class Reply:
         be empty.
         """
         taken = next(self._remaining, None)
+        if self._is_closed:  # by another thread, during the pass
+            self.close()
         if taken is None:
             self._is_closed = True
             self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
@@ -119,9 +122,13 @@ class Reply:
         return piece
 
     def close(self) -> None:
-        """End the answer where it is, which lets other threads use the model."""
+        """End the answer where it is, which lets other threads use the model.
+
+        A thread that reads it ends it after the pass that is under way.
+        """
         self._is_closed = True
-        self._steps.close()
+        with suppress(ValueError):  # the generator is running in another thread
+            self._steps.close()
 
     def read(self) -> str:
         """Generate the rest and return the whole text."""
@@ -326,7 +333,7 @@ def _token_ids(expected: str, ids: Any) -> list[int]:
     try:
         if isinstance(ids, bytes):  # a text to others, but a collection of numbers in Python
             raise TypeError
-        if hasattr(ids, "__iter__"):
+        if getattr(ids, "ndim", 1) and hasattr(ids, "__iter__"):  # a tensor of one number has both
             return [operator.index(token) for token in ids]
         return [operator.index(ids)]
     except TypeError:

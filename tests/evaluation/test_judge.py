@@ -87,6 +87,10 @@ def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) 
         "On a scale from [[1]] to [[10]]: [[7]]",
         "[[7]] on a scale of [[1]]-[[10]]",
         "Rating: [7] / [10]",
+        "[[7]] out of a possible [[10]]",
+        "[[7]] von [[10]]",
+        "[[7]], where [[1]] is worthless and [[10]] is excellent",
+        "[[7]]. A [[10]] would be perfect.",
     ],
 )
 def test_the_scale_is_no_grade(reply: str) -> None:
@@ -119,6 +123,7 @@ def test_grades_of_other_forms(reply: str, score: float) -> None:
     [
         "As [1] says. [8]",
         "As [1] and [2] say.",
+        "The loop ends at `a[3]`.",
         "[[7, 8]]",
         "[[grade]]",
         "[[85]]",

@@ -25,6 +25,7 @@ NARROW, THIN, UNBROKEN = "\u202f", "\u2009", "\u00a0"
         ("1_000", "1000"),
         (r"1\,000", "1000"),
         ("1{,}000", "1000"),
+        ("1 {, }000", "1000"),
         ("1.000.000", "1000000"),
         ("1.234,56", "1234.56"),
         ("1,00,000", "100000"),
@@ -71,16 +72,47 @@ def test_separators_of_thousands_and_decimals(number: str, value: str) -> None:
         "≈ 42",
         "After 3 days: 6 * 7 = 42",
         "She has 50 - 5 - 3 = 42 eggs left",
+        "6(7) = 42",
+        "(6)(7) = 42",
+        "6² + 6 = 42",
     ],
 )
 def test_an_equation_on_the_marked_line_gives_its_result(line: str) -> None:
     assert extract_number(f"First 6, then 7.\n#### {line}") == 42
 
 
-@pytest.mark.parametrize("calculation", ["6 * 7", "40 + 2", "10 - 3", "3 x $14"])
+@pytest.mark.parametrize("calculation", ["6 * 7", "40 + 2", "10 - 3", "3 x $14", "6(7)", "7²"])
 def test_a_calculation_without_its_result_gives_no_number(calculation: str) -> None:
     assert extract_number(f"#### {calculation}") is None
     assert extract_number(rf"\boxed{{{calculation}}}") is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *["3 hours 30 minutes", "1 hour and 30 minutes", "5 feet 6 inches", "3 h 20 min", "2:30"],
+        *["12 apples and 5 pears", "3, 4", "3 or 4", "1 2 3", "2 dollars 50 cents"],
+    ],
+)
+def test_several_numbers_give_no_number(line: str) -> None:
+    assert extract_number(f"#### {line}") is None
+    assert extract_number(rf"\boxed{{\text{{{line}}}}}") is None
+    assert extract_number(f"The answer is {line}.") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        *[("1.5 million", "1500000"), ("$70k", "70000"), ("70K dollars", "70000")],
+        *[("2 thousand", "2000"), ("1.2e3", "1200"), ("3 1/2 million", "3500000")],
+        *[("12 kids", "12"), ("42kg", "42"), ("42 after 3 days", "42")],
+    ],
+)
+def test_powers_of_ten(number: str, value: str) -> None:
+    assert extract_number(f"#### {number}") == Decimal(value)
+    assert extract_number(
+        rf"\boxed{{{number.replace(' million', chr(92) + 'text{ million}')}}}"
+    ) == (Decimal(value))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +260,7 @@ FLAT = BODY.replace("\n    ", "\n").strip()
     "answer",
     [
         f"Here:\n```python\n{WHOLE.rstrip()}```\nDone.",
+        f"```python\n{WHOLE.rstrip()}``` This returns the root.",
         f"```python\n{WHOLE.rstrip()} ```",
         f"{WHOLE}```\nThis returns the root.",
         f"{WHOLE.rstrip()}```\nThis returns the root.",
@@ -285,10 +318,25 @@ def test_a_body_with_another_indentation(body: str, fenced: bool) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
+        f"```python\n{PROMPT}{FLAT}\n```",
+        f"{PROMPT}{FLAT}\n\nThis counts up.",
+        f"The body:\n\n{BODY}",
+        f"The body:\n\n{FLAT}\n\nThis counts up.",
+    ],
+)
+def test_a_body_after_the_stub_or_after_words(answer: str) -> None:
+    exec(build_program(TEST, answer), {})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
         f"```python\n{WHOLE}\nassert root(2) == 5\n```",
         f"```python\ndef f(x):\n    return 1\nassert f(1) == 5\n{WHOLE}```",
         f"```python\n{WHOLE}\nprint(root('a'))\n```",
         f"```python\n{WHOLE}\nfor x in 'ab':\n    print(root(x))\n```",
+        f"```python\n{WHOLE}\nx = float(input())\nprint(root(x))\n```",
+        f"```python\n{WHOLE}\nresult: float = root('a')\n```",
         f"```python\nroot(9)\n```\nwith\n```python\n{WHOLE}```",
         f"```bash\npip install nothing\n```\n```python\n{WHOLE}```",
         f"```python\nimport nothing\n```\n```\n{WHOLE}```",

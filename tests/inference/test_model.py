@@ -216,6 +216,34 @@ def test_a_closed_reply_keeps_what_was_read(model: Model) -> None:
     assert (reply.read(), reply.text, reply.finish) == (first.text, first.text, None)
 
 
+def test_a_reply_may_be_closed_while_another_thread_reads_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a web server does when its client leaves."""
+    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 600.0)
+    within_pass, is_closed = threading.Event(), threading.Event()
+    step_single = decoding.step_single
+
+    def slow(*args: Any) -> Any:
+        within_pass.set()
+        is_closed.wait(30)
+        return step_single(*args)
+
+    monkeypatch.setattr(decoding, "step_single", slow)
+    reply = model.reply("Name three fruits.", 40)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(lambda: "".join(piece.text for piece in reply))
+        within_pass.wait(30)
+        reply.close()
+        is_closed.set()
+        assert read.result(timeout=30) == reply.text
+    monkeypatch.undo()
+    assert len(reply.tokens) < 5
+    with ThreadPoolExecutor(1) as threads:  # the reply is still referred to
+        answer = threads.submit(model.generate, "Hi?", 5).result(timeout=30)
+    assert answer == model.generate("Hi?", 5)
+
+
 def test_prompts_are_encoded_one_after_the_other(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +350,10 @@ def test_options_may_be_numbers_of_other_libraries_or_none(
 
 @pytest.mark.parametrize(
     "kind",
-    [list, tuple, set, np.array, torch.tensor, lambda ids: ids[0], lambda ids: np.int64(ids[0])],
+    [
+        *[list, tuple, set, np.array, torch.tensor],
+        *[lambda ids: ids[0], lambda ids: np.int64(ids[0]), lambda ids: torch.tensor(ids[0])],
+    ],
 )
 def test_eos_ids_are_one_token_or_any_collection(kind: Callable[[Any], Any], model: Model) -> None:
     plain = model.reply("Hi?", 20)
