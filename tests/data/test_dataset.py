@@ -243,6 +243,13 @@ def test_share_of_distinct_sequences_of_supervised_tokens(
     assert train.distinct_share(99) == 1.0
 
 
+def test_examples_have_the_number_of_their_data_set(tmp_path: Path, encoder: ChatEncoder) -> None:
+    first = write(tmp_path / "a.jsonl", record("A", "B"), record("C", "D"))
+    second = write(tmp_path / "b.jsonl", record("E", "F"))
+    train, _ = load_datasets(config(first, second, val_set_size=0), encoder)
+    assert [example.dataset for example in train] == [0, 0, 1]
+
+
 def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B"))
     train, _ = load_datasets(
