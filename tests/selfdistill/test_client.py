@@ -1,3 +1,4 @@
+import asyncio
 import json
 import subprocess
 import sys
@@ -502,7 +503,31 @@ def test_an_answer_that_could_exceed_the_stated_context_ends_with_it(message: st
     assert [body.get("max_tokens") for body in server.bodies[1:3]] == [64, None]
 
 
+def test_the_context_of_the_only_model_counts_whatever_its_name() -> None:
+    with serving(short_context(70, TOO_LONG)) as server:
+        listed = {"data": [{"id": "/models/original", "max_model_len": 70}]}
+        server.others["/v1/models"] = lambda body: (200, {}, json.dumps(listed).encode())
+        (answer,) = ask(client(server.url), request("word " * 50))
+    assert answer.completion_tokens == 20
+
+
 # Faults
+
+
+def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(seconds: float, *arguments: Any) -> None:
+        if seconds:
+            pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    with serving(lambda n, body: error(500, "broken") if n < 6 else None) as server:
+        ask(client(server.url), request("hi"))
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
 
 
 @pytest.mark.parametrize(
