@@ -33,6 +33,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from medusa_train.config.load import load_config
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.types import Config
 from medusa_train.console_streams import (
     DISK_ERRORS,
@@ -183,6 +184,9 @@ class CommandOfOptions(TyperCommand):
             option, equals, value = word.partition("=")
             if not option.startswith("--"):
                 continue
+            if option in REMOVED_KEYS:
+                print_error(f"{option}: no such option; {REMOVED_KEYS[option]}")
+                raise typer.Exit(2)
             key = _key_of(option)
             if not equals:
                 value = "VALUE" if following.startswith("--") else following or "VALUE"

@@ -219,7 +219,7 @@ def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]
     first, problems = _validate(type(cfg), source)
     first = first.resolved()
     if first.recipe != "medusa1":
-        problems.append((("recipe",), "stage one trains heads on a frozen backbone: medusa1"))
+        problems.append((("recipe",), "stage one trains heads on a frozen base model: medusa1"))
     return first, problem_lines(problems, source)
 
 

@@ -98,7 +98,7 @@ def expected(what: str, value: object) -> PydanticCustomError:
 
 
 def _number(given: object) -> object:
-    """Return the number that a text or a float without fraction stands for, else the value."""
+    """Return the number that a text or a float without fraction means, else the value."""
     value = given
     if isinstance(value, str):
         with suppress(ValueError):
@@ -111,7 +111,7 @@ def _number(given: object) -> object:
 
 
 def _boolean(value: object) -> object:
-    """Return the boolean that a text stands for, else the value."""
+    """Return the boolean that a text means, else the value."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value
@@ -257,7 +257,7 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _different_names(roles: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Validate that no name stands for two roles."""
+    """Validate that no name means two roles."""
     seen: dict[str, str] = {}
     for role, names in roles.items():
         for name in names:
@@ -341,9 +341,9 @@ ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]
 Schedule = Annotated[
     str, BeforeValidator(_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})
 ]
-#: Weights of a backbone in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
+#: Weights of a base model in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
 Quantization = Literal["nf4", "int8"]
-#: Layout of an export; "merged" is the backbone with its adapter merged.
+#: Layout of an export; "merged" is the base model with its adapter merged.
 ExportTarget = Literal[
     "reference",
     "reference-v2",
@@ -417,7 +417,7 @@ class Section(BaseModel):
 
     #: Keys of Axolotl, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {}
-    #: The key for which a text stands in place of the whole section.
+    #: A text in place of the section is the value of this key.
     text_key: ClassVar[str | None] = None
 
     @model_validator(mode="before")
@@ -444,7 +444,7 @@ class Config(Section):
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     #: (key, other): `key` on the command line replaces `other` of the file.
     replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
-    #: Options of keys that are not named as the key is.
+    #: Options whose names differ from those of their keys.
     options: ClassVar[Mapping[str, str]] = {}
     #: Keys for which the rules are checked although they have no valid value: any valid ones.
     stand_ins: ClassVar[Mapping[str, Any]] = {}

@@ -15,7 +15,7 @@ import openai
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
 from medusa_train.errors import ServerError
-from medusa_train.hide_secrets import excerpt, mask
+from medusa_train.hide_secrets import excerpt
 from medusa_train.network import client_options
 from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
 from medusa_train.selfdistill.server_answers import ServerSampling, parse_answer, token_count
@@ -167,7 +167,7 @@ class Server:
 
 def _connection_fault(error: openai.APIConnectionError) -> Fault:
     cause = error.__cause__ or error
-    return Fault(mask(f"{type(cause).__name__}: {cause}"))
+    return Fault(f"{type(cause).__name__}: {cause}")
 
 
 class ServerClient:
