@@ -776,8 +776,8 @@ class EvalConfig(Config):
     max_new_tokens: PositiveInt = key(256, "maximum length of an answer in tokens")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
-        " decided once per run directory; on a CPU that emulates bfloat16, float32",
+        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
+        " on a CPU",
     )
     compile: Bool = key(
         False,
