@@ -680,7 +680,8 @@ def test_a_judge_reads_the_chat_with_its_references_so_far(model: Path, tmp_path
         keys = QUICK | {"output_dir": tmp_path / "out", "judge_base_url": server.url}
         keys |= {"judge_model": "examiner", "judge_concurrency": 1, "generate": False}
         evaluate("--bench", bench, "--base-model", model, **keys).ok()
-        read = ["\n".join(m["content"] for m in body["messages"]) for body in server.bodies]
+        graded = server.bodies[1:]  # after the greeting
+        read = ["\n".join(m["content"] for m in body["messages"]) for body in graded]
     texts = [line["text"].strip() for line in read_lines(tmp_path / "out" / "answers.jsonl")]
     parts = ["Be short.", "one two", "REFERENCE A", texts[0], "three", "REFERENCE B", texts[1]]
     for shown, count in ((read[0], 4), (read[1], 7)):
