@@ -259,6 +259,28 @@ def test_heads_on_other_families(
     assert_same_weights(run, reference.draft)
 
 
+@pytest.mark.parametrize("kind", ["hydra++", "amphista", "kangaroo"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_of_drafts_train_with_the_models_window(
+    kind: str, packed: bool, run_of: RunOf, documents: Documents, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path / "window", "mistral-window")
+    reference = PlainRun(
+        initial(run_of, kind, base_model=directory) / "heads",
+        plain.load_model(directory),
+        documents[0],
+    )
+    reference.train(LOSSES[kind], lambda step: RATE * plain.cosine(step, STEPS))
+    keys: dict[str, Any] = {"base_model": directory}
+    if packed:
+        lengths = [len(document.tokens) for document in documents[0]]
+        row = max(lengths) + min(lengths) + 2
+        keys |= {"sample_packing": True, "sequence_len": row, "gradient_accumulation_steps": 2}
+    for step, record in enumerate(metrics(run_of(kind, **keys))):
+        assert_close(record["loss"], reference.losses[step], 1e-4)
+        assert_close(record["grad_norm"], reference.norms[step], 1e-3)
+
+
 # Validation
 
 
