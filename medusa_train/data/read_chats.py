@@ -67,7 +67,7 @@ def parse_records(
     name: str,
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
-    variables: Collection[str] = (),
+    variables: Collection[str] | None = (),
     fields: DatasetConfig | None = None,
 ) -> ReadResult:
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
@@ -127,6 +127,7 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
                 entry.type,
                 name=name if left else f"{name}, its first records",
                 skip_bad=skip_bad or source.is_public,
+                variables=None,  # the tokenizer is not loaded yet
                 fields=entry,
             )
 

@@ -85,7 +85,7 @@ def normalize(
     *,
     source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
-    variables: Collection[str] = (),
+    variables: Collection[str] | None = (),
     fields: DatasetConfig | None = None,
     unread: Unread | None = None,
 ) -> Conversation:
@@ -101,7 +101,8 @@ def normalize(
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
         variables: of the chat template. Columns of these names, and the entries of
-            `chat_template_kwargs`, become variables of the chat.
+            `chat_template_kwargs`, become variables of the chat; None if the template is not known
+            yet: then any entry is allowed.
         fields: names the keys of turns and their roles, where they are not as usual.
         unread: counts the columns and the keys of turns that are not read.
 
@@ -312,14 +313,16 @@ def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str
     return value
 
 
-def _variables_of(record: Mapping[str, Any], names: Collection[str], columns: set[str]) -> str:
+def _variables_of(
+    record: Mapping[str, Any], names: Collection[str] | None, columns: set[str]
+) -> str:
     """Return what a record says of the chat template's variables `names`, as JSON text, '' for
     nothing; add the columns that it is read from to `columns`.
 
     `tools` may be JSON text, as in tables. Values of null are as good as missing.
     """
     values: dict[str, Any] = {}
-    for name in names:
+    for name in names or ():
         if record.get(name) is not None and name not in ("system", "messages"):
             values[name] = record[name]
             columns.add(name)
@@ -330,7 +333,7 @@ def _variables_of(record: Mapping[str, Any], names: Collection[str], columns: se
         taken = sorted(set(further) & RENDERING)
         if taken:
             raise RecordError(f"'{TEMPLATE_KWARGS}': {', '.join(taken)}: set by rendering itself")
-        unknown = sorted(set(further) - set(names))
+        unknown = sorted(set(further) - set(further if names is None else names))
         if unknown:
             raise RecordError(
                 f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown)}"

@@ -179,3 +179,18 @@ def test_records_after_the_first_hundred_are_left_to_the_run(tmp_path: Path) -> 
     path = tmp_path / "long.jsonl"
     path.write_text(chat * 100 + "{}\n")
     check_first_records([DatasetConfig(path=str(path))], skip_bad=False)
+
+
+def test_variables_of_a_chat_template_wait_for_the_template(tmp_path: Path) -> None:
+    """Which names it has is known once the tokenizer is loaded."""
+    from medusa_train.config.schema import DatasetConfig
+    from medusa_train.data.read_chats import check_first_records
+
+    record = {
+        "instruction": "Hi",
+        "output": "Ho",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    check_first_records([DatasetConfig(path=str(path))], skip_bad=False)

@@ -2,6 +2,8 @@
 them.
 """
 
+import sys
+from collections.abc import Iterator
 from decimal import Decimal
 
 import pytest
@@ -9,6 +11,15 @@ import pytest
 from medusa_train.evaluation.answer_scores import build_program
 from medusa_train.evaluation.questions import FunctionTest
 from medusa_train.evaluation.read_answers import extract_number
+
+
+@pytest.fixture(autouse=True)
+def recursion_limit() -> Iterator[None]:
+    """Restore the limit that a program of these tests raises."""
+    limit = sys.getrecursionlimit()
+    yield
+    sys.setrecursionlimit(limit)
+
 
 NARROW, THIN, UNBROKEN = "\u202f", "\u2009", "\u00a0"
 

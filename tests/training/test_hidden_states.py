@@ -157,7 +157,7 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     per_epoch = sum(
         record["epoch"] <= 1 for record in metrics(tmp_path / "whole") if record["kind"] == "train"
     )
-    cached.dataset_prepared_path = str(tmp_path / "prepared")
+    cached = cached.model_copy(update={"dataset_prepared_path": str(tmp_path / "prepared")})
     resume = command(cached, "resume_from_checkpoint=auto")
     kills = [
         Mishap(
