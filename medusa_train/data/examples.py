@@ -55,13 +55,6 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
     read_notes: list[str] = field(default_factory=list)
 
-    def update(self, other: DataReport) -> None:
-        """Add what another report counted."""
-        self.skipped += other.skipped
-        self.notes += other.notes
-        self.read_notes += other.read_notes
-        self.counts.update(other.counts)
-
     @property
     def looping_share(self) -> float:
         """Share of looping answers."""
@@ -209,9 +202,10 @@ class EncodedDataset(Sequence[Example]):
         return digest.hexdigest()
 
     def extend(self, other: EncodedDataset) -> None:
-        """Append the examples of `other`, and add up the reports."""
+        """Append the examples of `other`, and add its skipped records and its counts."""
         self.examples += other.examples
-        self.report.update(other.report)
+        self.report.skipped += other.report.skipped
+        self.report.counts.update(other.report.counts)
 
     def to_bytes(self) -> bytes:
         """Return the examples and the report, without its notes, as a checksum and a safetensors

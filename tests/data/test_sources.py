@@ -343,6 +343,17 @@ def paths_of(**keys: Any) -> list[str]:
     return [path.name for path in source.paths]
 
 
+def test_data_files_of_a_directory_are_not_those_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    for directory in (tmp_path, tmp_path / "there"):
+        (directory / "a.jsonl").write_text(LINE)
+    monkeypatch.chdir(tmp_path)
+    source = open_source(DatasetConfig(path=str(tmp_path / "there"), data_files=["a.jsonl"]))
+    assert source == LocalFiles((tmp_path / "there" / "a.jsonl",))
+
+
 def test_axolotls_format_names_read_their_data_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
