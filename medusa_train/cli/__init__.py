@@ -4,4 +4,4 @@ import sys
 
 from medusa_train.console_streams import print_uncaught
 
-sys.excepthook = print_uncaught  # before typer is imported, which keeps it
+sys.excepthook = print_uncaught

@@ -33,8 +33,15 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from medusa_train.config.load import load_config
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.types import Config
-from medusa_train.console_streams import DISK_ERRORS, console_streams, debugging, failed_streams
+from medusa_train.console_streams import (
+    DISK_ERRORS,
+    console_streams,
+    debugging,
+    failed_streams,
+    print_uncaught,
+)
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
 from medusa_train.io import installed_version
@@ -177,6 +184,9 @@ class CommandOfOptions(TyperCommand):
             option, equals, value = word.partition("=")
             if not option.startswith("--"):
                 continue
+            if option in REMOVED_KEYS:
+                print_error(f"{option}: no such option; {REMOVED_KEYS[option]}")
+                raise typer.Exit(2)
             key = _key_of(option)
             if not equals:
                 value = "VALUE" if following.startswith("--") else following or "VALUE"
@@ -271,6 +281,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             except (Exception, KeyboardInterrupt) as error:
                 explained = _explain(error)
                 if explained is None or debugging():
+                    sys.excepthook = print_uncaught  # typer has set its own
                     raise
                 code, message = explained
                 print_error(message)

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ def load_config(
         first, stage_one_lines = _stage_one(cfg, source)
         lines += stage_one_lines
         own = set(first.ignored).intersection(source.values[STAGE_ONE])
-        cfg._ignored += tuple(f"{STAGE_ONE}.{name}" for name in sorted(own))
+        source.ignored += [f"{STAGE_ONE}.{name}" for name in own]
     if lines:
         raise ConfigError(in_order_of_file(lines, source.name))
     return cfg.resolved()
@@ -84,9 +85,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
-    given = {str(path[0]) for path in cfg._places} or cfg.model_fields_set
+    given = {str(path[0]) for path in cfg._source.places} or cfg.model_fields_set
     values = cfg.model_dump(mode="json", include=given)
-    first, lines = _stage_one(cfg, Source("configuration", values, dict(cfg._places)))
+    first, lines = _stage_one(cfg, replace(cfg._source, values=values))
     if lines:
         raise ConfigError(lines)
     return first
@@ -182,8 +183,9 @@ def _settings(
 
 
 def _is_text(text: str, cls: type[Config], path: KeyPath) -> bool:
-    """Return whether `text` is the value at `path` as it is typed: not where only numbers or names
-    of a list are allowed, nor a list or a mapping in brackets.
+    """Return whether the text of an override is the value as it is typed, which `a: b #1` and
+    `1.10` are for names. Else YAML reads it: where the key takes no text (`seed=3`), and in
+    brackets, where it takes a list or a mapping as well.
     """
     kinds = types_at(cls, path[1:] if path[0] == STAGE_ONE else path)
     if kinds == [str]:
@@ -217,7 +219,7 @@ def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]
     first, problems = _validate(type(cfg), source)
     first = first.resolved()
     if first.recipe != "medusa1":
-        problems.append((("recipe",), "stage one trains heads on a frozen backbone: medusa1"))
+        problems.append((("recipe",), "stage one trains heads on a frozen base model: medusa1"))
     return first, problem_lines(problems, source)
 
 
@@ -226,16 +228,15 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     problems = [*source.problems, *text_problems(source.values, ())]
     # 1. Keys without an effect: those of other programs, and in a run's own file removed ones.
     values: dict[str, Any] = {}
-    ignored = list(source.ignored)
     for name, value in source.values.items():
         removed = explain_removed(name, value, cls.model_fields)
         of_run = source.is_run and source.place((name,)).startswith(f"{source.name}:")
         if removed and not of_run:
             problems.append(((name,), removed))
         elif of_run and name == TRUST:
-            ignored += [name] if value else []
+            source.ignored += [name] if value else []
         elif removed or name in cls.ignored_axolotl_keys:
-            ignored += [] if value is None else [name]
+            source.ignored += [] if value is None else [name]
         else:
             values[name] = value
     # 2. Each key. Where some are invalid, the rules between the others are checked all the same.
@@ -259,6 +260,5 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
                 places = [f"{other}: {source.place((other,))}" for other in others]
                 message += f" ({', '.join(places)})"
             problems.append(((name,), message))
-    cfg._ignored = tuple(ignored)
-    cfg._places = source.places
+    cfg._source = source
     return cfg, problems

@@ -38,7 +38,7 @@ class Source:
     """The values of a configuration, and where each of them was set.
 
     Attributes:
-        name: the file, or what stands for one in messages.
+        name: the file, or what messages say in its place.
         places: of every key, `FILE:LINE`, an override, or an option.
         problems: what is wrong with the value at a path; the path is empty for the whole source.
         ignored: settings without effect, since others replace them.
@@ -55,7 +55,7 @@ class Source:
     def place(self, path: KeyPath) -> str:
         """Return the place of `path`, else of its nearest parent, else the source's name.
 
-        An index may be left out in the file, where one item stands for a list of one.
+        The index of an item is left out where the file has it without a list.
         """
         for length in range(len(path), 0, -1):
             parent = path[:length]
@@ -189,7 +189,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(
 
 
 def read_yaml(text: str, name: str) -> Source:
-    """Parse `text`; `name` stands for the file in places and messages."""
+    """Parse `text`; `name` is the file in places and messages."""
     try:
         loader = _Loader(text, name)
         root = loader.get_single_node()

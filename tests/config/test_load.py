@@ -362,6 +362,12 @@ def test_text_that_no_file_can_hold_is_refused(text: str, tmp_path: Path) -> Non
             load_config(EvalConfig, write(tmp_path, f"output_dir: {text}\n"))
 
 
+def test_text_in_lists_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 'base_model: m\ndatasets:\n  - path: a\n  - path: "b\\0"\n')
+    (problem,) = problems(path)
+    assert problem.startswith("x.yaml:4: datasets[1].path: contains characters that are not UTF-8")
+
+
 @pytest.mark.parametrize(
     "name",
     ["a" * 300, "b/" + "c" * 300, "e/" * 3000, "\N{ROCKET}" * 64],
@@ -438,6 +444,14 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
         "override 'bench.x=1': bench: expected text (put it in quotes), got a mapping",
         "override 'limt=3': limt: unknown key; did you mean limit?",
         "override 'seed': overrides are written key=value, or a.b=value",
+    ]
+
+
+def test_what_is_wrong_in_a_list_of_an_override_is_not_a_line_of_the_file(tmp_path: Path) -> None:
+    override = "datasets=[{pth: x}]"
+    assert problems(write(tmp_path, GOOD), override) == [
+        f"override '{override}': datasets[0].path: is missing",
+        f"override '{override}': datasets[0].pth: unknown key; did you mean path?",
     ]
 
 
