@@ -1,9 +1,9 @@
 """Every shipped configuration trains as it stands, and the README's commands run one after another,
 on a stand-in hub.
 
-Overridden are only `max_steps`, `output_dir`, and `base_model` where it is empty. What a CPU lacks
-falls back by itself, with a note: 8-bit AdamW. The data that self-distillation would write, and the
-model of `make smollm2-model`, lie in the working directory.
+Overridden are only `max_steps`, `output_dir`, more than two micro-batches of a step, and `base_model`
+where it is empty. What a CPU lacks falls back by itself, with a note: 8-bit AdamW. The data that
+self-distillation would write, and the model of `make smollm2-model`, lie in the working directory.
 """
 
 import json
@@ -45,6 +45,9 @@ def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> Non
     keys = yaml.safe_load(config.read_text(encoding="utf-8"))
     two_stages = "stage_one" in keys
     overrides = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
+    for stage, values in (("", keys), ("stage_one.", keys.get("stage_one", {}))):
+        if values.get("gradient_accumulation_steps", 1) > 2:
+            overrides.append(f"{stage}gradient_accumulation_steps=2")
     if keys["base_model"] is None:
         overrides.append("base_model=Qwen/Qwen3-8B")
     seconds, output = commands.run(
@@ -81,8 +84,10 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
         *(
             f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]",
             "max_steps=2",
+            "gradient_accumulation_steps=2",
         ),
         "stage_one.max_steps=2",
+        "stage_one.gradient_accumulation_steps=2",
     )
     run = commands.place / "runs" / "mine"
     assert (run / "tree.json").is_file(), output
