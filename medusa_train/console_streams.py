@@ -1,5 +1,5 @@
 """stdout and stderr of a command: no key is printed, and a failing terminal, pipe or log file never
-ends its work.
+ends its work. Imports no other packages, so that it handles what happens while they are imported.
 """
 
 from __future__ import annotations
@@ -8,19 +8,25 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, TextIO, cast
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
 
 from medusa_train.hide_secrets import mask
 
+#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too
+# large, device failed.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: Errors of a write after which a later one can succeed: a full disk, a quota, a limit of size, a
 # reader that is slow. After any other the stream is gone: EIO of a terminal, EPIPE of a pipe.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN)
+
+
+def debugging() -> bool:
+    """Return whether the user asks for stack traces."""
+    return os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
 
 
 class ConsoleStream(io.TextIOBase):
@@ -102,22 +108,6 @@ class ConsoleStream(io.TextIOBase):
         os.close(nowhere)
 
 
-class MaskingConsole(Console):
-    """A console that masks keys before it wraps and colors texts: the stream would not find them."""
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        """Render anything that can be printed; strings and `Text` are masked."""
-        if isinstance(renderable, Text) and mask(renderable.plain) != renderable.plain:
-            renderable = Text(mask(renderable.plain), style=renderable.style, end=renderable.end)
-        return super().render(renderable, options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string to `Text`, masked."""
-        return super().render_str(mask(text), **options)
-
-
 @contextmanager
 def console_streams() -> Iterator[None]:
     """Make `sys.stdout` and `sys.stderr` ConsoleStreams within the `with` block.
@@ -173,3 +163,24 @@ def _console_stream(stream: object) -> ConsoleStream | None:
     """Return `stream`, or what it passes its text on to: a bar of rich stands in between."""
     stream = getattr(stream, "rich_proxied_file", stream)
     return stream if isinstance(stream, ConsoleStream) else None
+
+
+def print_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print what ends the process, as the interpreter does, with keys masked; Ctrl-C while a command
+    is imported, and a help text that cannot be printed, in one line.
+    """
+    if issubclass(kind, KeyboardInterrupt) and not debugging():
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    if (
+        isinstance(error, OSError)
+        and error.filename is None
+        and error.errno in DISK_ERRORS
+        and not debugging()
+    ):
+        with suppress(OSError):
+            print(f"error: stdout: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # the interpreter would try to write the rest, and say that it cannot
+    sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))

@@ -28,7 +28,7 @@ class ConfigError(MedusaError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         given = [problems] if isinstance(problems, str) else problems
-        self.problems = tuple(mask(problem) for problem in given)
+        self.problems = tuple(given)
         text = self.problems[0]
         if len(self.problems) > 1:
             lines = [f"{len(self.problems)} problems in the configuration:"]

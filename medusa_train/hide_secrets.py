@@ -4,7 +4,7 @@ A key is the value of an environment variable whose name says so (`OPENAI_API_KE
 that a connection uses (`remember`), or one that a user wrote into a configuration
 (`remember_written`). These places mask, and everything passes through one of them:
 
-- `ConsoleStream.write` (console_streams.py): stdout and stderr of every command;
+- `ConsoleStream.write` and `print_uncaught` (console_streams.py): stdout and stderr of commands;
 - `replace_text` and `json_line` (io.py): every text file of this project;
 - `MedusaError`: messages, for whoever catches them;
 - `wandb` (metrics_log.py): the configuration that it is sent.

@@ -45,6 +45,7 @@ class FakeServer(ThreadingHTTPServer):
         self.others: dict[str, Callable[[dict[str, Any]], tuple[int, dict[str, str], bytes]]] = {}
         self.bodies: list[dict[str, Any]] = []
         self.authorization: list[str | None] = []
+        self.headers: list[dict[str, str]] = []
         self.busy = self.busiest = 0
         self.connections = 0
         self.lock = threading.Lock()
@@ -77,7 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self.server.others.get(self.path, _not_found)({}))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        length = int(self.headers["content-length"])
+        content = self.rfile.read(length)
+        if len(content) < length:  # the client has cancelled its request
+            self.close_connection = True
+            return
+        body = json.loads(content)
         server = self.server
         if self.path != "/v1/chat/completions":
             self._send(*server.others.get(self.path, _not_found)(body))
@@ -85,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             server.authorization.append(self.headers.get("authorization"))
+            server.headers.append({name.lower(): value for name, value in self.headers.items()})
             number = len(server.bodies) - 1
             server.busy += 1
             server.busiest = max(server.busiest, server.busy)

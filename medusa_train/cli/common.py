@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import sys
-import traceback
 import types
 import warnings
 from collections import Counter
@@ -24,17 +23,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 from typer.core import TyperCommand
 
 from medusa_train.config.load import load_config
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.types import Config
-from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
+from medusa_train.console_streams import (
+    DISK_ERRORS,
+    console_streams,
+    debugging,
+    failed_streams,
+    print_uncaught,
+)
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
 from medusa_train.io import installed_version
@@ -45,10 +52,6 @@ C = TypeVar("C", bound=Config)
 
 #: Width of tables where the output is not a terminal.
 PIPE_WIDTH = 120
-
-#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too
-# large, device failed.
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 #: The option of all commands that have a configuration.
 PrintConfig = Annotated[
@@ -66,6 +69,22 @@ _QUIET = {
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+class MaskingConsole(Console):
+    """A console that masks keys before it wraps and colors texts: the stream would not find them."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render anything that can be printed; strings and `Text` are masked."""
+        if isinstance(renderable, Text) and mask(renderable.plain) != renderable.plain:
+            renderable = Text(mask(renderable.plain), style=renderable.style, end=renderable.end)
+        return super().render(renderable, options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Convert a string to `Text`, masked."""
+        return super().render_str(mask(text), **options)
 
 
 def error_console() -> Console:
@@ -165,6 +184,9 @@ class CommandOfOptions(TyperCommand):
             option, equals, value = word.partition("=")
             if not option.startswith("--"):
                 continue
+            if option in REMOVED_KEYS:
+                print_error(f"{option}: no such option; {REMOVED_KEYS[option]}")
+                raise typer.Exit(2)
             key = _key_of(option)
             if not equals:
                 value = "VALUE" if following.startswith("--") else following or "VALUE"
@@ -237,7 +259,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command so that its result is the exit code, and errors of users end it with a
     message and a code.
 
-    Other exceptions are bugs and propagate; their traceback is printed with keys masked. What
+    Other exceptions are bugs and propagate; `print_uncaught` prints their traceback. What
     cannot be printed is dropped (`console_streams`), and named at the end where the other stream
     can be written. The signature is kept for typer.
     """
@@ -258,8 +280,8 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
                 code = command(*args, **kwargs) or 0
             except (Exception, KeyboardInterrupt) as error:
                 explained = _explain(error)
-                if explained is None or _debugging():
-                    sys.excepthook = _print_masked_traceback
+                if explained is None or debugging():
+                    sys.excepthook = print_uncaught  # typer has set its own
                     raise
                 code, message = explained
                 print_error(message)
@@ -268,15 +290,6 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.exit(code)
 
     return wrapper
-
-
-def _print_masked_traceback(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Print an exception that ends the process, as the interpreter does; typer's own printer would
-    show it unmasked.
-    """
-    sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _explain(error: BaseException) -> tuple[int, str] | None:
@@ -289,7 +302,7 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
         return signal_exit_code(error), "interrupted"
     if isinstance(error, OSError) and error.filename is not None:
         return 1, f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return 1, str(error.strerror)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command imports
         return (
@@ -330,7 +343,7 @@ def quiet_libraries() -> None:
     """Silence warnings of libraries that users cannot act on; must be called before the libraries
     are imported.
     """
-    if _debugging():
+    if debugging():
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -378,7 +391,3 @@ def read_arguments(
     if cfg.ignored:
         error_console().print(f"ignored keys (no effect): {', '.join(cfg.ignored)}", style="dim")
     return cfg
-
-
-def _debugging() -> bool:
-    return os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")

@@ -90,7 +90,7 @@ def selfdistill(
         return printed_all()
 
     from medusa_train.models.model_files import find_backbone
-    from medusa_train.selfdistill.engines import resolve_model_paths
+    from medusa_train.selfdistill.model import resolve_model_paths
     from medusa_train.selfdistill.prompts import load_prompts
     from medusa_train.selfdistill.settings import output_path
 
@@ -112,7 +112,7 @@ def selfdistill(
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
     """Return the first line of the output: model, prompts and output file, defaults included."""
-    from medusa_train.selfdistill.engines import model_name
+    from medusa_train.selfdistill.model import model_name
 
     model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
@@ -132,7 +132,7 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console:
     """
     from medusa_train.selfdistill.commands import next_command
     from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
-    from medusa_train.selfdistill.engines import resolve_dtype
+    from medusa_train.selfdistill.model import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter
     from medusa_train.selfdistill.settings import output_settings
 
@@ -174,30 +174,25 @@ def _run(
     console: Console,
 ) -> None:
     """Answer `prompts` with a progress bar and print the statistics."""
-    loading = RunProgress(console).phase("loading the model", ticking=True)
-    from medusa_train.selfdistill.distill import distill
-    from medusa_train.selfdistill.engines import open_engine
-    from medusa_train.selfdistill.modes import build_mode
-    from medusa_train.selfdistill.run_stats import summary
+    from medusa_train.selfdistill.replay import build_mode
+    from medusa_train.selfdistill.run import distill, open_source, summary
     from medusa_train.selfdistill.settings import record_metadata
 
-    todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    engine = open_engine(cfg, dtype, console.print, loading)
-    try:
-        progress = RunProgress(console)
-        done = len(prompts) - len(todo)
-        with progress.phase("conversations", len(prompts), completed=done) as phase:
-            stats = distill(
-                prompts,
-                engine,
-                writer,
-                mode=build_mode(cfg),
-                metadata=record_metadata(cfg, dtype),
-                on_progress=lambda stats: phase.update(stats.finished, stats.line()),
-            )
-    finally:
-        engine.close()
-    console.print(summary(stats, engine.stats()))
+    progress = RunProgress(console)
+    opening = "importing openai" if cfg.engine == "openai" else "loading the model"
+    with progress.phase(opening, ticking=True):
+        source = open_source(cfg, dtype, console.print)
+    done = sum(prompt.id in writer.done for prompt in prompts)
+    with progress.phase("conversations", len(prompts), completed=done) as phase:
+        stats = distill(
+            prompts,
+            source,
+            writer,
+            mode=build_mode(cfg),
+            metadata=record_metadata(cfg, dtype),
+            on_progress=lambda stats: phase.update(stats.finished, stats.line()),
+        )
+    console.print(summary(stats, source.stats()))
     if (warning := stats.looping_warning(cfg.drop_looping)) is not None:
         console.print(warning, style="yellow")
 

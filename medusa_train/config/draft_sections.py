@@ -35,10 +35,10 @@ from medusa_train.config.types import (
 
 
 class HeadsLoss(NamedTuple):
-    """The heads' loss on a frozen backbone: `weight * sum_k decay**k * L_k`.
+    """The heads' loss on a frozen base model: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: weight of the backbone's distribution in the target of L_k; the data's token
+        soft_targets: weight of the base model's distribution in the target of L_k; the data's token
             has the rest.
     """
 
@@ -52,10 +52,10 @@ class HeadsLoss(NamedTuple):
         if soft == 0.0:
             text = "cross-entropy against the tokens of the data"
         elif soft == 1.0:
-            text = "cross-entropy against the distribution of the backbone"
+            text = "cross-entropy against the distribution of the base model"
         else:
             text = (
-                f"{soft:.0%} cross-entropy against the distribution of the backbone, rest"
+                f"{soft:.0%} cross-entropy against the distribution of the base model, rest"
                 " cross-entropy against the data"
             )
         if self.decay != 1.0:
@@ -70,7 +70,7 @@ class DraftConfig(Section):
     Attributes:
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
-        trains_jointly: whether it can be trained together with the backbone.
+        trains_jointly: whether it can be trained together with the base model.
         exports: the layouts in which other programs read it.
         merges: whether the guesses of drafts without training can be added to its own.
         dynamic_trees: whether it can choose a tree of its own in every step.
@@ -126,21 +126,21 @@ class DraftConfig(Section):
         return 0
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return after how many of the backbone's layers the draft reads states, besides the final
+        """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
         return ()
 
     @property
     def shared_lm_heads(self) -> int:
-        """Number of heads that read the backbone's lm_head instead of training an output matrix of
+        """Number of heads that read the base model's lm_head instead of training an output matrix of
         their own.
         """
         return 0
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the backbone alone
+        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the base model alone
         without other keys.
         """
         return HeadsLoss(
@@ -233,7 +233,7 @@ class HydraConfig(DraftConfig):
     decay_coefficient: PositiveShare = _DECAY
     soft_targets: Share = key(
         1.0,
-        "weight of the backbone's distribution in the heads' targets; the data's token has the"
+        "weight of the base model's distribution in the heads' targets; the data's token has the"
         " rest",
         TRAINING,
     )
@@ -274,13 +274,13 @@ class AmphistaConfig(DraftConfig):
         le=2,
     )
     sampled_token: Bool = key(
-        True, "also read the embedding of the token that the backbone has just chosen", HEADS
+        True, "also read the embedding of the token that the base model has just chosen", HEADS
     )
     normalize_embeddings: Bool = _NORMALIZE_EMBEDDINGS
     vocab_size: VocabSize | None = _VOCAB_SIZE
     alignment_weight: NonNegativeFloat = key(
         0.5,
-        "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)",
+        "lambda_1: weight of the cross-entropy against the base model's distribution (default: ours)",
         TRAINING,
     )
     label_weight: NonNegativeFloat = key(
@@ -310,14 +310,14 @@ class AmphistaConfig(DraftConfig):
 
 
 class KangarooConfig(DraftConfig):
-    """Keys of `kangaroo`: the backbone's first layers, an adapter and the backbone's lm_head
+    """Keys of `kangaroo`: the base model's first layers, an adapter and the base model's lm_head
     (Kangaroo).
     """
 
     prefix = "kangaroo."
     title = "Kangaroo"
     layers_key = "kangaroo.exit_layer"
-    merges = False  # its guesses pass through the backbone's first layers while they are drafted
+    merges = False  # its guesses pass through the base model's first layers while they are drafted
 
     num_heads: PositiveInt = key(
         6,
@@ -327,7 +327,7 @@ class KangarooConfig(DraftConfig):
     )
     exit_layer: PositiveInt = key(
         2,
-        "l: number of backbone layers before the early exit; the adapter reads their output",
+        "l: number of base model layers before the early exit; the adapter reads their output",
         HEADS,
     )
     threshold: Share = key(
@@ -399,7 +399,7 @@ class Eagle3Config(DraftConfig):
     )
     layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
         None,
-        "after how many of the backbone's layers the draft reads states; default: 2, half, all"
+        "after how many of the base model's layers the draft reads states; default: 2, half, all"
         " but 3",
         HEADS,
     )
@@ -411,7 +411,7 @@ class Eagle3Config(DraftConfig):
     )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
     soft_targets: Share = key(
-        1.0, "weight of the backbone's distribution in the targets; rest: the token", TRAINING
+        1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
     )
 
     @property
@@ -517,7 +517,7 @@ class RestConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Keys of `lookahead`: n-grams that the backbone guesses ahead of the text (Lookahead
+    """Keys of `lookahead`: n-grams that the base model guesses ahead of the text (Lookahead
     Decoding).
     """
 
@@ -526,7 +526,7 @@ class LookaheadConfig(Section):
     )
     ngram: Int = key(
         4,
-        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window beside its"
+        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window in addition to its"
         " guesses",
         ge=3,
         le=16,

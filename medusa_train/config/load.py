@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,12 @@ import yaml
 from pydantic import ValidationError
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.problems import explain, problem_lines, text_problems
+from medusa_train.config.problems import (
+    explain,
+    in_order_of_file,
+    problem_lines,
+    text_problems,
+)
 from medusa_train.config.removed_keys import explain_removed
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, NOT_INHERITED, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value, types_at
@@ -34,7 +40,8 @@ from medusa_train.hide_secrets import remember_written
 
 C = TypeVar("C", bound=Config)
 
-#: The key that a run's own config.yaml cannot set.
+#: The key that a run's own config.yaml cannot set, since a run may come from anywhere: only its
+# user's command or own YAML allows code.
 TRUST = "trust_remote_code"
 
 
@@ -59,19 +66,8 @@ def load_config(
     """
     # 1. The file.
     source = Source("command line") if path is None else _read(path)
-    # 2. The command line; of several settings of a key the last counts.
-    last: dict[KeyPath, str] = {}
-    for keys, value, setting, place in _settings(cls, source, overrides, flags or {}):
-        for below in [below for below in last if below[: len(keys)] == keys]:
-            earlier = last.pop(below)
-            if earlier != setting:
-                source.replaced.append(earlier)
-        source.set(keys, value, place)
-        last[keys] = setting
-    given = set(map(format_path, last))
-    if TRUST in given:
-        source.replaced = [name for name in source.replaced if name != TRUST]
-    _drop_replaced(cls, source, given)
+    # 2. The command line.
+    _apply_settings(cls, source, overrides, flags or {})
     # 3. All problems, those of stage one included.
     cfg, problems = _validate(cls, source)
     lines = problem_lines(problems, source)
@@ -79,9 +75,9 @@ def load_config(
         first, stage_one_lines = _stage_one(cfg, source)
         lines += stage_one_lines
         own = set(first.ignored).intersection(source.values[STAGE_ONE])
-        cfg._ignored += tuple(f"{STAGE_ONE}.{name}" for name in sorted(own))
+        source.ignored += [f"{STAGE_ONE}.{name}" for name in own]
     if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))
+        raise ConfigError(in_order_of_file(lines, source.name))
     return cfg.resolved()
 
 
@@ -89,9 +85,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
-    given = {str(path[0]) for path in cfg._places} or cfg.model_fields_set
+    given = {str(path[0]) for path in cfg._source.places} or cfg.model_fields_set
     values = cfg.model_dump(mode="json", include=given)
-    first, lines = _stage_one(cfg, Source("configuration", values, dict(cfg._places)))
+    first, lines = _stage_one(cfg, replace(cfg._source, values=values))
     if lines:
         raise ConfigError(lines)
     return first
@@ -113,7 +109,7 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> Source:
-    """Read a file; of a run's own config.yaml drop what only its user may decide."""
+    """Read a file, which may be a run's own config.yaml."""
     found = resolve_path(path)
     if found is None:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
@@ -124,15 +120,10 @@ def _read(path: Path) -> Source:
         )
     source = read_yaml_file(found, str(path))
     remember_written(source.values)
-    beside = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
-    source.is_run = found.name == "config.yaml" and any(map(os.path.exists, beside))
+    of_runs = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
+    source.is_run = found.name == "config.yaml" and any(map(os.path.exists, of_runs))
     if source.is_run:
-        source.values["output_dir"] = str(found.parent)  # wherever the run is read from
-        # a run may come from anywhere: only its user's command or own YAML allows code
-        stage = source.values.get(STAGE_ONE)
-        for values in (source.values, stage if isinstance(stage, dict) else {}):
-            if values.pop(TRUST, False):
-                source.replaced.append(TRUST)
+        source.values["output_dir"] = str(found.parent)  # wherever the run was moved to
     return source
 
 
@@ -150,6 +141,23 @@ def _nearby_files(path: Path) -> str:
             nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0)
             return f"; did you mean {' or '.join(str(short / name) for name in nearest)}?"
     return ""
+
+
+def _apply_settings(
+    cls: type[Config], source: Source, overrides: Iterable[str], flags: Mapping[str, object]
+) -> None:
+    """Set the keys of the command line. Of several settings of a key the last counts; the others,
+    and keys of the file that contradict one of the command line, become ignored.
+    """
+    last: dict[KeyPath, str] = {}
+    for path, value, setting, place in _settings(cls, source, overrides, flags):
+        for below in [below for below in last if below[: len(path)] == path]:
+            earlier = last.pop(below)
+            if earlier != setting:
+                source.ignored.append(earlier)
+        source.set(path, value, place)
+        last[path] = setting
+    _drop_contradicted(cls, source, {format_path(path) for path in last})
 
 
 def _settings(
@@ -175,8 +183,9 @@ def _settings(
 
 
 def _is_text(text: str, cls: type[Config], path: KeyPath) -> bool:
-    """Return whether `text` is the value at `path` as it is typed: not where only numbers or names
-    of a list are allowed, nor a list or a mapping in brackets.
+    """Return whether the text of an override is the value as it is typed, which `a: b #1` and
+    `1.10` are for names. Else YAML reads it: where the key takes no text (`seed=3`), and in
+    brackets, where it takes a list or a mapping as well.
     """
     kinds = types_at(cls, path[1:] if path[0] == STAGE_ONE else path)
     if kinds == [str]:
@@ -186,12 +195,12 @@ def _is_text(text: str, cls: type[Config], path: KeyPath) -> bool:
     return may_be_text and not text.startswith(("[", "{"))
 
 
-def _drop_replaced(cls: type[Config], source: Source, given: set[str]) -> None:
-    """Drop the keys of the file that contradict a key that was `given` on the command line."""
+def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
+    """Drop the keys that contradict one of those that were `given` later."""
     for name, other in cls.replaces:
         replaces = name in given and other not in given and source.values.get(name)
         if replaces and source.values.pop(other, None):
-            source.replaced.append(other)
+            source.ignored.append(other)
 
 
 def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]:
@@ -206,27 +215,28 @@ def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]
         source.set((name,), value, f"{outer.place((STAGE_ONE, name))}: {STAGE_ONE}")
         if name in own and name in NOT_IN_STAGE_ONE:
             source.problems.append(((name,), "is set for the whole run; remove it"))
-    _drop_replaced(type(cfg), source, set(own))
+    _drop_contradicted(type(cfg), source, set(own))
     first, problems = _validate(type(cfg), source)
     first = first.resolved()
     if first.recipe != "medusa1":
-        problems.append((("recipe",), "stage one trains heads on a frozen backbone: medusa1"))
+        problems.append((("recipe",), "stage one trains heads on a frozen base model: medusa1"))
     return first, problem_lines(problems, source)
 
 
 def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     """Validate each key, then the rules between the valid ones, so that no problem hides another."""
     problems = [*source.problems, *text_problems(source.values, ())]
-    # 1. Keys that other programs or earlier versions read; a run's own file may have the latter.
+    # 1. Keys without an effect: those of other programs, and in a run's own file removed ones.
     values: dict[str, Any] = {}
-    ignored = list(source.replaced)
     for name, value in source.values.items():
         removed = explain_removed(name, value, cls.model_fields)
         of_run = source.is_run and source.place((name,)).startswith(f"{source.name}:")
         if removed and not of_run:
             problems.append(((name,), removed))
+        elif of_run and name == TRUST:
+            source.ignored += [name] if value else []
         elif removed or name in cls.ignored_axolotl_keys:
-            ignored += [] if value is None else [name]
+            source.ignored += [] if value is None else [name]
         else:
             values[name] = value
     # 2. Each key. Where some are invalid, the rules between the others are checked all the same.
@@ -243,11 +253,12 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
     for keys, message in cfg.violations():
         if invalid.isdisjoint(keys):
             name, *others = [key for key in keys if values.get(key) is not None] or keys[:1]
-            message = f"{format_value(getattr(cfg, name))}: {message}"
+            value = values.get(name, getattr(cfg, name))
+            if not isinstance(value, (dict, list)):
+                message = f"{format_value(value)}: {message}"
             if others:
                 places = [f"{other}: {source.place((other,))}" for other in others]
                 message += f" ({', '.join(places)})"
             problems.append(((name,), message))
-    cfg._ignored = tuple(ignored)
-    cfg._places = source.places
+    cfg._source = source
     return cfg, problems

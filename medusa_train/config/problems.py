@@ -115,16 +115,21 @@ def _unknown(name: str, owner: type[Section]) -> str:
 
 
 def problem_lines(problems: Iterable[Problem], source: Source) -> list[str]:
-    """Format problems in the order of the file."""
-
-    def line_number(problem: Problem) -> float:
-        number = source.place(problem[0]).removeprefix(f"{source.name}:")
-        return int(number) if number.isdigit() else math.inf
-
+    """Format problems as `place: key: what is wrong`."""
     lines = []
-    for path, message in sorted(problems, key=line_number):
+    for path, message in problems:
         place, name = source.place(path), format_path(path)
         if path and place != f"--{name.replace('_', '-')}":  # an option says the key already
             message = f"{name}: {message}"
         lines.append(f"{place}: {message}" if path else message)
     return lines
+
+
+def in_order_of_file(lines: Iterable[str], name: str) -> list[str]:
+    """Sort lines that begin with `name:LINE`; those of other places follow."""
+
+    def line_number(line: str) -> float:
+        number, _, _ = line.removeprefix(f"{name}:").partition(":")
+        return int(number) if number.isdigit() else math.inf
+
+    return sorted(dict.fromkeys(lines), key=line_number)

@@ -1,4 +1,4 @@
-"""Say what happened to keys of earlier versions, and what to write instead.
+"""Say what happened to keys and options of earlier versions, and what to write instead.
 
 A run's own config.yaml may still have them: there they are ignored, and listed as ignored.
 """
@@ -7,10 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-#: A key, or a `key: value` of a key that there still is -> what happened to it.
+_SHARDS = (
+    "the output is no longer divided; serve several GPUs with vLLM, and list them as server_url"
+)
+
+#: A key, a `key: value` of a key that there still is, or an option -> what happened to it.
 REMOVED_KEYS = {
-    "compile: auto": "was a guess of the time that compiling saves; set true or false",
+    "--dry-run": "there is no preview; look at a few answers with limit=3",
+    "--hostfile": (
+        "start torchrun on each machine, srun once, or DeepSpeed's launcher (docs/training.md)"
+    ),
+    "--master-port": "--num-gpus takes a free port; torchrun has --rdzv-endpoint",
+    "--merge": _SHARDS,
+    "--shard": _SHARDS,
+    "compile: auto": "auto was a guess of the time that compiling saves; set true or false",
     "gpu_kernels": ("no GPU ever ran these kernels; remove it (`compile: true` compiles decoding)"),
+    "mode: questions": (
+        "the model no longer writes its own prompts; give prompts by seed_dataset (--prompts FILE)"
+    ),
     "torch_compile: auto": "auto was never faster in a measurement; set true or false",
 }
 

@@ -72,12 +72,12 @@ def implies_joint_training(cfg: Any) -> bool:
 
 
 def _is_joint(cfg: Any) -> bool:
-    """Return whether the backbone is trained with the heads; `cfg` need not be resolved."""
+    """Return whether the base model is trained with the heads; `cfg` need not be resolved."""
     return implies_joint_training(cfg) if cfg.recipe is None else cfg.recipe == "medusa2"
 
 
 def _trains_lm_head(cfg: Any) -> bool:
-    """Return whether joint training trains the backbone's lm_head, in full or by an adapter."""
+    """Return whether joint training trains the base model's lm_head, in full or by an adapter."""
     targets = cfg.lora_target_modules
     if not cfg.adapter or cfg.lora_target_linear or not targets:
         return True
@@ -85,7 +85,7 @@ def _trains_lm_head(cfg: Any) -> bool:
 
 
 def _is_chosen(value: object) -> bool:
-    """Return whether a value is another one than what stands for no choice."""
+    """Return whether a value is set, and not to false or auto."""
     return value is not None and value is not False and value != "auto"
 
 
@@ -102,11 +102,11 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     for name, other in EXCLUSIVE:
         if _is_chosen(getattr(cfg, name)) and _is_chosen(getattr(cfg, other)):
             yield (name, other), f"cannot be set together with {other}; choose one"
-    # 1. The backbone and what is trained of it.
+    # 1. The base model and what is trained of it.
     if cfg.adapter == "qlora" and not cfg.load_in_4bit:
         yield (
             ("adapter", "load_in_4bit"),
-            "qlora is an adapter on a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
+            "qlora is an adapter on a 4-bit base model; set load_in_4bit: true, or adapter: lora",
         )
     templates = [dataset.conversation for dataset in cfg.datasets]
     if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
@@ -125,13 +125,13 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
         if getattr(cfg, name) and not cfg.adapter:
             yield (
                 (name, "adapter"),
-                "the teacher is the backbone with its adapter disabled; set adapter: lora or"
+                "the teacher is the base model with its adapter disabled; set adapter: lora or"
                 " qlora, or remove it",
             )
     if cfg.medusa_num_unfreeze_layers and is_quantized:
         yield (
             ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
-            "quantized layers cannot be trained; use an adapter, or load the backbone unquantized",
+            "quantized layers cannot be trained; use an adapter, or load the base model unquantized",
         )
     if cfg.recipe and cfg.medusa_only_heads is (cfg.recipe == "medusa2"):
         yield (
@@ -148,7 +148,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if is_joint and is_quantized and not trains_part:
         yield (
             ("load_in_4bit", "load_in_8bit", *_RECIPE),
-            "a quantized backbone can be trained jointly only with an adapter; set adapter, or"
+            "a quantized base model can be trained jointly only with an adapter; set adapter, or"
             " recipe: medusa1",
         )
     if is_joint and cfg.medusa_share_lm_head and _trains_lm_head(cfg):
@@ -182,19 +182,19 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if is_joint and not draft.trains_jointly:
         yield (
             ("draft", *_RECIPE),
-            "can be trained on a frozen backbone only; remove the keys of joint training (recipe:"
+            "can be trained on a frozen base model only; remove the keys of joint training (recipe:"
             " medusa1)",
         )
     if is_joint and cfg.cache_hidden_states:
         yield (
             ("cache_hidden_states", *_RECIPE),
-            "the hidden states of a backbone that is trained change with every step; set"
+            "the hidden states of a base model that is trained change with every step; set"
             " cache_hidden_states: false, or recipe: medusa1",
         )
     if is_joint and cfg.torch_compile:
         yield (
             ("torch_compile", *_RECIPE),
-            "only passes of a frozen backbone are compiled, and this recipe trains it; set"
+            "only passes of a frozen base model are compiled, and this recipe trains it; set"
             " torch_compile: false, or recipe: medusa1",
         )
     if cfg.cache_hidden_states and cfg.dataset_prepared_path is None:
@@ -208,13 +208,13 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if "merged" in exported and not is_joint:
         yield (
             ("export", *_RECIPE),
-            "merged is the jointly trained backbone, but this recipe keeps it frozen; remove"
+            "merged is the jointly trained base model, but this recipe keeps it frozen; remove"
             " merged",
         )
     if "reference-v2" in exported and not cfg.medusa_share_lm_head:
         yield (
             ("export", "medusa_share_lm_head"),
-            "reference-v2 requires heads that share the backbone's lm_head; set"
+            "reference-v2 requires heads that share the base model's lm_head; set"
             " medusa_share_lm_head: true",
         )
     if cfg.medusa_vocab_size and not exported.issubset(("vllm", "transformers", "merged")):
@@ -392,6 +392,7 @@ _EVAL_LOCAL_KEYS = (
     "compile",
     "batch_size",
     "exactness",
+    "equality",
     "generate",
     "prompt_lookup",
     "assistant_model",
@@ -428,7 +429,9 @@ def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     if cfg.acceptance != "typical":
         yield from ("epsilon", "delta")
     if cfg.acceptance != "greedy":
-        yield "exactness"
+        yield from ("exactness", "equality")
+    elif not cfg.exactness:
+        yield "equality"
     if cfg.batch_size > 1:  # transformers' assisted decoding takes a single row
         yield from ("prompt_lookup", "assistant_model")
 

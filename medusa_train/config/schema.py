@@ -75,7 +75,7 @@ from medusa_train.config.types import (
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
-# follow from the backbone's files; batches are padded to their longest row.
+# follow from the base model's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     [
         "is_llama_derived_model",
@@ -165,9 +165,9 @@ class DatasetConfig(Section):
     axolotl_hints: ClassVar = {
         "train_on_eos": "the end of every answer is trained; remove it",
         "train_on_eot": "the end of every answer is trained; remove it",
-        "roles_to_train": "applies to all datasets: set it beside `datasets`",
+        "roles_to_train": "applies to all datasets: set it next to `datasets`",
         "chat_template": (
-            "is named `conversation` here, or set it for all datasets beside `datasets`"
+            "is called `conversation` here; for all datasets, set it next to `datasets`"
         ),
     }
 
@@ -193,7 +193,7 @@ class DatasetConfig(Section):
         None, "key of a turn that says whether it is trained; default: train or training"
     )
     roles: RoleNames | None = key(
-        None, "names of roles in the data, besides the usual ones: {user: [customer]}"
+        None, "names of roles in the data, in addition to the usual ones: {user: [customer]}"
     )
     conversation: ChatTemplateName = key(
         None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
@@ -216,7 +216,7 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields(self) -> DatasetConfig:
-        """Refuse two names for the same part of a turn, and names of turns that alpaca lacks."""
+        """Reject two names for the same part of a turn, and names of turns that alpaca lacks."""
         for part in self.message_property_mappings or {}:
             if getattr(self, f"message_field_{part}") is not None:
                 raise problem(
@@ -271,21 +271,23 @@ class TrainConfig(Config):
     ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
     stand_ins: ClassVar = {"base_model": "?", "datasets": "?"}
 
-    # Backbone
-    base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name", DATA)
-    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository", DATA)
-    load_in_4bit: Bool = key(False, "quantize the backbone to 4-bit NF4 (bitsandbytes)", WEIGHTS)
-    load_in_8bit: Bool = key(False, "quantize the backbone to 8 bits (bitsandbytes)", WEIGHTS)
+    # Base model
+    base_model: Text = key(
+        ..., "the base model: a Hugging Face model directory or a hub name", DATA
+    )
+    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository", DATA)
+    load_in_4bit: Bool = key(False, "quantize the base model to 4-bit NF4 (bitsandbytes)", WEIGHTS)
+    load_in_8bit: Bool = key(False, "quantize the base model to 8 bits (bitsandbytes)", WEIGHTS)
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None,
-        "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another"
+        "medusa1: frozen base model; medusa2: joint training; default: medusa2 if adapter or another"
         " key implies it",
         WEIGHTS,
     )
     draft: TrainedDraft = key(
-        "medusa", "kind of draft to train; all but medusa require a frozen backbone", HEADS
+        "medusa", "kind of draft to train; all but medusa require a frozen base model", HEADS
     )
     hydra: HydraConfig | None = key(None, "settings of draft: hydra", HEADS)
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
@@ -318,13 +320,13 @@ class TrainConfig(Config):
         TRAINING,
     )
     medusa_self_distillation: Bool = key(
-        False, "LM loss is the KL from the backbone without adapter (medusa2 only)", TRAINING
+        False, "LM loss is the KL from the base model without adapter (medusa2 only)", TRAINING
     )
     medusa_distillation_regularization: Share = key(
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", TRAINING
     )
     medusa_soft_targets: Share = key(
-        0.0, "weight of the backbone's distribution in the heads' targets", TRAINING
+        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
     )
     medusa_num_unfreeze_layers: NonNegativeInt = key(
         0,
@@ -335,7 +337,7 @@ class TrainConfig(Config):
         False, "log the top-k accuracy of each head during training", NOTHING
     )
     medusa_share_lm_head: Bool = key(
-        False, "heads share the backbone's lm_head instead of training one each", HEADS
+        False, "heads share the base model's lm_head instead of training one each", HEADS
     )
     medusa_vocab_size: VocabSize | None = key(
         None,
@@ -356,7 +358,7 @@ class TrainConfig(Config):
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(
-        None, "train the backbone through a LoRA adapter (medusa2 only)", WEIGHTS
+        None, "train the base model through a LoRA adapter (medusa2 only)", WEIGHTS
     )
     lora_r: PositiveInt = key(32, "rank of the adapter", WEIGHTS)
     lora_alpha: PositiveInt = key(16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS)
@@ -387,8 +389,8 @@ class TrainConfig(Config):
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in", NOTHING)
     cache_hidden_states: Bool = key(
         False,
-        "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and"
-        " runs read them instead of running the backbone",
+        "store the frozen base model's hidden states under dataset_prepared_path; later epochs and"
+        " runs read them instead of running the base model",
         NOTHING,
     )
     dataset_processes: PositiveInt | None = key(
@@ -475,7 +477,7 @@ class TrainConfig(Config):
         0.0, "final learning rate of cosine, relative to the peak", TRAINING
     )
     learning_rate: PositiveFloat = key(
-        5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", TRAINING
+        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier", TRAINING
     )
     warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps", TRAINING)
     warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run", TRAINING)
@@ -512,7 +514,7 @@ class TrainConfig(Config):
     )
     torch_compile: Bool = key(
         False,
-        "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
+        "run the frozen base model's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer. Not benchmarked on a GPU yet",
         NOTHING,
     )
@@ -542,7 +544,9 @@ class TrainConfig(Config):
         None, "checkpoints per epoch; default: 1 if save_steps is not set", NOTHING
     )
     save_total_limit: PositiveInt = key(
-        2, "number of newest checkpoints to keep, beside the weights of the best one", NOTHING
+        2,
+        "number of newest checkpoints to keep, in addition to the weights of the best one",
+        NOTHING,
     )
     early_stopping_patience: PositiveInt | None = key(
         None,
@@ -590,7 +594,7 @@ class TrainConfig(Config):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the backbone's weights are quantized."""
+        """How the base model's weights are quantized."""
         if self.load_in_4bit:
             return "nf4"
         if self.load_in_8bit:
@@ -615,14 +619,14 @@ class TrainConfig(Config):
 
     @property
     def heads_keys(self) -> dict[str, Any]:
-        """The keys that heads depend on, by name: backbone, kind and shape."""
+        """The keys that heads depend on, by name: base model, kind and shape."""
         section = self.draft_config
         settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys of joint training if the backbone is frozen, of the adapter if there is none, and
+        """Keys of joint training if the base model is frozen, of the adapter if there is none, and
         similar ones.
         """
         return tuple(rules.ineffective_train_keys(self))
@@ -651,12 +655,12 @@ class TrainConfig(Config):
         if self.recipe != "medusa2":
             return heads
         if self.medusa_self_distillation:
-            model = "KL divergence to the backbone without its adapter"
+            model = "KL divergence to the base model without its adapter"
         else:
-            model = "cross-entropy of the backbone against the tokens of the data"
+            model = "cross-entropy of the base model against the tokens of the data"
             rho = self.medusa_distillation_regularization
             if rho:
-                model += f", {rho:.0%} of the target from the backbone without its adapter"
+                model += f", {rho:.0%} of the target from the base model without its adapter"
         schedule, _, share = self.medusa_scheduler.partition("_")
         coefficient = f"{self.medusa_heads_coefficient:g}"
         if schedule == "constant":
@@ -704,7 +708,7 @@ class TrainConfig(Config):
 
 #: Keys that decide which examples there are: stages with equal values share the data.
 DATA_KEYS = keys_affecting(TrainConfig, DATA)
-#: Keys on which trained weights and the optimizer depend, beside base_model and the heads' own.
+#: Keys on which trained weights and the optimizer depend, in addition to base_model and the heads' own.
 WEIGHT_KEYS = keys_affecting(TrainConfig, WEIGHTS)
 #: Keys of the run and of joint training, which stage one does not have from it.
 NOT_INHERITED = (
@@ -736,10 +740,10 @@ class EvalConfig(Config):
     )
     base_model: Text | None = key(
         None,
-        "backbone; default: the one that the run or the heads were trained with; with server_url:"
+        "base model; default: the one that the run or the heads were trained with; with server_url:"
         " the model's name on the server, default: the only one that it lists",
     )
-    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
+    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
     chat_template: ChatTemplateName = key(
         None, "chat template, or a .jinja file; default: the run's, else the tokenizer's"
     )
@@ -753,12 +757,12 @@ class EvalConfig(Config):
         None,
         "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large"
         " and deep (EAGLE-3), or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured"
-        " beside it; none: plain decoding, with the heads' guesses recorded; or a tree file",
+        " as well; none: plain decoding, with the heads' guesses recorded; or a tree file",
     )
     draft: LookupName | None = key(
         None,
         "draft without training: prompt_lookup copies from the text so far, rest copies from a"
-        " datastore, lookahead takes n-grams that the backbone guesses ahead; with a prefix"
+        " datastore, lookahead takes n-grams that the base model guesses ahead; with a prefix"
         " (medusa+...): added to the tree of the run's heads; default: the run's heads alone",
     )
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
@@ -811,6 +815,11 @@ class EvalConfig(Config):
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the"
         " measured dtype",
     )
+    equality: Literal["auto", "all"] = key(
+        "auto",
+        "answers that are generated again for this comparison; auto: all if that takes less than a"
+        " minute, otherwise as many as fit into half the time of the measurement, at least 8",
+    )
     generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(
@@ -861,7 +870,7 @@ class EvalConfig(Config):
     )
     serve_together: BoolOrAuto = key(
         "auto",
-        "keep the server without heads running beside the one with heads, and measure them in"
+        "keep the server without heads running next to the one with heads, and measure them in"
         " turns; false: one server at a time, the one without heads first and last; auto: true"
         " without a GPU",
     )
@@ -1015,7 +1024,7 @@ class SelfDistillConfig(Config):
         " of additional start-up time",
     )
     heads: Text | None = key(
-        None, "run or directory of heads to decode with; its backbone is the default model"
+        None, "run or directory of heads to decode with; its base model is the default model"
     )
     server_url: OneOrMore[Address] | None = key(
         None,
@@ -1054,13 +1063,14 @@ class ExportConfig(Config):
         None, "run directory or directory of heads; default: the newest run in runs/"
     )
     to: ExportTarget = key(
-        "reference", "layout to write; merged: the jointly trained backbone with its adapter merged"
+        "reference",
+        "layout to write; merged: the jointly trained base model with its adapter merged",
     )
     output_dir: Text | None = key(
         None, "directory to write; default: export/TO in the run directory"
     )
-    base_model: Text | None = key(None, "backbone to name in config.json; default: the run's")
-    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
+    base_model: Text | None = key(None, "base model to name in config.json; default: the run's")
+    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
     license: Text | None = key(None, "license in the model card; default: the base model's")
     push_to_hub: Text | None = key(None, "hub repository (OWNER/NAME) to upload the export to")
     private: Bool = key(True, "create the repository of push_to_hub as private")

@@ -39,6 +39,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
+from medusa_train.config.yaml_source import Source
 from medusa_train.errors import ConfigError
 from medusa_train.hide_secrets import mask, remember, remember_address
 
@@ -97,7 +98,7 @@ def expected(what: str, value: object) -> PydanticCustomError:
 
 
 def _number(given: object) -> object:
-    """Return the number that a text or a float without fraction stands for, else the value."""
+    """Return the number that a text or a float without fraction means, else the value."""
     value = given
     if isinstance(value, str):
         with suppress(ValueError):
@@ -110,7 +111,7 @@ def _number(given: object) -> object:
 
 
 def _boolean(value: object) -> object:
-    """Return the boolean that a text stands for, else the value."""
+    """Return the boolean that a text means, else the value."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value
@@ -256,7 +257,7 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _different_names(roles: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Validate that no name stands for two roles."""
+    """Validate that no name means two roles."""
     seen: dict[str, str] = {}
     for role, names in roles.items():
         for name in names:
@@ -340,9 +341,9 @@ ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]
 Schedule = Annotated[
     str, BeforeValidator(_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})
 ]
-#: Weights of a backbone in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
+#: Weights of a base model in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
 Quantization = Literal["nf4", "int8"]
-#: Layout of an export; "merged" is the backbone with its adapter merged.
+#: Layout of an export; "merged" is the base model with its adapter merged.
 ExportTarget = Literal[
     "reference",
     "reference-v2",
@@ -416,7 +417,7 @@ class Section(BaseModel):
 
     #: Keys of Axolotl, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {}
-    #: The key for which a text stands in place of the whole section.
+    #: A text in place of the section is the value of this key.
     text_key: ClassVar[str | None] = None
 
     @model_validator(mode="before")
@@ -443,21 +444,20 @@ class Config(Section):
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     #: (key, other): `key` on the command line replaces `other` of the file.
     replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
-    #: Options of keys that are not named as the key is.
+    #: Options whose names differ from those of their keys.
     options: ClassVar[Mapping[str, str]] = {}
     #: Keys for which the rules are checked although they have no valid value: any valid ones.
     stand_ins: ClassVar[Mapping[str, Any]] = {}
 
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-    #: Where each key was set, by its path: ("datasets", 0, "path").
-    _places: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    #: What was read: where each key was set, and what of it is ignored.
+    _source: Source = PrivateAttr(default_factory=lambda: Source("configuration"))
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Keys that the user set and that have no effect, but for those left at a default of false,
         0 or null.
         """
-        names = set(self._ignored)
+        names = set(self._source.ignored)
         for name in self.model_fields_set.intersection(self.ineffective_keys):
             value = getattr(self, name)
             if value or value != type(self).model_fields[name].default:
@@ -473,7 +473,7 @@ class Config(Section):
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set, and the overrides within its value; empty if nowhere."""
-        within = [place for path, place in self._places.items() if path[0] == name]
+        within = [place for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()
         overrides = [place for place in within if place.startswith("override ")]

@@ -38,10 +38,10 @@ class Source:
     """The values of a configuration, and where each of them was set.
 
     Attributes:
-        name: the file, or what stands for one in messages.
+        name: the file, or what messages say in its place.
         places: of every key, `FILE:LINE`, an override, or an option.
         problems: what is wrong with the value at a path; the path is empty for the whole source.
-        replaced: settings without effect, since others replace them.
+        ignored: settings without effect, since others replace them.
         is_run: it is a run's own config.yaml.
     """
 
@@ -49,13 +49,20 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     is_run: bool = False
 
     def place(self, path: KeyPath) -> str:
-        """Return the place of `path`, else of its nearest parent, else the source's name."""
-        parents = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[path] for path in parents if path in self.places), self.name)
+        """Return the place of `path`, else of its nearest parent, else the source's name.
+
+        The index of an item is left out where the file has it without a list.
+        """
+        for length in range(len(path), 0, -1):
+            parent = path[:length]
+            for written in (parent, tuple(part for part in parent if isinstance(part, str))):
+                if written in self.places:
+                    return self.places[written]
+        return self.name
 
     def set(self, path: KeyPath, value: object, place: str) -> None:
         """Set the value at `path`, creating missing mappings; what is wrong becomes a problem."""
@@ -182,7 +189,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(
 
 
 def read_yaml(text: str, name: str) -> Source:
-    """Parse `text`; `name` stands for the file in places and messages."""
+    """Parse `text`; `name` is the file in places and messages."""
     try:
         loader = _Loader(text, name)
         root = loader.get_single_node()
@@ -194,17 +201,13 @@ def read_yaml(text: str, name: str) -> Source:
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
             raise ConfigError(f"{name}:{_line(root)}: expected `key: value` lines, found {kind}")
         return Source(name, loader.read(root), loader.places, loader.problems)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(
-            f"{name}{line}: not valid YAML: {error.problem or error.context}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(
-            f"{name}: not valid YAML: nested too deeply, or an alias contains itself"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        if isinstance(error, RecursionError):
+            reason = "nested too deeply, or an alias contains itself"
+        raise ConfigError(f"{name}{line}: not valid YAML: {reason}") from None
 
 
 def read_yaml_file(path: Path, name: str) -> Source:

@@ -11,9 +11,9 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
 from medusa_train.data.record_files import RawRecord, read_file
-from medusa_train.data.records import parse_record
+from medusa_train.data.records import normalize
 from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
-from medusa_train.data.turns import USUAL_FIELDS, RecordError, RecordFields
+from medusa_train.data.turns import RecordError
 from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
@@ -68,10 +68,10 @@ def parse_records(
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] = (),
-    fields: RecordFields = USUAL_FIELDS,
+    fields: DatasetConfig | None = None,
 ) -> ReadResult:
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
-    records at once. `variables` and `fields` as in `parse_record`.
+    records at once. `variables` and `fields` as in `normalize`.
 
     With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
     records, which is noted.
@@ -83,7 +83,7 @@ def parse_records(
         try:
             if raw.error is not None:
                 raise RecordError(raw.error)
-            conversation = parse_record(
+            conversation = normalize(
                 raw.value,
                 type,
                 source=raw.source,
@@ -127,7 +127,7 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
                 entry.type,
                 name=name if left else f"{name}, its first records",
                 skip_bad=skip_bad or source.is_public,
-                fields=RecordFields.of_dataset(entry),
+                fields=entry,
             )
 
 

@@ -1,16 +1,17 @@
 """Chat records in the formats ShareGPT, OpenAI messages and alpaca, parsed into conversations.
 
-Training reads whole chats (`parse_record`), self-distillation their user turns alone
+Training reads whole chats (`normalize`), self-distillation their user turns alone
 (`parse_user_turns`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
+from medusa_train.config.schema import DatasetConfig
 from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import (
     REASONING_TAGS,
@@ -22,13 +23,12 @@ from medusa_train.data.conversation import (
     problem_with,
 )
 from medusa_train.data.turns import (
-    USUAL_FIELDS,
     RecordError,
-    RecordFields,
-    TurnKeys,
+    Turns,
     as_list,
     found_under,
     json_type,
+    mark_cut_answers,
     parse_turns,
 )
 from medusa_train.data.unread import Unread
@@ -41,11 +41,11 @@ _CHAT_FORMATS = {
     "conversation": ("conversation",),  # LMSYS-Chat-1M, WildChat
     "alpaca": ("instruction", "output"),
 }
-#: The keys of a record's turns, and of the role and the text of a turn.
+#: The keys of the role and of the text of a turn, by format.
 _TURN_KEYS = {
-    "sharegpt": TurnKeys("conversations", "from", "value"),
-    "messages": TurnKeys("messages", "role", "content"),
-    "conversation": TurnKeys("conversation", "role", "content"),
+    "sharegpt": ("from", "value"),
+    "messages": ("role", "content"),
+    "conversation": ("role", "content"),
 }
 #: The columns that an alpaca record's question and answer are read from.
 _ALPACA_COLUMNS = ("instruction", "input", "output", "history")
@@ -79,25 +79,17 @@ TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """The messages of a record, and the columns that they were read from."""
-
-    messages: tuple[Message, ...]
-    columns: set[str]
-
-
-def parse_record(
+def normalize(
     record: object,
     type: str = "auto",
     *,
     source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] = (),
-    fields: RecordFields = USUAL_FIELDS,
+    fields: DatasetConfig | None = None,
     unread: Unread | None = None,
 ) -> Conversation:
-    """Parse one record into a conversation.
+    """Return the chat of a record.
 
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
@@ -110,39 +102,47 @@ def parse_record(
         source: `file:line`, stored in the conversation.
         variables: of the chat template. Columns of these names, and the entries of
             `chat_template_kwargs`, become variables of the chat.
-        fields: how turns are written, where they are not as usual.
+        fields: names the keys of turns and their roles, where they are not as usual.
         unread: counts the columns and the keys of turns that are not read.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
-    # 1. The format.
+    found = Unread()
+    # 1. The turns of any format as messages.
     formats = _CHAT_FORMATS
-    if fields.messages is not None:
-        formats = {"messages": (fields.messages,)}
+    if fields is not None and fields.field_messages is not None:
+        formats = {"messages": (fields.field_messages,)}
         type = "auto"
     record, record_format = _detect_format(record, type, formats)
-    # 2. The messages, from the system message or the first question on.
-    found = Unread()
-    if record_format == "alpaca":
-        parsed = _alpaca_chat(record)
-        num_answers = 1
+    turns = _turns_of(record, record_format, fields)
+    columns = set(turns.columns)
+    messages = parse_turns(turns, tags=tags, unread=found, fields=fields)
+    num_answers = sum(message.role == "assistant" for message in messages)
+    mark_cut_answers(messages, record.get(_FINISH_REASONS))
+    # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
+    # has a question after the last answer.
+    if record_format == "sharegpt" and messages[0].role == "assistant":
+        found.turns["assistant before the first question"] += 1
+        del messages[0]
+        num_left = num_answers - 1
     else:
-        keys = _turn_keys(record, record_format, fields)
-        turns = parse_turns(record, keys, tags=tags, unread=found, fields=fields)
-        num_answers = sum(message.role == "assistant" for message in turns)
-        asked = _from_first_question(turns, record_format, found)
-        _count_open_question(asked, found)
-        parsed = _with_system(record, keys, asked)
-    messages = _without_blank_system(parsed.messages)
-    problem = problem_with(messages)
+        num_left = num_answers
+    if num_left and messages[-1].role == "user":
+        found.turns["user after the last answer"] += 1
+    # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
+    # for none.
+    if not messages or messages[0].role != "system":
+        columns.add("system")
+        messages.insert(0, Message("system", _field(record, "system", required=False)))
+    if not messages[0].content.strip():
+        del messages[0]
+    problem = problem_with(tuple(messages))
     if problem is not None:
         raise RecordError(problem)
-    # 3. Variables of the chat template.
-    template_variables = _variables_of(record, variables)
-    conversation = Conversation("", messages, source, template_variables.text)
-    # 4. The id, and the columns that are left.
-    columns = parsed.columns | template_variables.columns
+    # 4. Variables of the chat template, the id, and the columns that are left.
+    template_variables = _variables_of(record, variables, columns)
+    conversation = Conversation("", tuple(messages), source, template_variables)
     record_id = usable_id(record, "id")
     if record_id is not None:
         columns.add("id")
@@ -152,51 +152,13 @@ def parse_record(
     return replace(conversation, id=record_id or conversation.content_key[:16])
 
 
-def _from_first_question(
-    messages: tuple[Message, ...], record_format: str, found: Unread
-) -> tuple[Message, ...]:
-    """Leave out an answer that continues a longer chat of ShareGPT, and count it.
-
-    FastChat's `preprocess` skips it as well.
-    """
-    if record_format != "sharegpt" or messages[0].role != "assistant":
-        return messages
-    found.turns["assistant before the first question"] += 1
-    return messages[1:]
-
-
-def _count_open_question(messages: Sequence[Message], found: Unread) -> None:
-    """Count a question after the last answer, which no row has; a chat without answers is skipped,
-    and named as such.
-    """
-    has_answers = any(message.role == "assistant" for message in messages)
-    if has_answers and messages[-1].role == "user":
-        found.turns["user after the last answer"] += 1
-
-
-def _with_system(
-    record: Mapping[str, Any], keys: TurnKeys, messages: tuple[Message, ...]
-) -> _Parsed:
-    """Put the record's system message before turns that have none of their own."""
-    if messages and messages[0].role == "system":
-        return _Parsed(messages, {keys.column})
-    return _Parsed((*_system_of(record), *messages), {keys.column, "system"})
-
-
-def _without_blank_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Leave out a blank system message: many data sets always have the field, empty for none."""
-    if messages and messages[0].role == "system" and not messages[0].content.strip():
-        return messages[1:]
-    return messages
-
-
 def parse_user_turns(
     record: object, type: str = "auto", unread: Unread | None = None
 ) -> tuple[list[str], str | None]:
     """Return the user's messages of one record, and its system message or None.
 
     Assistant messages are ignored, so that prompts without answers and chats in any order are
-    accepted. Besides the formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text,
+    accepted. Besides the formats of `normalize`, "auto" accepts MT-Bench's `{"turns": [text,
     ...]}`, and a text, or a list of texts or messages, under `prompt`, `question`, `problem` or
     `input`. Blank messages are dropped; the last system message counts; lone surrogates become
     question marks. `unread` counts the columns, and the keys of the user's turns, that are not
@@ -205,40 +167,33 @@ def parse_user_turns(
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
     """
-    # 1. The messages, and the columns that they were read from.
-    record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
     found = Unread()
-    parsed = _prompts_of(record, record_format, found)
-    columns = set(parsed.columns)
-    # 2. What the user and the system say.
-    user = []
-    system = []
-    for message in parsed.messages:
+    # 1. The turns of the user and the system.
+    record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
+    turns = _turns_of(record, record_format, is_prompt=True)
+    columns = set(turns.columns)
+    # 2. What they say.
+    said: dict[Role, list[str]] = {"user": [], "system": []}
+    for message in parse_turns(turns, roles=_PROMPT_ROLES, unread=found):
         text = message.content.encode("utf-8", "replace").decode()
-        if not text.strip():
-            continue
-        if message.role == "user":
-            user.append(text)
-        elif message.role == "system":
-            system.append(text)
+        if text.strip():
+            said[message.role].append(text)
+    user, system = said["user"], said["system"]
     if not system:
-        system = [message.content for message in _system_of(record)]
         columns.add("system")
+        beside = _field(record, "system", required=False)
+        if beside.strip():
+            system.append(beside)
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
             found.turns["system before the last one"] += len(system) - 1
         if not user:
             found.without_prompt += 1
-        for key in PROMPT_IDS:
-            if usable_id(record, key) is not None:
-                columns.add(key)
-                break
+        columns.update([key for key in PROMPT_IDS if usable_id(record, key) is not None][:1])
         found.count_columns(record, columns | _bookkeeping(record))
         unread.update(found)
-    if not system:
-        return user, None
-    return user, system[-1]
+    return user, (system[-1] if system else None)
 
 
 def _request_of(record: object) -> object:
@@ -253,30 +208,43 @@ def _request_of(record: object) -> object:
     return {**beside, **record["body"]}
 
 
-def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) -> _Parsed:
-    """Parse what the user and the system say in a record; `found` counts the keys of their turns
-    that are not read.
-    """
+def _turns_of(
+    record: Mapping[str, Any],
+    record_format: str,
+    fields: DatasetConfig | None = None,
+    is_prompt: bool = False,
+) -> Turns:
+    """Return the turns of a record in any format; of a prompt, those of the user at least."""
     if record_format == "alpaca":
-        return _Parsed((Message("user", _alpaca_prompt(record)),), set(_ALPACA_COLUMNS))
+        turns = [{"role": "user", "content": _alpaca_prompt(record)}]
+        if not is_prompt:
+            turns.append({"role": "assistant", "content": _field(record, "output")})
+        return Turns(turns, _ALPACA_COLUMNS)
     if record_format == "mt_bench":
-        turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
-        keys = TurnKeys("turns", "role", "content")
-        return _Parsed(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES), {"turns"})
+        texts = as_list(record, "turns")
+        return Turns([{"role": "user", "content": text} for text in texts], ("turns",))
     if record_format in _PROMPT_COLUMNS:
-        if not isinstance(record[record_format], (list, tuple)):
-            return _Parsed((Message("user", _field(record, record_format)),), {record_format})
-        turns = []
-        for turn in record[record_format]:
-            if isinstance(turn, str):
-                turn = {"role": "user", "content": turn}
-            turns.append(turn)
-        keys = TurnKeys(record_format, "role", "content")
-        messages = parse_turns({record_format: turns}, keys, roles=_PROMPT_ROLES, unread=found)
-        return _Parsed(messages, {record_format})
-    keys = _turn_keys(record, record_format)
-    messages = parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found)
-    return _Parsed(messages, {keys.column})
+        said = record[record_format]
+        if not isinstance(said, (list, tuple)):
+            said = [_field(record, record_format)]
+        turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in said]
+        return Turns(turns, (record_format,))
+    # the turns of a format may have the keys of another
+    column = _CHAT_FORMATS[record_format][0]
+    if fields is not None:
+        column = fields.field_messages or column
+    found = as_list(record, column)
+    if not found and not is_prompt:
+        raise RecordError(f"'{column}' is an empty list")
+    role, content = _TURN_KEYS[record_format]
+    if found and isinstance(found[0], Mapping):
+        for keys in _TURN_KEYS.values():
+            if keys[0] in found[0]:
+                role, content = keys
+                break
+    if fields is not None:
+        role, content = fields.role_key or role, fields.content_key or content
+    return Turns(found, (column,), role, content)
 
 
 def _detect_format(
@@ -323,40 +291,6 @@ def _is_list_of_turns(record: object) -> bool:
     return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
 
 
-def _turn_keys(
-    record: Mapping[str, Any], type: str, fields: RecordFields = USUAL_FIELDS
-) -> TurnKeys:
-    """Return the keys of a record's turns; a format's turns may have the keys of the other."""
-    usual = _TURN_KEYS[type]
-    column = fields.messages or usual.column
-    turns = as_list(record, column)
-    if turns and isinstance(turns[0], Mapping):
-        for keys in _TURN_KEYS.values():
-            if keys.role in turns[0]:
-                usual = keys
-                break
-    return TurnKeys(column, fields.role or usual.role, fields.content or usual.content)
-
-
-def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Return the system message that a record has beside its turns, if any."""
-    system = _field(record, "system", required=False)
-    if not system.strip():
-        return ()
-    return (Message("system", system),)
-
-
-def _alpaca_chat(record: Mapping[str, Any]) -> _Parsed:
-    system = _field(record, "system", required=False)
-    answer = _field(record, "output")
-    messages = (
-        Message("system", system),
-        Message("user", _alpaca_prompt(record)),
-        Message("assistant", answer),
-    )
-    return _Parsed(messages, {*_ALPACA_COLUMNS, "system"})
-
-
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
     if record.get("history"):
         raise RecordError("'history' is not supported; write the chat as 'messages'")
@@ -378,21 +312,13 @@ def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str
     return value
 
 
-@dataclass(frozen=True)
-class _Variables:
-    """Variables of a chat as JSON text, '' for none, and the columns that they were read from."""
-
-    text: str
-    columns: set[str]
-
-
-def _variables_of(record: Mapping[str, Any], names: Collection[str]) -> _Variables:
-    """Return what a record says of the chat template's variables `names`.
+def _variables_of(record: Mapping[str, Any], names: Collection[str], columns: set[str]) -> str:
+    """Return what a record says of the chat template's variables `names`, as JSON text, '' for
+    nothing; add the columns that it is read from to `columns`.
 
     `tools` may be JSON text, as in tables. Values of null are as good as missing.
     """
     values: dict[str, Any] = {}
-    columns: set[str] = set()
     for name in names:
         if record.get(name) is not None and name not in ("system", "messages"):
             values[name] = record[name]
@@ -417,9 +343,9 @@ def _variables_of(record: Mapping[str, Any], names: Collection[str]) -> _Variabl
         if not values[TOOLS]:
             del values[TOOLS]
     if not values:
-        return _Variables("", columns)
+        return ""
     try:
-        return _Variables(json.dumps(values, sort_keys=True), columns)
+        return json.dumps(values, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise RecordError(f"variables of the chat template: {error}") from None
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,6 @@ _METADATA = (
 _SAVED = {"dataset_dict.json": "splits", "state.json": "_data_files"}
 #: Format names that `datasets` and Axolotl take as `path`, with `data_files` beside it.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
-_READABLE_BUILDERS = {"json": _SUFFIXES[:-1], "parquet": (PARQUET,)}
 #: Words of a file's name that say its split, the names of held-out data first.
 _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
@@ -133,7 +133,12 @@ def open_source(
     that has this name.
     """
     if source.data_files is not None and source.path in BUILDERS:
-        return _open_files(source)
+        if source.path not in ("json", "parquet"):
+            raise ConfigError(
+                f"path: {source.path} is not supported; convert the data to JSON Lines"
+            )
+        _refuse_hub_keys(source)
+        return _open_named_files(source)
     path = resolve_path(source.path)
     if path is None:
         if source.path in PUBLIC_DATASETS:
@@ -150,7 +155,7 @@ def open_source(
         raise ConfigError(f"data_files cannot be used with {source.path}, which is a file itself")
     _refuse_hub_keys(source)
     _check_readable(path)
-    _check_format(source, (path,))
+    _check_format(source.ds_type, (path,))
     return LocalFiles((path,))
 
 
@@ -169,28 +174,28 @@ def _refuse_hub_keys(source: DatasetConfig) -> None:
         )
 
 
-def _open_files(source: DatasetConfig) -> LocalFiles:
-    """Open `data_files` of `path: json` or `path: parquet`, patterns of file names included."""
-    if source.path not in _READABLE_BUILDERS:
-        raise ConfigError(f"path: {source.path} is not supported; convert the data to JSON Lines")
-    _refuse_hub_keys(source)
-    paths: list[Path] = []
+def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalFiles:
+    """Open the `data_files` of the directory `root`, or of `path: json` or `path: parquet`; patterns
+    of file names included.
+    """
+    chosen: list[Path] = []
     for name in source.data_files or ():
-        path = resolve_path(name)
-        if path is None:
-            found = _matching_files(Path(), str(expand_user(name)))
-        else:
+        path = resolve_path(name) if root is None else root / name
+        if path is not None and path.exists():
             found = [path]
+        else:
+            found = _matching_files(root or Path(), str(expand_user(name)))
         if not found:
-            raise DataError(f"data_files: {name}: no such file")
-        paths += found
-    for path in paths:
+            place = "" if root is None else f" in {root}"
+            raise DataError(f"data_files: {name}: no such file{place}")
+        chosen += found
+    for path in chosen:
         if path.is_dir():
             raise ConfigError(f"data_files: {path} is a directory; set it as `path`")
         _check_readable(path)
-    chosen = tuple(dict.fromkeys(paths))
-    _check_format(source.model_copy(update={"ds_type": source.path}), chosen)
-    return LocalFiles(chosen)
+    paths = tuple(dict.fromkeys(chosen))
+    _check_format(source.path if root is None else source.ds_type, paths)
+    return LocalFiles(paths)
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
@@ -219,14 +224,12 @@ def _check_readable(path: Path) -> None:
         )
 
 
-def _check_format(source: DatasetConfig, paths: Sequence[Path]) -> None:
+def _check_format(ds_type: str | None, paths: Sequence[Path]) -> None:
     """Refuse a `ds_type` that contradicts the files: their content is read by their names."""
-    if source.ds_type is None:
-        return
     for path in paths:
         is_parquet = path.name.lower().endswith(PARQUET)
-        if is_parquet != (source.ds_type == "parquet"):
-            raise ConfigError(f"{path} is not of the format {source.ds_type}; remove ds_type")
+        if ds_type is not None and is_parquet != (ds_type == "parquet"):
+            raise ConfigError(f"{path} is not of the format {ds_type}; remove ds_type")
 
 
 def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
@@ -247,6 +250,11 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
             )
         path = found[0] / source.name
     if source.data_files is not None:
+        if source.split not in (None, "train"):
+            raise ConfigError(
+                f"split cannot be used beside data_files, which are read whole ({source.path});"
+                " leave one of the two out"
+            )
         return _open_named_files(source, path)
     # 1. The files of the directory, or of its `data/`.
     entries = _visible(path)
@@ -260,34 +268,12 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
     # 2. Those of the split.
     paths = _files_of_split(candidates, source.split, path)
-    _check_format(source, paths)
+    _check_format(source.ds_type, paths)
     # 3. What is left, and what seems to be missing.
     used = {*paths, *map(settings_path, paths)}
     unread = [entry for entry in entries if entry not in used] + _hidden(path)
     notes = (*_describe_unread(path, unread), *_missing_shards(paths), *_same_names(paths))
     return LocalFiles(tuple(paths), notes)
-
-
-def _open_named_files(source: DatasetConfig, path: Path) -> LocalFiles:
-    """Open the `data_files` of a directory, patterns of file names included."""
-    if source.split not in (None, "train"):
-        raise ConfigError(
-            f"split cannot be used beside data_files, which are read whole ({source.path});"
-            " leave one of the two out"
-        )
-    chosen: list[Path] = []
-    for name in source.data_files or ():
-        if (path / name).is_file():
-            found = [path / name]
-        else:
-            found = _matching_files(path, name)
-        if not found:
-            raise DataError(f"data_files: {name}: no such file in {path}")
-        chosen += found
-    for file in chosen:
-        _check_readable(file)
-    _check_format(source, chosen)
-    return LocalFiles(tuple(dict.fromkeys(chosen)))
 
 
 def _visible(path: Path) -> list[Path]:
@@ -402,29 +388,15 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     return [file for file in files if splits[file] == wanted]
 
 
-def _has_split(path: Path, split: str) -> bool:
-    """Return whether `path` is a directory with files of a split: in it or, if it has no files of
-    data, in its `data/`.
-    """
-    for directory in (path, path / "data"):
-        files = _data_files(_visible(directory)) if directory.is_dir() else []
-        if files:
-            return any(_split_of(file) == split for file in files)
-    return False
-
-
 def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
     """Name what a directory has beside the files that are read."""
     if not unread:
         return ()
-    names = []
-    for entry in unread[:MAX_NAMED]:
-        ending = "/" if entry.is_dir() else ""
-        names.append(shown_name(entry.name) + ending)
-    shown = ", ".join(names)
-    if len(unread) > MAX_NAMED:
-        shown += f" and {len(unread) - MAX_NAMED} more"
-    return (f"{path}: {len(unread)} not read: {shown}",)
+    names = [
+        shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
+    ]
+    more = f" and {len(unread) - MAX_NAMED} more" if len(unread) > MAX_NAMED else ""
+    return (f"{path}: {len(unread)} not read: {', '.join(names)}{more}",)
 
 
 def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -636,10 +608,11 @@ def _open_public(source: DatasetConfig, on_progress: OnProgress | None) -> Local
     for path in local_paths:
         resolved = resolve_path(path)
         if resolved is not None:
-            split = source.split
-            if split is None and public.split is not None and _has_split(resolved, public.split):
-                split = public.split
-            return open_source(source.model_copy(update={"path": path, "split": split}))
+            local = source.model_copy(update={"path": path})
+            if source.split is None and public.split is not None:
+                with suppress(ConfigError):  # a copy without splits is read whole
+                    return open_source(local.model_copy(update={"split": public.split}))
+            return open_source(local)
     if public.hub_repo is None:
         raise DataError(f"{source.path}: {public.local_paths[0]} is missing from this installation")
     # 2. The split or the file of the hub, in its cache or fetched.

@@ -42,7 +42,7 @@ class AnswerSpan:
 
 
 @dataclass(slots=True)
-class EncodedRow:
+class Row:
     """Tokenized messages of a chat that end with an answer.
 
     Attributes:
@@ -65,7 +65,7 @@ class EncodedRow:
         self.ids += ids
         self.supervised += supervised
 
-    def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
+    def trimmed(self, max_length: int | None = None) -> Row | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
 
         With `max_length`, keep as many complete answers as fit. None if nothing is left.
@@ -137,7 +137,7 @@ class ChatEncoder:
         name = template if template is not None else self.template_name
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
-    def encode(self, conversation: Conversation) -> list[EncodedRow]:
+    def encode(self, conversation: Conversation) -> list[Row]:
         """Tokenize a chat into rows that end with an answer. Special tokens come from the template
         only: in contents their text is tokenized as any other.
 
@@ -148,39 +148,44 @@ class ChatEncoder:
         (see `roles`) in the first row that has it. An answer that reached the length limit has no
         end token to learn.
         """
-        messages = self._with_marks(conversation.messages)
         template = self.template
         if conversation.variables:
             template = template.with_variables(json.loads(conversation.variables))
-        rows: list[EncodedRow] = []
         try:
-            ignored = 0
-            before: RenderedAnswer | None = None
-            for answer in template.answers(messages):
-                # 1. The tokens of the prompt and of the answer.
-                if answer.token_ids is not None and not self._reads(answer, messages):
-                    answer = replace(answer, token_ids=None)
-                    ignored += 1
-                prompt = self._text.ids(answer.prompt)
-                ids = self._answer_ids(answer, prompt)
-                # 2. The row before goes on, or another one begins.
-                reason: SplitReason | None = None
-                if before is not None:
-                    reason = _split_reason(answer, before, prompt, rows[-1].ids)
-                if before is None or reason is not None:
-                    rows.append(EncodedRow(split=reason))
-                row = rows[-1]
-                # 3. What is new in the prompt, then the answer.
-                start = len(row.ids)
-                first = 0 if before is None else before.index + 1
-                spans = self._trained_spans(answer, messages, template, first, is_new_row=not start)
-                mask = self._text.overlaps(answer.prompt, spans)
-                row.append(prompt[start:], mask[start:])
-                row.append(ids, [self._is_trained(messages[answer.index])] * len(ids))
-                row.answers.append(AnswerSpan(answer.index, len(prompt), len(row.ids)))
-                before = answer
+            return self._rows(self._with_marks(conversation.messages), template)
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
+
+    def _rows(self, messages: Sequence[Message], template: ChatTemplate) -> list[Row]:
+        """Return the rows of a chat with marked contents; see `encode`."""
+        rows: list[Row] = []
+        ignored = 0
+        before: RenderedAnswer | None = None
+        for answer in template.answers(messages):
+            # 1. The tokens of the prompt and of the answer.
+            if answer.token_ids is not None and not self._reads(answer, messages):
+                answer = replace(answer, token_ids=None)
+                ignored += 1
+            prompt = self._text.ids(answer.prompt)
+            ids = self._answer_ids(answer, prompt)
+            # 2. The row before goes on, or another one begins.
+            reason: SplitReason | None = None
+            if before is not None:
+                reason = _split_reason(answer, before, prompt, rows[-1].ids)
+            if before is None or reason is not None:
+                rows.append(Row(split=reason))
+            row = rows[-1]
+            start = len(row.ids)
+            # 3. What is new in the prompt, then the answer.
+            first = 0 if before is None else before.index + 1
+            spans = self._trained_spans(answer, messages, template, first, is_new_row=not start)
+            mask = [False] * len(prompt)
+            if spans:
+                mask = self._text.overlaps(answer.prompt, spans)
+            row.append(prompt[start:], mask[start:])
+            row.append(ids, [self._is_trained(messages[answer.index])] * len(ids))
+            row.answers.append(AnswerSpan(answer.index, len(prompt), len(row.ids)))
+            before = answer
         if rows:
             rows[0].ignored_token_ids = ignored
         return rows

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -37,10 +37,11 @@ from medusa_train.data.examples import (
 from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.turns import RecordFields
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
+#: Keys of a data set that say where it is; the fingerprint of its source takes their place.
+_PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
 # conversations.
@@ -76,7 +77,7 @@ class DatasetReader:
                 skip_bad=self.skip_bad,
                 tags=template.reasoning_tags,
                 variables=template.variables,
-                fields=RecordFields.of_dataset(self.config),
+                fields=self.config,
             )
             result.extend(part)
         result.notes.extend(result.unread.describe(self.config.path))
@@ -165,11 +166,9 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     """
     sources = []
     for reader in readers:
-        fields = RecordFields.of_dataset(reader.config)
         sources.append(
             [
-                reader.config.type,
-                astuple(fields),
+                reader.config.model_dump(mode="json", exclude=_PLACES),
                 reader.skip_bad,
                 reader.source.fingerprint(),
                 reader.encoder.fingerprint(),

@@ -7,7 +7,7 @@ A data set's turns are parsed with `parse_turns`, the messages of a chat that is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from medusa_train.config.schema import DatasetConfig
@@ -41,7 +41,7 @@ _TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
 #: The keys of a turn that say whether it is trained, as Axolotl names them.
-_TRAIN_KEYS = ("train", "training")
+_TRAIN_KEYS: tuple[str, ...] = ("train", "training")
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean",
     int: "a number",
@@ -52,79 +52,50 @@ _JSON_TYPES: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True)
-class RecordFields:
-    """How the turns of a data set are written, where they are not as usual.
-
-    Attributes:
-        messages: column of the turns.
-        role: key of a turn that says who speaks.
-        content: key of a turn's text.
-        training: key of a turn that says whether it is trained.
-        roles: names of roles in the data, with what they mean; "tool" for tool calls and results.
-    """
-
-    messages: str | None = None
-    role: str | None = None
-    content: str | None = None
-    training: str | None = None
-    roles: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of_dataset(cls, config: DatasetConfig) -> RecordFields:
-        """Return what an entry of `datasets` says."""
-        roles = []
-        for role, names in (config.roles or {}).items():
-            roles += [(name, role) for name in names]
-        return cls(
-            config.field_messages,
-            config.role_key,
-            config.content_key,
-            config.message_field_training,
-            tuple(roles),
-        )
-
-
-USUAL_FIELDS = RecordFields()
-
-
 class RecordError(ValueError):
     """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
-class TurnKeys(NamedTuple):
-    """Where a record has its turns, and a turn its role and its text."""
+class Turns(NamedTuple):
+    """The turns of a record.
 
-    column: str
-    role: str
-    content: str
+    Attributes:
+        turns: mappings, if the record is valid.
+        columns: of the record that they were read from.
+        role: key of a turn that says who speaks.
+        content: key of a turn's text.
+    """
+
+    turns: Sequence[Any]
+    columns: Collection[str]
+    role: str = "role"
+    content: str = "content"
 
 
 def parse_turns(
-    record: Mapping[str, Any],
-    keys: TurnKeys,
+    keys: Turns,
     *,
     tags: ReasoningTags = REASONING_TAGS,
     roles: Collection[Role] | None = None,
-    unread: Unread | None = None,
-    fields: RecordFields = USUAL_FIELDS,
-) -> tuple[Message, ...]:
+    unread: Unread,
+    fields: DatasetConfig | None = None,
+) -> list[Message]:
     """Parse the turns of a record.
 
     Args:
-        roles: turns of other roles are skipped unparsed, and there may be none; None: all are read.
+        roles: turns of other roles are skipped unparsed; None: all are read.
         unread: counts the keys of turns that are not read.
         fields: names of roles and switches, where they are not as usual.
     """
-    turns = as_list(record, keys.column)
-    if not turns and roles is None:
-        raise RecordError(f"'{keys.column}' is an empty list")
-    named_roles = dict(fields.roles)
-    train_keys: tuple[str, ...] = _TRAIN_KEYS
-    if fields.training is not None:
-        train_keys = (fields.training,)
+    named_roles: dict[str, str] = {}  # "tool" for tool calls and results
+    train_keys = _TRAIN_KEYS
+    if fields is not None:
+        for meant, names in (fields.roles or {}).items():
+            named_roles.update(dict.fromkeys(names, meant))
+        if fields.message_field_training is not None:
+            train_keys = (fields.message_field_training,)
     messages = []
-    for number, turn in enumerate(turns, start=1):
+    for number, turn in enumerate(keys.turns, start=1):
         if not isinstance(turn, Mapping):
             raise RecordError(f"turn {number} must be an object, it is {json_type(turn)}")
         # 1. Who speaks.
@@ -134,7 +105,7 @@ def parse_turns(
             meaning = named_roles.get(name, name.lower())
         role = _ROLES.get(meaning)
         if roles is not None and role not in roles:
-            if unread is not None and role is None:  # answers are left out on purpose
+            if role is None:  # answers are left out on purpose
                 unread.turns[f"the role {name}"] += 1
             continue
         if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
@@ -163,9 +134,8 @@ def parse_turns(
         is_target = _is_target(turn, number, train_keys)
         messages.append(Message(role, content, ids, is_target=is_target))
         # 4. What is left.
-        if unread is not None:
-            unread.turn_keys.update(unread_keys(turn, read))
-    return _with_finish_reasons(messages, record.get("finish_reasons"))
+        unread.turn_keys.update(unread_keys(turn, read))
+    return messages
 
 
 def _is_target(turn: Mapping[str, Any], number: int, keys: Sequence[str]) -> bool | None:
@@ -226,18 +196,16 @@ def _is_token_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[Message, ...]:
+def mark_cut_answers(messages: list[Message], reasons: object) -> None:
     """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for
     each answer.
     """
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
-        return tuple(messages)
-    marked = list(messages)
+        return
     for index, reason in zip(answers, reasons, strict=True):
         if reason in ("length", "context", "possibly cut"):
-            marked[index] = replace(marked[index], is_cut=True)
-    return tuple(marked)
+            messages[index] = replace(messages[index], is_cut=True)
 
 
 def read_messages(chat: object) -> list[Message]:
@@ -301,7 +269,7 @@ def read_messages(chat: object) -> list[Message]:
     return messages
 
 
-def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None) -> str:
+def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread) -> str:
     """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
     counts.
     """
@@ -314,9 +282,8 @@ def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread | No
             if not _is_text_part(part):
                 raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
             texts.append(part["text"])
-            if unread is not None:
-                names = unread_keys(part, ("type", "text"))
-                unread.turn_keys.update(f"{key}.{name}" for name in names)
+            names = unread_keys(part, ("type", "text"))
+            unread.turn_keys.update(f"{key}.{name}" for name in names)
         return "".join(texts)
     raise RecordError(f"turn {number}: '{key}' must be a string, it is {found_under(turn, key)}")
 

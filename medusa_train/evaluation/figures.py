@@ -97,8 +97,10 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "generate_tokens_per_s": baselines.get("generate", {}).get("tokens_per_s"),
         "answers": len(records),
         "equal_answers": _count_verdicts(records, "float32", Verdict.EQUAL),
+        "compared_answers": _count_compared(records, "float32"),
         "tie_answers": _count_verdicts(records, "float32", Verdict.TIE),
         "equal_answers_bf16": _count_verdicts(records, "bfloat16", Verdict.EQUAL),
+        "compared_answers_bf16": _count_compared(records, "bfloat16"),
         "scores": summarize_scores(records),
         "looping_answers": len(records) - len(without_loops),
         "speedup_without_loops": _number(ratios_without_loops.get("speedup")),
@@ -252,6 +254,10 @@ def _count_verdicts(records: Iterable[TurnRecord], dtype: str, verdict: Verdict)
     if not verdicts:
         return None
     return verdicts.count(verdict)
+
+
+def _count_compared(records: Iterable[TurnRecord], dtype: str) -> int:
+    return sum(dtype in record.exact for record in records)
 
 
 # Intervals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +20,11 @@ EQUALITY_DTYPES = ("float32", "bfloat16")
 #: Two tokens whose logits lie within this of the best one are a tie: rounding in float32 may swap
 # them.
 TIE_MARGIN = 1e-4
+
+
+#: Answers that are compared at least, and seconds within which all are.
+LEAST_COMPARED = 8
+ALL_WITHIN = 60.0
 
 
 def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -> None:
@@ -40,15 +47,26 @@ def compare_regenerated_answers(
     max_new_tokens: int,
     on_turn: Callable[[int], None],
     batch_size: int = 1,
+    seconds: float | None = None,
 ) -> None:
-    """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to
+    """Generate answers again in `dtype`, with the tree and with the empty tree; results go to
     `record.exact`.
 
-    `on_turn` is called after each turn with the number of tokens generated for it.
+    Args:
+        on_turn: called after each turn with the number of tokens generated for it.
+        seconds: if all answers would take over `ALL_WITHIN` seconds, compare as many as fit into
+            these, at least `LEAST_COMPARED`, drawn at random; None: all.
     """
+    if seconds is not None:
+        records = random.Random(0).sample(records, len(records))
+    started = time.monotonic()
     tree_decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
     plain_decoder = BatchDecoder(model.backbone)
     for start in range(0, len(records), batch_size):
+        elapsed = time.monotonic() - started
+        spent = seconds is not None and start >= LEAST_COMPARED and elapsed >= seconds
+        if spent and elapsed / start * len(records) > ALL_WITHIN:
+            break
         batch = records[start : start + batch_size]
         prompts = [list(record.prompt_ids) for record in batch]
         trees = tree_decoder.generate_batch(prompts, max_new_tokens)

@@ -202,21 +202,30 @@ def _cells(figures: Figures) -> dict[str, str]:
 
 
 def equal_cell(figures: Figures) -> str:
-    """Format equal answers in float32 out of all, with ties as "+n"; older reports lack them."""
+    """Format equal answers in float32 out of those compared, with ties as "+n"; older reports lack
+    them.
+    """
     equal = figures.get("equal_answers")
     ties = figures.get("tie_answers")
     if equal is None:
         return "-"
     if ties:
-        return f"{equal}+{ties}/{figures['answers']}"
-    return f"{equal}/{figures['answers']}"
+        return f"{equal}+{ties}/{compared_answers(figures)}"
+    return f"{equal}/{compared_answers(figures)}"
 
 
 def _equal_bf16_cell(figures: Figures) -> str:
     equal = figures["equal_answers_bf16"]
     if equal is None:
         return "-"
-    return f"{equal}/{figures['answers']}"
+    return f"{equal}/{compared_answers(figures, '_bf16')}"
+
+
+def compared_answers(figures: Figures, suffix: str = "") -> int:
+    """Return how many answers were compared in float32 (`_bf16`: bfloat16); older reports compared
+    all.
+    """
+    return int(figures.get(f"compared_answers{suffix}") or figures["answers"])
 
 
 def _correct_cell(figures: Figures) -> str:
@@ -387,7 +396,7 @@ def _float32_note(overall: Figures, outcome: str | None) -> str:
     equal = overall["equal_answers"]
     if equal is None:
         return _not_compared(outcome)
-    count = overall["answers"]
+    count = compared_answers(overall)
     ties = overall["tie_answers"]
     different = count - equal - ties
     note = f"{equal} of {count} answers equal plain decoding's token for token"
@@ -402,8 +411,9 @@ def _bfloat16_note(overall: Figures, outcome: str | None) -> str:
     equal = overall["equal_answers_bf16"]
     if equal is None:
         return _not_compared(outcome)
-    note = f"{equal} of {overall['answers']}"
-    if equal < overall["answers"]:
+    count = compared_answers(overall, "_bf16")
+    note = f"{equal} of {count}"
+    if equal < count:
         note += ", since its rounding changes which of two nearly equal logits is larger"
     return note
 

@@ -438,8 +438,8 @@ class Evaluation:
             log.close()
 
     def _compare_again(self, timed: Timed, dtype: str, memory: WeightMemory) -> str:
-        """Generate every answer again in `dtype`, with the tree and plainly, and compare the two;
-        return how it ended.
+        """Generate answers again in `dtype`, with the tree and plainly, and compare the two; return how
+        it ended.
         """
         records = timed.records
         if emulates(memory.device, getattr(torch, dtype)):
@@ -448,6 +448,12 @@ class Evaluation:
         if not memory.fit(dtype):
             return NO_MEMORY
         paths = timed.paths
+
+        budget = None
+        if self.cfg.equality == "auto":
+            answers = [answer for record in records for answer in record.baselines.values()]
+            answers += [record.tree for record in records if record.tree is not None]
+            budget = sum(answer.seconds for answer in answers) / 2
 
         def compare() -> None:
             model = load_with_progress(paths, dtype, self.progress)
@@ -461,6 +467,13 @@ class Evaluation:
                     self.cfg.max_new_tokens,
                     lambda tokens: phase.advance(tokens=tokens),
                     batch_size=self.cfg.batch_size,
+                    seconds=budget,
+                )
+            compared = sum(dtype in record.exact for record in records)
+            if compared < len(records):
+                self.progress.print(
+                    f"{compared} of {len(records)} answers were compared in {dtype}, drawn at"
+                    " random; equality=all compares all"
                 )
 
         return _compared(records, dtype, compare)

@@ -284,10 +284,11 @@ def _measured(reports: Sequence[Json]) -> str:
         row.append(number(chain_rates[-1]))
         for key in ("overhead", "speedup", "speedup_over_generate"):
             row.append(number(overall.get(key)))
-        for key in ("equal_answers", "equal_answers_bf16"):
+        for suffix in ("", "_bf16"):
             equal = "-"
-            if overall.get(key) is not None:
-                equal = f"{overall[key]}/{overall.get('answers')}"
+            if overall.get(f"equal_answers{suffix}") is not None:
+                compared = overall.get(f"compared_answers{suffix}", overall.get("answers"))
+                equal = f"{overall[f'equal_answers{suffix}']}/{compared}"
             row.append(equal)
         rows.append(row)
     return (

@@ -12,7 +12,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
-from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
+from medusa_train.selfdistill.replay import Answer, AnswerFinishReason, Request
 
 _REASONS: dict[FinishReason, AnswerFinishReason] = {
     "eos": "stop",

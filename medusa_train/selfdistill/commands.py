@@ -16,7 +16,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.config.yaml_source import read_yaml_file
 from medusa_train.errors import ConfigError
-from medusa_train.selfdistill.engines import resolve_model_paths
+from medusa_train.selfdistill.model import resolve_model_paths
 
 COMMAND = "medusa-selfdistill"
 

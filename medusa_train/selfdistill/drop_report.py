@@ -7,8 +7,8 @@ from pathlib import Path
 
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.errors import DataError
-from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.output import dropped_path
+from medusa_train.selfdistill.replay import is_asked_again
 
 MOST = 0.5  # share of the prompts, above which dropping them is worth a warning
 

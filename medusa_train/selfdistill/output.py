@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from medusa_train.data.conversation import Message
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hide_secrets import excerpt, mask_keys
@@ -22,8 +23,8 @@ from medusa_train.io import (
     parse_json,
     replace_text,
 )
-from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt
+from medusa_train.selfdistill.replay import GeneratedChat, is_asked_again
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
@@ -228,3 +229,30 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
             )
         )
     return not names
+
+
+def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str, Any]) -> None:
+    """Append a conversation to the output, or report it as dropped if nothing in it is kept."""
+    record: dict[str, Any] = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
+    dropped: dict[str, Any] = {}
+    if chat.dropped is not None:
+        dropped["dropped"] = {"reason": chat.dropped, "turns": chat.dropped_turns}
+    if chat.is_empty:
+        writer.drop({**record, **dropped})
+        return
+    record["model"] = metadata["model"]
+    record["messages"] = [_message_record(message) for message in chat.messages]
+    record.update((name, value) for name, value in metadata.items() if name != "model")
+    record["finish_reasons"] = chat.finish_reasons
+    record["token_counts"] = {
+        "prompt": chat.prompt_tokens,
+        "completion": chat.completion_tokens,
+    }
+    writer.write({**record, **dropped})
+
+
+def _message_record(message: Message) -> dict[str, Any]:
+    record: dict[str, Any] = dict(message.as_dict())
+    if message.token_ids is not None:
+        record["token_ids"] = list(message.token_ids)
+    return record

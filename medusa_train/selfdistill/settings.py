@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.selfdistill.engines import model_name, resolve_model_paths, weights_digest
+from medusa_train.selfdistill.model import model_name, resolve_model_paths, weights_digest
 from medusa_train.selfdistill.prompts import short_name
 
 

@@ -26,7 +26,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.selfdistill.openai_engine import ServerSampling
+from medusa_train.selfdistill.server_answers import ServerSampling
 from medusa_train.server_bench.request_blocks import (
     ALONE,
     BLOCK_ENTRY,

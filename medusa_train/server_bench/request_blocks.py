@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.selfdistill.answers import Answer, Request
-from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
+from medusa_train.selfdistill.replay import Answer, Request
+from medusa_train.selfdistill.server_answers import ServerSampling, parse_answer
 from medusa_train.servers.client import OpenAIClient, run_concurrently
 from medusa_train.servers.connection import ServerConnection
 from medusa_train.servers.rejections import RequestRejected

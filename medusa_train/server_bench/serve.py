@@ -32,7 +32,7 @@ from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
-from medusa_train.hide_secrets import excerpt, mask
+from medusa_train.hide_secrets import excerpt
 from medusa_train.io import mask_file, replace_text
 from medusa_train.network import client_options
 from medusa_train.progress import RunProgress
@@ -227,7 +227,9 @@ class VLLMServer:
     def _tail(self) -> str:
         """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
         log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [mask(line)[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
+        lines = [
+            excerpt(line, 300) for line in log if line.strip() and not _LEAK_REPORT.search(line)
+        ]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 

@@ -17,7 +17,7 @@ import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.hide_secrets import excerpt, mask, remember
+from medusa_train.hide_secrets import excerpt, remember
 from medusa_train.network import client_options
 from medusa_train.servers.rejections import RequestRejected, says_too_long
 from medusa_train.servers.responses import (
@@ -68,10 +68,10 @@ class ServerConnection:
         optional: Collection[str] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.url = _normalize_url(url)
+        self.url = normalize_url(url)
         self.context: int | None = None
         self._key_variable = key_variable
-        self._key = _read_key(key_variable)
+        self._key = read_key(key_variable)
         self._models_lock = threading.Lock()
         self._models_read = False
         self._timeout = timeout
@@ -113,9 +113,9 @@ class ServerConnection:
                 answer = self._post_accepted(body)
         # faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
-            return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
+            return Fault(f"{type(error).__name__}: {error}", "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            return Fault(mask(f"{type(error).__name__}: {error}"), "unreachable")
+            return Fault(f"{type(error).__name__}: {error}", "unreachable")
 
         if isinstance(answer, dict):
             allowed = body.get("max_tokens", self._room(answer))
@@ -142,9 +142,8 @@ class ServerConnection:
                 f"server {self.url}: cannot be reached ({error}); is it running?"
             ) from None
         if response.status_code in (401, 403):
-            raise ServerError(
-                f"server {self.url}: {self._reason(response)}{self._hint(response.status_code)}"
-            )
+            advice = hint(response.status_code, self._key, self._key_variable)
+            raise ServerError(f"server {self.url}: {self._reason(response)}{advice}")
         return parse_models(response)
 
     def read_metrics(self) -> str | None:
@@ -229,7 +228,9 @@ class ServerConnection:
             raise RequestRejected(reason, too_long=too_long, text=response.text)
         if status == 413:  # too long in any case, whatever the text says
             raise RequestRejected(reason, too_long=True)
-        raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
+        raise ServerError(
+            f"server {self.url}: {reason}{hint(status, self._key, self._key_variable)}"
+        )
 
     def _read_models(self, model: Any) -> None:
         """Read the context length from the list of models, once; only vLLM and SGLang state it."""
@@ -270,15 +271,6 @@ class ServerConnection:
             instead = "it is left out" if other is None else f"{other} takes its place"
             self._note(f"server {self.url}: rejects {name}; {instead}")
 
-    def _hint(self, status: int) -> str:
-        """Return what to do about a status that ends the run."""
-        if status in (401, 403):
-            problem = "check the API key in" if self._key else "the server requires an API key; set"
-            return f"\n({problem} the environment variable {self._key_variable})"
-        if status in (404, 405):
-            return "\n(check the URL, which usually ends with /v1, and the model's name)"
-        return ""
-
     def _reason(self, response: httpx.Response) -> str:
         """Format status and message on one line."""
         phrase = excerpt(response.reason_phrase, 80)
@@ -295,7 +287,17 @@ def _respelled(body: Mapping[str, Any], spellings: Mapping[str, str | None]) -> 
     return sent
 
 
-def _read_key(variable: str) -> str:
+def hint(status: int, key: str, key_variable: str) -> str:
+    """Return what to do about a status that ends the run."""
+    if status in (401, 403):
+        problem = "check the API key in" if key else "the server requires an API key; set"
+        return f"\n({problem} the environment variable {key_variable})"
+    if status in (404, 405):
+        return "\n(check the URL, which usually ends with /v1, and the model's name)"
+    return ""
+
+
+def read_key(variable: str) -> str:
     """Return the API key of an environment variable, masked from now on; empty if it is not set.
 
     Raises:
@@ -312,7 +314,8 @@ def _read_key(variable: str) -> str:
     raise ConfigError(f"{variable}: the API key contains {problem}; copy it again")
 
 
-def _normalize_url(url: str) -> str:
+def normalize_url(url: str) -> str:
+    """Return a base URL without the path of chats; ConfigError if it is not a web address."""
     problem = address_problem(url)
     if problem is not None:
         raise ConfigError(f"server {problem}")

@@ -375,6 +375,36 @@ def test_heads_and_a_copy_share_a_tree(
                     position += accepted + 1
 
 
+def test_copies_beside_heads_are_accepted_as_they_are_alone() -> None:
+    """Of a model whose texts repeat themselves, by heads that guess something else."""
+    model = random_model("llama", vocab_size=8, std=0.4).double()
+    prompts = [[1, 2, 4], [3, 5, 3, 6, 3], [7], [4, 1, 1, 4, 6, 1]]
+    answers = [greedy(model, prompt, TOKENS, ()) for prompt in prompts]
+    heads = new_draft("medusa", {"num_heads": 2, "num_layers": 1}, noise=1.0)
+    longer = 0
+    for way in ({}, {"rows": 3, "joins": 1}):
+        outs = decode(
+            model,
+            prompts,
+            heads,
+            tree=NARROW,
+            lookup=("prompt_lookup", LOOKUP),
+            max_new_tokens=TOKENS,
+            **way,
+        )
+        assert [out.tokens for out in outs] == answers
+        for prompt, answer, out in zip(prompts, answers, outs, strict=True):
+            position = 0
+            for accepted in out.accepted:
+                text = [*prompt, *answer[: position + 1]]
+                left = answer[position + 1 :]
+                copied = max((common(copy, left) for copy in looked_up(text, 3, 5)), default=0)
+                assert accepted >= copied
+                longer += copied > 2  # than what heads alone could accept
+                position += accepted + 1
+    assert longer > 5
+
+
 @pytest.mark.parametrize("name", ["lookahead", "amphista+lookahead", "dynamic", "dynamic+lookup"])
 def test_drafts_that_choose_their_trees_change_no_token(
     name: str,

@@ -680,8 +680,8 @@ def test_a_judge_reads_the_chat_with_its_references_so_far(model: Path, tmp_path
         keys = QUICK | {"output_dir": tmp_path / "out", "judge_base_url": server.url}
         keys |= {"judge_model": "examiner", "judge_concurrency": 1, "generate": False}
         evaluate("--bench", bench, "--base-model", model, **keys).ok()
-        graded = server.bodies[1:]  # after the greeting
-        read = ["\n".join(m["content"] for m in body["messages"]) for body in graded]
+        asked = server.bodies[1:]  # after the greeting
+        read = ["\n".join(m["content"] for m in body["messages"]) for body in asked]
     texts = [line["text"].strip() for line in read_lines(tmp_path / "out" / "answers.jsonl")]
     parts = ["Be short.", "one two", "REFERENCE A", texts[0], "three", "REFERENCE B", texts[1]]
     for shown, count in ((read[0], 4), (read[1], 7)):
@@ -819,12 +819,33 @@ def test_chats_in_the_terminal(
     for asked in ("two red", "large"):
         prompt = tokenizer(render([{"role": "user", "content": asked}]))["input_ids"]
         text = tokenizer.decode(greedy(exact_model, prompt, 9), skip_special_tokens=True)
-        shown = "".join(
-            c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
-        )
-        assert shown.strip() in result.stdout
+        assert as_in_a_terminal(text) in result.stdout
     assert "tokens per step" in result.stdout
     evaluate("--interactive", "--calibrate", "--model", skilled("medusa")).fails(2, "--calibrate")
+
+
+def as_in_a_terminal(text: str) -> str:
+    """Return an answer as a chat in the terminal shows it."""
+    shown = (c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(shown).strip()
+
+
+def test_a_chat_in_the_terminal_goes_on_with_its_own_answers(
+    skilled: Callable[[str], Path], tree_file: Path, exact_model: Any, tokenizer: Any
+) -> None:
+    from medusa_train.cli import evaluate as module
+
+    words = ["--interactive", "--model", str(skilled("medusa")), "--tree", str(tree_file)]
+    words += ["--dtype", "float32", "--max-new-tokens", "9"]
+    lines = "two red\nlarge\n/exit\n"
+    result = CliRunner().invoke(module.app, words, input=lines, catch_exceptions=False)
+    messages: list[dict[str, str]] = []
+    for asked in ("two red", "large"):
+        messages.append({"role": "user", "content": asked})
+        prompt = tokenizer(render(messages))["input_ids"]
+        text = tokenizer.decode(greedy(exact_model, prompt, 9), skip_special_tokens=True)
+        assert as_in_a_terminal(text) in result.stdout
+        messages.append({"role": "assistant", "content": text})
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

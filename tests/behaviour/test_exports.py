@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.behaviour.conftest import RunOf
+from tests.behaviour.scripted import write_scripted_model
 from tests.behaviour.test_joint_training import LORA
 from tests.behaviour.world import (
     EOS,
@@ -202,6 +203,26 @@ def test_heads_for_generate_of_transformers(
         base.generate(**inputs, **options, num_beams=2)
     run2 = copied("medusa-soft", [])
     export(run2, "--to", "transformers").fails(1, "empty")
+
+
+def test_generate_ends_where_the_template_ends_an_answer(chats: Path, tmp_path: Path) -> None:
+    """At the tokenizer's end of a turn, which generation_config.json does not name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = write_scripted_model(tmp_path / "base", " one", " two", " red")
+    config = read_json(base / "generation_config.json")
+    (base / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    train(**training_keys(base, chats, tmp_path / "run", max_steps=1)).ok()
+    write_tree(tmp_path / "run" / "tree.json", NARROW)
+    export(tmp_path / "run", "--to", "transformers").ok()
+    target = tmp_path / "run" / "export" / "transformers"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    inputs = tokenizer(render([{"role": "user", "content": "two"}]), return_tensors="pt")
+    out = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).generate(
+        **inputs, custom_generate=str(target), trust_remote_code=True, max_new_tokens=12
+    )
+    answer = out[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == " one two red</s>"
 
 
 def test_which_draft_goes_where(copied: Callable[..., Path]) -> None:
@@ -477,6 +498,26 @@ def test_answers_end_in_a_merged_model_where_the_template_ends_them(
     merged = read_json(tmp_path / "run" / "export" / "merged" / "generation_config.json")
     assert sorted(merged["eos_token_id"]) == [EOS, 9]
     export(tmp_path / "run", "--to", "vllm", base_model=base).ok()
+
+
+def test_a_merged_model_has_the_template_of_training(
+    model: Path, chats: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    keys = training_keys(model, chats, tmp_path / "run", max_steps=1, **LORA)
+    train(**keys, chat_template=template).ok()
+    export(tmp_path / "run", "--to", "merged").ok()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export" / "merged")
+    asked = [{"role": "user", "content": "two"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt == "[user]two[assistant]"
 
 
 # Cards and directories

@@ -10,7 +10,18 @@ import pytest
 
 import medusa_train
 from medusa_train.errors import MedusaError
-from tests.behaviour.world import EOS, NARROW, greedy, read_lines, render, write_lines, write_tree
+from tests.behaviour.scripted import write_scripted_model
+from tests.behaviour.world import (
+    EOS,
+    NARROW,
+    SYSTEM,
+    TEMPLATE,
+    greedy,
+    read_lines,
+    render,
+    write_lines,
+    write_tree,
+)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +232,17 @@ def test_a_template_and_end_tokens_of_ones_own(
     reply = found.reply("two", max_new_tokens=12)
     reply.read()
     assert reply.tokens == answer[: answer.index(end) + 1]
+
+
+def test_an_answer_ends_where_its_template_ends_a_turn(tmp_path: Path) -> None:
+    """At a token that neither the tokenizer nor generation_config.json names."""
+    model = write_scripted_model(tmp_path / "model", " one", " two", "<|system|>", " red")
+    template = tmp_path / "turns.jinja"
+    template.write_text(TEMPLATE.replace("eos_token", "'<|system|>'"), encoding="utf-8")
+    found = medusa_train.load(base_model=model, dtype="float32", chat_template=str(template))
+    reply = found.reply("two", max_new_tokens=12)
+    assert reply.read() == " one two"
+    assert (reply.finish, reply.tokens[-1]) == ("eos", SYSTEM)
 
 
 def test_a_prompt_beyond_the_context_is_refused(loaded: Any, tmp_path: Path) -> None:

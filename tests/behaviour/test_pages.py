@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.behaviour.scripted import write_scripted_model
 from tests.behaviour.seams import colored_answers, drawn_bars, drawn_curves
-from tests.behaviour.world import evaluate, read_json, read_lines
+from tests.behaviour.world import QUICK, evaluate, read_json, read_lines, write_lines
 
 TITLES = {
     "answers": lambda figures: str(figures["answers"]),
@@ -165,6 +166,18 @@ def test_answers_are_shown_with_the_heads_of_their_tokens(evaluated: Path, page:
         assert f"{line['tokens']} tokens, {line['steps']} steps" in page
         assert html.escape(line["asked"], quote=False) in page
     assert any(head for runs in shown for head, _ in runs)
+
+
+def test_text_of_questions_and_answers_is_no_markup(tmp_path: Path) -> None:
+    pieces = ["<script>", "alert(1)", "</script>"]
+    model = write_scripted_model(tmp_path / "model", *pieces)
+    questions = [{"question_id": 1, "category": "<u>", "turns": ["<img src=x>"]}]
+    bench = write_lines(tmp_path / "b.jsonl", questions)
+    evaluate("--bench", bench, "--base-model", model, **QUICK, output_dir=tmp_path / "out").ok()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    for text in ("<script>", "</script>", "<u>", "<img src=x>"):
+        assert html.escape(text) in page
+        assert text not in page
 
 
 def test_a_page_that_compares(report: Any, tmp_path: Path) -> None:

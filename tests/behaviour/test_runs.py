@@ -152,6 +152,17 @@ def test_a_run_stops_early_and_keeps_its_best_weights(
     assert same(weights(tmp_path / "constant"), weights(tmp_path / "best"))
 
 
+def test_patience_begins_again_after_each_best_evaluation(
+    model: Path, chats: Path, held_out: Path, tmp_path: Path
+) -> None:
+    keys = training_keys(model, chats, tmp_path / "run", learning_rate=0.03, micro_batch_size=1)
+    keys |= {"max_steps": 24, "val_set_size": None, "test_datasets": [{"path": str(held_out)}]}
+    train(**keys | {"eval_steps": 1, "early_stopping_patience": 3}).ok().says("stopped early")
+    is_best = [record["best"] for record in metrics(tmp_path / "run", "eval")]
+    assert is_best[-4:] == [True, False, False, False]
+    assert False in is_best[:-4]  # there was no improvement before, and then one
+
+
 def test_held_out_chats_are_none_of_those_trained_on(
     model: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

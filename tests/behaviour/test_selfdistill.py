@@ -431,6 +431,27 @@ def test_finish_reasons_of_servers(finish: str | None, tmp_path: Path) -> None:
         assert found["a"] == [FINISHES[finish]]
 
 
+@pytest.mark.parametrize(
+    ("finish", "reason"), [(None, "possibly cut"), ("length", "context")], ids=["unsaid", "context"]
+)
+def test_an_answer_that_may_not_be_whole_is_dropped(
+    finish: str | None, reason: str, tmp_path: Path
+) -> None:
+    """The server says nothing of its end, or ended it before the limit."""
+    records = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two"}]
+    path = write_lines(tmp_path / "p.jsonl", records)
+
+    def script(number: int, body: dict[str, Any]) -> Any:
+        if body["messages"][-1]["content"] == "two":
+            return None
+        return 200, {}, json.dumps(completion(body, finish)).encode()
+
+    with serving(script) as server:
+        shown = ask(server, path, tmp_path / "o.jsonl", max_new_tokens=30).ok()
+    assert [record["id"] for record in read_lines(tmp_path / "o.jsonl")] == ["b"]
+    shown.says(f"dropped turns: {reason} │ 1")
+
+
 def test_an_aborted_answer_is_asked_for_again_and_an_unknown_end_ends_the_run(
     tmp_path: Path,
 ) -> None:

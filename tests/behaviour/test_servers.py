@@ -90,6 +90,24 @@ def test_heads_that_make_a_server_slower_are_not_recommended(bench: Path, tmp_pa
     shown.says("off")
 
 
+def test_heads_that_may_be_slower_are_not_recommended(bench: Path, tmp_path: Path) -> None:
+    """They are faster in every other block alone, so the interval of the ratio holds 1."""
+    with bench_server(heads=True) as uneven, bench_server(seconds=0.008) as even:
+
+        def script(number: int, body: dict[str, Any]) -> None:
+            uneven.seconds = (0.002, 0.014)[number // 4 % 2]  # of the four turns of a block
+
+        uneven.script = script
+        shown = measure(uneven, bench, tmp_path / "out", against=even.url).ok()
+    report = read_json(tmp_path / "out" / "served.json")
+    found = cell(report, "heads")
+    low, high = found["ratio_interval"]
+    assert low < 1 < high
+    assert found["verdict"] == "undecided"
+    assert report["recommendation"][0]["use"] is False
+    shown.says("off", "not measured to be faster")
+
+
 def test_other_answers_are_counted(bench: Path, tmp_path: Path) -> None:
     with bench_server(heads=True, words=4) as heads, bench_server(words=3) as plain:
         shown = measure(heads, bench, tmp_path / "out", against=plain.url).ok()

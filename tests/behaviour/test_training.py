@@ -208,6 +208,25 @@ def test_packed_rows_train_as_separate_documents(
         assert ours["targets"] == theirs["targets"]
 
 
+def test_no_target_crosses_a_border_where_every_token_is_one(
+    run_of: RunOf, documents: Documents
+) -> None:
+    """With `train_on_inputs` a document begins with targets, too."""
+    lengths = [len(document.tokens) for document in documents[0]]
+    row = max(lengths) + min(lengths) + 2
+    packed = run_of(
+        "medusa",
+        train_on_inputs=True,
+        sample_packing=True,
+        sequence_len=row,
+        gradient_accumulation_steps=2,
+    )
+    apart = run_of("medusa", train_on_inputs=True)
+    for ours, theirs in zip(metrics(packed), metrics(apart), strict=True):
+        assert_close(ours["loss"], theirs["loss"], 2e-5)
+        assert_close(ours["grad_norm"], theirs["grad_norm"], 2e-4)
+
+
 @pytest.mark.parametrize(
     "family",
     [

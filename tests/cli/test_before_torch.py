@@ -39,6 +39,13 @@ BAD_LINE = "bad.jsonl:2: 'messages' must be a list of turns, it is missing; the 
 #: What is typed, the exit code, and a part of the message.
 CASES: dict[str, tuple[list[str], int, str]] = {
     "key": ([*TRAIN, "learning_rte=1"], 2, "learning_rte: unknown key"),
+    "long name": ([*TRAIN, "base_model=" + "a" * 300], 2, "longer than the name of a file can be"),
+    "long name of an evaluation": ([*EVALUATE, "--model", "a" * 300], 2, "longer than the name"),
+    "long name of prompts": (["selfdistill", "--prompts", "a" * 300], 2, "longer than the name"),
+    "long name of an export": (["export", "a" * 300, "--to", "vllm"], 2, "longer than the name"),
+    "null byte": ([*TRAIN, 'dataset_prepared_path="a\\0b"'], 2, "not UTF-8, or a null byte"),
+    "directory of deepspeed": ([*TRAIN, "deepspeed=empty"], 2, "deepspeed: empty: no such file"),
+    "file in place of a directory": ([*TRAIN, "output_dir=bad.jsonl"], 2, "is a file, not a"),
     "record": ([*TRAIN, "datasets.0.path=bad.jsonl"], 1, BAD_LINE),
     "record, inspected": ([*TRAIN, "datasets.0.path=bad.jsonl", "--inspect"], 1, BAD_LINE),
     "record, launched": ([*TRAIN, "datasets.0.path=bad.jsonl", "--num-gpus", "2"], 1, BAD_LINE),

@@ -19,6 +19,7 @@ from medusa_train.cli.export import app as export_app
 from medusa_train.cli.selfdistill import app as selfdistill_app
 from medusa_train.cli.train import app as train_app
 from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.errors import ConfigError, DataError, Terminated
 
 
@@ -46,7 +47,7 @@ def test_three_mistakes_print_with_lines_exit_2_and_load_nothing(tmp_path: Path)
         f"  {path}:2: learning_rte: unknown key; did you mean learning_rate?",
         f"  {path}:5: num_epochs: expected a number, got 'few'",
         (
-            f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit backbone; "
+            f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit base model; "
             "set load_in_4bit: true, or adapter: lora"
         ),
     ]
@@ -99,6 +100,24 @@ def test_a_key_that_is_typed_as_an_option_is_answered_with_what_to_write(
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 2
     assert result.stderr.strip().removeprefix("error: ").endswith(advice), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (train_app, ["--hostfile", "hosts"]),
+        (train_app, ["--master-port=29500"]),
+        (selfdistill_app, ["--shard", "0/2"]),
+        (selfdistill_app, ["--dry-run"]),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_answered_with_what_to_do(
+    app: Typer, words: list[str]
+) -> None:
+    done = CliRunner().invoke(app, ["base_model=m", *words])
+    assert done.exit_code == 2
+    option = words[0].partition("=")[0]
+    assert done.stderr == f"error: {option}: no such option; {REMOVED_KEYS[option]}\n"
 
 
 def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:

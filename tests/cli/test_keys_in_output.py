@@ -293,6 +293,26 @@ def test_a_traceback_is_masked(at_work: Path) -> None:
     check(at_work, result.stdout, result.stderr)
 
 
+BUG = """
+import os
+import typer
+from medusa_train.cli.common import run_command
+app = typer.Typer(pretty_exceptions_enable=False)
+@app.command()
+@run_command
+def fails():
+    raise RuntimeError(os.environ["OPENAI_API_KEY"])
+app()
+"""
+
+
+def test_the_traceback_of_a_bug_is_masked(at_work: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True)
+    assert "Traceback" in result.stderr
+    assert "RuntimeError: ***" in result.stderr
+    check(at_work, result.stdout, result.stderr)
+
+
 def test_only_masking_places_print_and_write() -> None:
     """Consoles come from cli/common.py, and text files from io.py."""
     package = Path(train.__file__).parents[1]
@@ -309,6 +329,6 @@ def test_only_masking_places_print_and_write() -> None:
         "config/docs.py: ",  # the project's own pages
         "console_streams.py: sys.std",  # /dev/null
         "training/deepspeed_strategy.py: with open(os.devnull",
-        "console_streams.py: class MaskingConsole(Console)",
+        "cli/common.py: class MaskingConsole(Console)",
     )
     assert [line for line in sorted(found) if not line.startswith(allowed)] == []

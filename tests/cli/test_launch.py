@@ -97,6 +97,19 @@ def test_the_exit_code_is_that_of_the_processes(code, expected, launch, tmp_path
     assert "error" not in result.output  # they print their own
 
 
+def test_processes_start_once_and_have_time_to_save(launch, monkeypatch):
+    started = []
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch",
+        lambda config, program: lambda *words: started.append(config),
+    )
+    assert launch().exit_code == 0
+    (config,) = started
+    assert (config.nproc_per_node, config.max_restarts) == (2, 0)
+    assert getattr(config, "shutdown_timeout", 600) == 600  # older versions of torch have none
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_killed_process_is_named_with_the_command_that_resumes(victim, saved, launch, tmp_path):

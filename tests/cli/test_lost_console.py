@@ -104,7 +104,7 @@ def test_self_distillation_and_evaluation_go_on(
     write_bench(tmp_path / "small.jsonl")
     words = ["--seed", "small.jsonl", "--model", "backbone", "--output", "out.jsonl"]
     words += ["--limit", "2", "--max-new-tokens", "6", "dtype=float32", "drop_truncated=false"]
-    place = "medusa_train.selfdistill.hf_engine:HFEngine.next"
+    place = "medusa_train.selfdistill.local:HFEngine.next"
     process = start(
         tmp_path / "log", run_without_console, "selfdistill", words, console, place, tmp_path
     )

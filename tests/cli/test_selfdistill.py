@@ -355,7 +355,7 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
             2,
             "requires engine: local",
         ),
-        (["--mode", "questions"], 2, "must be replay or selftalk"),
+        (["--mode", "questions"], 2, "the model no longer writes its own prompts"),
         (
             ["--seed", "absent.jsonl", "--model", "backbone"],
             1,
@@ -384,7 +384,7 @@ def test_mistakes_end_with_their_code_and_a_message(
 def test_ctrl_c_keeps_what_is_done_and_exits_130(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from medusa_train.selfdistill.hf_engine import HFEngine
+    from medusa_train.selfdistill.local import HFEngine
 
     answer, asked = HFEngine.next, []
 

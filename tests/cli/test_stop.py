@@ -34,7 +34,7 @@ def test_self_distillation_says_how_to_go_on(tmp_path: Path) -> None:
     write_bench(tmp_path / "small.jsonl")
     words = ["--seed", "small.jsonl", "--model", "backbone", "--output", "out.jsonl"]
     words += ["--limit", "2", "--max-new-tokens", "6", "dtype=float32", "drop_truncated=false"]
-    place = "medusa_train.selfdistill.hf_engine:HFEngine.next"
+    place = "medusa_train.selfdistill.local:HFEngine.next"
     code, text = result("selfdistill", words, tmp_path, place)
     assert code == 143, text
     assert text.endswith("interrupted; run the same command again to resume out.jsonl\n")

@@ -75,12 +75,12 @@ def test_the_papers_settings() -> None:
         (
             ["draft=hydra"],
             HeadsLoss(1.0, 1.0),
-            "cross-entropy against the distribution of the backbone",
+            "cross-entropy against the distribution of the base model",
         ),
         (
             ["draft=kangaroo"],
             HeadsLoss(1.0, 1.0),
-            "cross-entropy against the distribution of the backbone",
+            "cross-entropy against the distribution of the base model",
         ),
         (
             [
@@ -91,14 +91,14 @@ def test_the_papers_settings() -> None:
             ],
             HeadsLoss(0.5, 0.75, 1.0),
             (
-                "75% cross-entropy against the distribution of the backbone, rest cross-entropy"
+                "75% cross-entropy against the distribution of the base model, rest cross-entropy"
                 " against the data; head k weighted by 0.5^k"
             ),
         ),
         (
             ["draft=eagle3"],
             HeadsLoss(0.8, 1.0),
-            "cross-entropy against the distribution of the backbone; head k weighted by 0.8^k",
+            "cross-entropy against the distribution of the base model; head k weighted by 0.8^k",
         ),
         (
             ["draft=hydra", "hydra.decay_coefficient=0.5", "hydra.soft_targets=0"],
@@ -142,7 +142,7 @@ def test_the_loss_of_the_heads(
             ["draft=amphista", "amphista.auto_blocks=0", "amphista.position_encoding=false"],
             r"auto_blocks: 0 also omits the positions",
         ),
-        (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen backbone only"),
+        (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen base model only"),
         (["draft=hydra", "export=[vllm]"], r"export: .*no program reads hydra"),
         (
             ["draft=eagle3", "export=[tgi]"],
@@ -164,6 +164,18 @@ def test_drafts_without_training_are_not_trained(draft: str) -> None:
         ConfigError, match="has no weights to train; use it for decoding: medusa-eval --draft"
     ):
         train(f"draft={draft}")
+
+
+def test_eagle3_reads_the_layers_that_vllm_reads_by_default() -> None:
+    section = train("draft=eagle3").draft_config
+    assert section.early_layers(32) == (2, 16, 29)
+    assert section.early_layers(6) == (1, 3, 5)
+    assert section.early_layers(1) == (1, 1, 1)
+    assert train("draft=eagle3", "eagle3.layers=[1, 4, 9]").draft_config.early_layers(32) == (
+        1,
+        4,
+        9,
+    )
 
 
 def test_drafts_without_training_get_their_section() -> None:

@@ -74,6 +74,23 @@ def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
     assert "train_on_eos: the end of every answer is trained" in problems(recent)[-1]
 
 
+def test_the_keys_of_one_dataset_that_is_no_list_have_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "base_model: m\ndatasets:\n  path: a\n  typ: b\n  split: 1.5\n")
+    assert problems(path) == [
+        "x.yaml:4: datasets[0].typ: unknown key; did you mean type?",
+        "x.yaml:5: datasets[0].split: expected text (put it in quotes), got 1.5",
+    ]
+
+
+def test_a_combination_shows_the_value_that_was_written(tmp_path: Path) -> None:
+    text = "resume_from_checkpoint: true\noverwrite_output_dir: true\nhydra: {num_heads: 2}\n"
+    assert problems(write(tmp_path, GOOD + text)) == [
+        "x.yaml:4: resume_from_checkpoint: true: cannot be set together with overwrite_output_dir;"
+        " choose one (overwrite_output_dir: x.yaml:5)",
+        "x.yaml:6: hydra: belongs to another draft; set draft: hydra, or remove it",
+    ]
+
+
 AXOLOTL = """\
 base_model: m
 chat_template: tokenizer_default
@@ -345,6 +362,12 @@ def test_text_that_no_file_can_hold_is_refused(text: str, tmp_path: Path) -> Non
             load_config(EvalConfig, write(tmp_path, f"output_dir: {text}\n"))
 
 
+def test_text_in_lists_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 'base_model: m\ndatasets:\n  - path: a\n  - path: "b\\0"\n')
+    (problem,) = problems(path)
+    assert problem.startswith("x.yaml:4: datasets[1].path: contains characters that are not UTF-8")
+
+
 @pytest.mark.parametrize(
     "name",
     ["a" * 300, "b/" + "c" * 300, "e/" * 3000, "\N{ROCKET}" * 64],
@@ -421,6 +444,14 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
         "override 'bench.x=1': bench: expected text (put it in quotes), got a mapping",
         "override 'limt=3': limt: unknown key; did you mean limit?",
         "override 'seed': overrides are written key=value, or a.b=value",
+    ]
+
+
+def test_what_is_wrong_in_a_list_of_an_override_is_not_a_line_of_the_file(tmp_path: Path) -> None:
+    override = "datasets=[{pth: x}]"
+    assert problems(write(tmp_path, GOOD), override) == [
+        f"override '{override}': datasets[0].path: is missing",
+        f"override '{override}': datasets[0].pth: unknown key; did you mean path?",
     ]
 
 

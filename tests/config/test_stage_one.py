@@ -11,6 +11,7 @@ from medusa_train.checkpoint.run_directory import write_config
 from medusa_train.cli.train import app
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError
 
@@ -108,14 +109,14 @@ def test_all_problems_of_both_stages_are_reported_at_once(file: Path) -> None:
     text = TEXT.replace("num_epochs: 3", "num_epochs: many\n  max_step: 3\n  output_dir: x")
     file.write_text(text + "warmup_steps: x\nmicro_batch: 3\n")
     assert problems(file, "stage_one.base_model=other", "stage_one.adapter=dora") == [
+        "two.yaml:5: stage_one: num_epochs: expected a number, got 'many'",
+        "two.yaml:6: stage_one: max_step: unknown key; did you mean max_steps?",
+        "two.yaml:7: stage_one: output_dir: is set for the whole run; remove it",
         "two.yaml:18: warmup_steps: expected an integer, got 'x'",
         "two.yaml:19: micro_batch: unknown key; did you mean micro_batch_size?",
-        "two.yaml:7: stage_one: output_dir: is set for the whole run; remove it",
         "override 'stage_one.base_model=other': stage_one: base_model: is set for the whole run;"
         " remove it",
         "override 'stage_one.adapter=dora': stage_one: adapter: must be lora or qlora, got 'dora'",
-        "two.yaml:5: stage_one: num_epochs: expected a number, got 'many'",
-        "two.yaml:6: stage_one: max_step: unknown key; did you mean max_steps?",
     ]
 
 
@@ -190,6 +191,21 @@ def test_the_written_configuration_gives_the_same_stages(file: Path, overrides: 
     file.unlink()
     saved = file.with_name("config.yaml")
     assert load(saved).model_dump() == first.model_dump()
+
+
+def test_a_runs_own_file_neither_allows_code_in_stage_one_nor_fails_by_its_old_keys(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REMOVED_KEYS, "old", "was removed")
+    file.with_name("metrics.jsonl").touch()
+    run = file.with_name("config.yaml")
+    run.write_text(
+        TEXT.replace("  num_epochs", "  trust_remote_code: true\n  old: 1\n  num_epochs")
+    )
+    cfg = load_config(TrainConfig, run)
+    assert cfg.ignored == ("stage_one.old", "stage_one.trust_remote_code")
+    assert not load(run).trust_remote_code
+    assert load(run, "stage_one.trust_remote_code=true").trust_remote_code
 
 
 def test_later_keys_still_reach_stage_one_of_a_written_configuration(file: Path) -> None:

@@ -65,7 +65,6 @@ import torch  # noqa: E402
 import transformers.integrations.bitsandbytes  # noqa: E402, F401
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 #: Operators whose result, or whose result's shape, the host reads.
@@ -209,7 +208,7 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the values that are held, after the checks of its devices."""
     global _inside
     name = op._schema.name.removeprefix("aten::")
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(_tensors((args, *kwargs.values())))
     on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
     to_gpu = (
         on_gpu if kwargs.get("device") is None else torch.device(kwargs["device"]).type == "cuda"
@@ -227,7 +226,8 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     changed |= {key: False for key in ("pin_memory", "non_blocking") if kwargs.get(key)}
     before, _inside = _inside, True
     try:
-        result = op(*tree_map(_values, args), **tree_map(_values, {**kwargs, **changed}))
+        given = {key: _mapped(_values, value) for key, value in {**kwargs, **changed}.items()}
+        result = op(*_mapped(_values, args), **given)
     finally:
         _inside = before
 
@@ -236,7 +236,26 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return held.get(id(out), out)  # written in place: the tensor that was given
         return GpuTensor(out) if to_gpu else out
 
-    return tree_map(returned, result)
+    return _mapped(returned, result)
+
+
+# An operator has no other containers than lists and tuples; torch's pytree takes four times as long.
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with each entry of its nested lists and tuples changed."""
+    if isinstance(value, list):
+        return [_mapped(change, one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_mapped(change, one) for one in value)
+    return change(value)
 
 
 def _check(name: str, args: Any, tensors: list[Tensor]) -> None:

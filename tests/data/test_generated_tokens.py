@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.records import parse_record
-from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.records import normalize
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.data.turns import RecordError
 
 USER = Message("user", "Ask")
@@ -21,11 +21,11 @@ def encoder(make_tokenizer: Callable[..., Any]) -> ChatEncoder:
     return ChatEncoder(make_tokenizer(), "chatml")
 
 
-def supervised(encoder: ChatEncoder, row: EncodedRow) -> list[int]:
+def supervised(encoder: ChatEncoder, row: Row) -> list[int]:
     return [token for token, is_target in zip(row.ids, row.supervised, strict=True) if is_target]
 
 
-def encode(encoder: ChatEncoder, *messages: Message) -> list[EncodedRow]:
+def encode(encoder: ChatEncoder, *messages: Message) -> list[Row]:
     return encoder.encode(Conversation("x", messages, "x:1"))
 
 
@@ -139,16 +139,14 @@ def record(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("reason", ["length", "context", "possibly cut"])
 def test_records_of_self_distillation_say_how_answers_were_generated(reason: str) -> None:
-    _, first, _, second = parse_record(record(finish_reasons=[reason, "stop"])).messages
+    _, first, _, second = normalize(record(finish_reasons=[reason, "stop"])).messages
     assert (first.token_ids, first.is_cut) == ((3, 4), True)
     assert (second.token_ids, second.is_cut) == (None, False)
 
 
 @pytest.mark.parametrize("reasons", [None, "length", ["length"], ["stop", "stop", "length"]])
 def test_finish_reasons_that_are_not_one_for_each_answer_are_ignored(reasons: Any) -> None:
-    assert not any(
-        message.is_cut for message in parse_record(record(finish_reasons=reasons)).messages
-    )
+    assert not any(message.is_cut for message in normalize(record(finish_reasons=reasons)).messages)
 
 
 @pytest.mark.parametrize("ids", ["3", [1.5], [True], [-1], [1 << 31], {"a": 1}])
@@ -156,4 +154,4 @@ def test_token_ids_that_are_none_are_refused(ids: Any) -> None:
     broken = record()
     broken["messages"][1]["token_ids"] = ids
     with pytest.raises(RecordError, match="turn 2: 'token_ids' must be a list of token ids"):
-        parse_record(broken)
+        normalize(broken)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.data.records import parse_record, parse_user_turns
+from medusa_train.data.records import normalize, parse_user_turns
 from medusa_train.data.turns import RecordError
 from medusa_train.data.unread import Unread
 
@@ -11,7 +11,7 @@ GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "valu
 
 
 def turns(record: dict[str, Any], type: str = "auto") -> list[tuple[str, str]]:
-    return [(m.role, m.content) for m in parse_record(record, type).messages]
+    return [(m.role, m.content) for m in normalize(record, type).messages]
 
 
 def test_three_formats_give_the_same_chat() -> None:
@@ -44,7 +44,7 @@ def test_three_formats_give_the_same_chat() -> None:
 @pytest.mark.parametrize("type", ["messages", "sharegpt", "alpaca"])
 def test_a_record_without_the_keys_of_its_type_lists_those_that_it_has(type: str) -> None:
     with pytest.raises(RecordError, match="it is missing; the keys are meta, text"):
-        parse_record({"text": "x", "meta": 1}, type)
+        normalize({"text": "x", "meta": 1}, type)
 
 
 def test_turns_as_public_data_sets_have_them() -> None:
@@ -56,21 +56,21 @@ def test_turns_as_public_data_sets_have_them() -> None:
     assert turns({"messages": json.dumps(messages)}) == turns(GOOD)
     assert turns({"conversations": json.dumps(GOOD["conversations"])}) == turns(GOOD)
     with pytest.raises(RecordError, match="'messages' is not valid JSON"):
-        parse_record({"messages": "[{"})
+        normalize({"messages": "[{"})
 
 
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert turns({"messages": [{"role": "user", "content": parts}]}) == [("user", "ab")]
     with pytest.raises(RecordError, match="turn 1: 'content' holds parts that are not text"):
-        parse_record({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+        normalize({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
 
 
 def test_identity_is_the_records_or_the_contents() -> None:
-    assert parse_record({"id": 7, **GOOD}).id == "7"
-    assert parse_record({"id": "x", **GOOD}).id == "x"
-    unnamed = parse_record(GOOD)
-    assert unnamed.id == parse_record({"instruction": "q", "output": "a"}).id
+    assert normalize({"id": 7, **GOOD}).id == "7"
+    assert normalize({"id": "x", **GOOD}).id == "x"
+    unnamed = normalize(GOOD)
+    assert unnamed.id == normalize({"instruction": "q", "output": "a"}).id
     assert unnamed.id == unnamed.content_key[:16]
 
 
@@ -110,7 +110,7 @@ def test_identity_is_the_records_or_the_contents() -> None:
 )
 def test_bad_records_say_why(record: object, reason: str) -> None:
     with pytest.raises(RecordError, match=reason):
-        parse_record(record)
+        normalize(record)
 
 
 def test_user_turns_need_no_answers_and_no_turns() -> None:
@@ -173,11 +173,11 @@ def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
         ]
     }
     assert turns(record) == [("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")]
-    assert parse_record(record, tags=("[T]", "[/T]")).messages[1].content == "[T]\nr\n[/T]\n\na"
+    assert normalize(record, tags=("[T]", "[/T]")).messages[1].content == "[T]\nr\n[/T]\n\na"
     record["messages"][1] |= {key: "\nr\n", "content": "\n\na"}  # as generated
     assert turns(record)[1][1] == "<think>\nr\n</think>\n\na"
     record["messages"][1] |= {key: None, "content": "a"}
     assert turns(record)[1][1] == "a"
     record["messages"][1] |= {key: "r", "content": ""}
     with pytest.raises(RecordError, match="turn 2 \\(assistant\\) is empty"):
-        parse_record(record)
+        normalize(record)

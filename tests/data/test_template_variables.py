@@ -9,7 +9,7 @@ import pytest
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.read_chats import ReadResult
-from medusa_train.data.records import parse_record
+from medusa_train.data.records import normalize
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
@@ -68,10 +68,10 @@ def test_variables_are_rendered_as_in_decoding(
 
 def test_chats_with_other_tools_are_other_chats() -> None:
     records = [{"messages": TURNS, "tools": [{"name": name}]} for name in "fg"]
-    chats = [parse_record(record, variables=["tools"]) for record in records]
+    chats = [normalize(record, variables=["tools"]) for record in records]
     assert chats[0].content_key != chats[1].content_key
     assert chats[0].first(1).variables == chats[0].variables
-    assert parse_record(records[0]).content_key == parse_record({"messages": TURNS}).content_key
+    assert normalize(records[0]).content_key == normalize({"messages": TURNS}).content_key
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_variables_that_cannot_be_rendered_are_refused(
     columns: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RecordError, match=message):
-        parse_record({"messages": TURNS, **columns}, variables=["tools", "mode"])
+        normalize({"messages": TURNS, **columns}, variables=["tools", "mode"])
 
 
 def test_the_variables_of_a_template_are_those_that_it_reads(make_tokenizer: Make) -> None:

@@ -10,8 +10,8 @@ import pytest
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.records import parse_record
-from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.records import normalize
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.errors import ConfigError, DataError
 
 Chat = Callable[..., Conversation]
@@ -57,7 +57,7 @@ def masked(encoder: ChatEncoder, conversation: Conversation) -> str:
     return " | ".join(masked_row(encoder, row) for row in encoder.encode(conversation))
 
 
-def masked_row(encoder: ChatEncoder, encoded: EncodedRow) -> str:
+def masked_row(encoder: ChatEncoder, encoded: Row) -> str:
     assert len(encoded.ids) == len(encoded.supervised)
     runs: list[tuple[bool, list[int]]] = []
     for token, supervised in zip(encoded.ids, encoded.supervised, strict=True):
@@ -241,7 +241,7 @@ def test_an_answer_of_weight_0_is_not_supervised(tokenizer: Any) -> None:
         {"role": ("user", "assistant")[n % 2], "content": "ABCD"[n], "weight": int(n != 1)}
         for n in range(4)
     ]
-    (row,) = ChatEncoder(tokenizer).encode(parse_record({"messages": turns}))
+    (row,) = ChatEncoder(tokenizer).encode(normalize({"messages": turns}))
     assert masked_row(ChatEncoder(tokenizer), row).endswith(
         "A</s><|assistant|>B</s><user>C</s><|assistant|>[[D</s>]]"
     )

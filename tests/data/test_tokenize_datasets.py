@@ -17,7 +17,7 @@ from medusa_train.data import tokenize_datasets
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
 from medusa_train.data.examples import DataReport, EncodedDataset
-from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.data.tokenize_datasets import cache_key, encode_conversations
 from medusa_train.errors import DataError
 
@@ -260,7 +260,7 @@ TEMPLATE = (
 class Killed(ChatEncoder):
     """Kills its process, as the kernel does where memory is short."""
 
-    def encode(self, conversation: Conversation) -> list[EncodedRow]:
+    def encode(self, conversation: Conversation) -> list[Row]:
         os.kill(os.getpid(), signal.SIGKILL)
         return []
 

@@ -9,11 +9,11 @@ import pytest
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.read_chats import ReadResult
-from medusa_train.data.records import parse_record
+from medusa_train.data.records import normalize
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader, cache_key
-from medusa_train.data.turns import RecordError, RecordFields
+from medusa_train.data.turns import RecordError
 from medusa_train.errors import DataError
 from medusa_train.selfdistill.prompts import read_prompts
 from tests.data.test_tokenize_chat import masked
@@ -68,7 +68,7 @@ def test_switches_of_turns_decide_before_roles(
         ]
     }
     encoder = ChatEncoder(make_tokenizer(), roles=roles, train_on_inputs=everything)  # type: ignore[arg-type]
-    (row,) = encoder.encode(parse_record(record))
+    (row,) = encoder.encode(normalize(record))
     text = encoder.tokenizer.decode(row.ids)
     shown = []
     for content in contents:
@@ -95,7 +95,7 @@ def test_switches_of_turns_decide_before_roles(
 def test_switches_that_cannot_be_honored_are_refused(keys: dict[str, Any], message: str) -> None:
     record = {"messages": [TURNS[0], turn("assistant", "A", **keys)]}
     with pytest.raises(RecordError, match=message):
-        parse_record(record)
+        normalize(record)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_switches_that_cannot_be_honored_are_refused(keys: dict[str, Any], messa
 )
 def test_known_keys_of_another_type_are_refused(record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        parse_record(record)
+        normalize(record)
 
 
 def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) -> None:
@@ -155,14 +155,14 @@ def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) 
 
 
 def test_a_single_part_may_have_another_name() -> None:
-    fields = RecordFields(content="text")
+    fields = DatasetConfig(path="x", message_field_content="text")
     record = {"conversations": [{"from": "human", "text": "Q"}]}
-    assert parse_record(record, fields=fields).messages[0].content == "Q"
-    fields = RecordFields(messages="chat", roles=(("caller", "tool"),))
+    assert normalize(record, fields=fields).messages[0].content == "Q"
+    fields = DatasetConfig(path="x", field_messages="chat", roles={"tool": ["caller"]})
     with pytest.raises(RecordError, match="turn 1 is a tool call"):
-        parse_record({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
+        normalize({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
     with pytest.raises(RecordError, match="expected the keys 'chat'"):
-        parse_record({"messages": TURNS}, fields=fields)
+        normalize({"messages": TURNS}, fields=fields)
 
 
 def test_a_chat_without_anything_around_it_is_read(tmp_path: Path, make_tokenizer: Make) -> None:
@@ -173,4 +173,4 @@ def test_a_chat_without_anything_around_it_is_read(tmp_path: Path, make_tokenize
     assert [len(chat.messages) for chat in result.conversations] == [2, 1]
     assert [prompt.turns for prompt in read_prompts(path)] == [("Q1",), ("Q1",)]
     with pytest.raises(RecordError, match="this is a list"):
-        parse_record([1, 2])
+        normalize([1, 2])

@@ -11,7 +11,7 @@ import pytest
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.read_chats import ReadResult
-from medusa_train.data.records import parse_record, parse_user_turns
+from medusa_train.data.records import normalize, parse_user_turns
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
@@ -90,7 +90,7 @@ def test_every_column_and_key_of_turns_is_counted_by_name(
 )
 def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str]) -> None:
     found = Unread()
-    parse_record(record, unread=found)
+    normalize(record, unread=found)
     assert sorted([*found.columns, *found.turn_keys]) == unread
     in_prompts = Unread()
     parse_user_turns(record, unread=in_prompts)
@@ -136,7 +136,7 @@ def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str])
 )
 def test_what_is_left_out_of_a_known_key_is_counted(record: dict[str, Any], sentence: str) -> None:
     found = Unread()
-    parse_record(record, unread=found)
+    normalize(record, unread=found)
     assert found.describe("data") == [f"data: not read: {sentence}"]
 
 

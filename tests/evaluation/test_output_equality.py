@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,3 +113,32 @@ def test_answers_are_generated_again_from_the_same_prompts() -> None:
     )
     assert [found.exact["float32"] for found in records] == [Verdict.EQUAL, Verdict.EQUAL]
     assert counted == [24, 24]
+
+
+@pytest.mark.parametrize(
+    ("tick", "seconds", "compared"),
+    [
+        pytest.param(1.0, 5.0, 30, id="all within a minute"),
+        pytest.param(10.0, 50.0, 8, id="at least eight"),
+        pytest.param(10.0, 125.0, 12, id="as many as fit"),
+        pytest.param(10.0, None, 30, id="all asked for"),
+    ],
+)
+def test_a_long_comparison_takes_as_many_answers_as_fit_into_its_seconds(
+    tick: float, seconds: float | None, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_train.models.drafts.medusa import MedusaDraft
+
+    times = itertools.count(0.0, tick)
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("medusa_train.evaluation.output_equality.time", clock)
+    backbone = random_backbone("llama", dtype=torch.float32)
+    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    subject = LoadedModel(backbone, draft, Tree.cartesian([2, 1]))
+    records = [record((9, 9, 9)) for _ in range(30)]
+    compare_regenerated_answers(
+        records, subject, "float32", 2, on_turn=lambda tokens: None, seconds=seconds
+    )
+    chosen = [bool(found.exact) for found in records]
+    assert sum(chosen) == compared
+    assert compared == 30 or not all(chosen[:compared])  # at random, not the first

@@ -458,6 +458,28 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     assert "answers were not compared in float32: not enough memory" in shown
 
 
+def test_a_comparison_of_some_answers_says_how_many_of_how_many(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LEAST_COMPARED", 1), ("ALL_WITHIN", 0.0)):
+        monkeypatch.setattr(f"medusa_train.evaluation.output_equality.{name}", value)
+    compare_regenerated_answers = module.compare_regenerated_answers
+
+    def in_no_time(*args: Any, seconds: float | None, **keys: Any) -> None:
+        given = None if seconds is None else 0.0
+        compare_regenerated_answers(*args, seconds=given, **keys)
+
+    monkeypatch.setattr(module, "compare_regenerated_answers", in_no_time)
+    report, shown = run(bench_file, run_dir, tmp_path / "some", dtype="bfloat16")
+    overall, count = report["overall"], report["overall"]["answers"]
+    assert (overall["compared_answers"], overall["equal_answers"]) == (1, 1)
+    assert overall["compared_answers_bf16"] == count > 1
+    assert f"1 of {count} answers were compared in float32, drawn at random" in shown
+    assert "float32: 1 of 1 answers equal plain decoding's" in " ".join(shown.split())
+    report, shown = run(bench_file, run_dir, tmp_path / "all", dtype="bfloat16", equality="all")
+    assert report["overall"]["compared_answers"] == count
+
+
 @pytest.mark.parametrize("emulated", [False, True])
 def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
     emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

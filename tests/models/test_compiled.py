@@ -44,9 +44,9 @@ class Compiled:
     answers: list[list[list[int]]]
 
 
-def compile_backbone(family: str, dtype: torch.dtype) -> Compiled:
+def compile_backbone(family: str, dtype: torch.dtype, positions: int = 256) -> Compiled:
     """Compile a random backbone; its answers cross the end of a block of the cache."""
-    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=256)
+    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=positions)
     draft = MedusaDraft.from_backbone(backbone, 3)
     prompt = torch.randint(3, 60, (108,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt, prompt[:3]]
@@ -71,6 +71,15 @@ def traced() -> Iterator[Compiled]:
         )
         backbone = compile_backbone("llama", torch.float64)
     yield backbone  # not inside the patch, which would hold for the compiled one too
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compiled]:
+    """A backbone whose passes are compiled once, for the tests of the group of this name."""
+    torch.compiler.reset()
+    counters.clear()
+    yield compile_backbone("llama", torch.float64, positions=64 * BLOCK)
     torch.compiler.reset()
 
 
@@ -106,16 +115,6 @@ def check_products(backbone: Backbone) -> None:
 @pytest.mark.xdist_group("traced")
 def test_traced_passes_give_the_same_tokens(traced: Compiled) -> None:
     check_answers(traced)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_compiled_passes_give_the_same_tokens() -> None:
-    torch.compiler.reset()
-    compiled = compile_backbone("llama", torch.float64)
-    check_answers(compiled)
-    if JOINS_PROJECTIONS:
-        check_products(compiled.backbone)
 
 
 @pytest.mark.xdist_group("traced")
@@ -156,24 +155,63 @@ def check_tree_of_one_size(compiled: Compiled) -> None:
 
 @pytest.mark.xdist_group("traced")
 def test_traced_passes_over_the_named_tree_give_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch,
+    traced: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last test that uses the backbone, since the program of a tree stays."""
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, options: compile_(function, backend="eager")
     )
-    check_tree_of_one_size(compile_backbone("llama", torch.float64))
-    torch.compiler.reset()
+    check_tree_of_one_size(traced)
 
 
+@pytest.mark.xdist_group("compiled")
 @needs_compiler
 @pytest.mark.slow
-def test_compiled_passes_over_the_named_tree_give_the_same_tokens() -> None:
-    torch.compiler.reset()
-    before = counters["stats"]["unique_graphs"]
-    check_tree_of_one_size(compile_backbone("llama", torch.float64))
+def test_compiled_passes_give_the_same_tokens(compiled: Compiled) -> None:
+    check_answers(compiled)
+    if JOINS_PROJECTIONS:
+        check_products(compiled.backbone)
+
+
+@pytest.mark.xdist_group("compiled")
+@needs_compiler
+@pytest.mark.slow
+def test_there_are_two_programs_for_all_trees_and_lengths(compiled: Compiled) -> None:
+    assert counters["stats"]["unique_graphs"] == 2
+    for length in (3, BLOCK - 10, 118, 384):
+        for tree in TREES:
+            # each with its own cache, large or small
+            decoder = Decoder(compiled.backbone, compiled.draft, tree)
+            decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.xdist_group("compiled")
+@needs_compiler
+@pytest.mark.slow
+def test_the_cache_is_written_in_place(compiled: Compiled) -> None:
+    cache = compiled.backbone.new_slots(64 * BLOCK)
+    decoder = Decoder(compiled.backbone, compiled.draft, Tree.chain(3), cache)
+    decoder.generate([3, 4, 5], 8)  # allocates the cache
+    layer = cache.storage(1)[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        decoder.generate([3, 4, 5], 8)
+    assert profiled.profiler is not None
+    results = profiled.profiler.kineto_results
+    assert results is not None
+    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    assert 0 < max(sizes) < layer.numel() * layer.element_size()
+
+
+@pytest.mark.xdist_group("compiled")
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_passes_over_the_named_tree_give_the_same_tokens(compiled: Compiled) -> None:
+    """The last test of the group, since the program of a tree stays."""
+    check_tree_of_one_size(compiled)
     # one program of each form for all lengths of the text
-    assert counters["stats"]["unique_graphs"] == before + 3
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 def test_a_tree_has_no_program_where_single_rows_are_not_compiled() -> None:
@@ -330,40 +368,6 @@ def test_both_programs_have_few_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = random_backbone("llama")
     CompiledPass(backbone.body, backbone.logits, on_cpu=True)
     assert options_seen == [{"guard_filter_fn", "cpp_wrapper"}] * 2
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_there_are_two_programs_for_all_trees_and_lengths() -> None:
-    torch.compiler.reset()
-    backbone = random_backbone("llama", max_position_embeddings=1024)
-    draft = MedusaDraft.from_backbone(backbone, 3)
-    backbone.compile_passes()
-    graphs = counters["stats"]["unique_graphs"]
-    for length in (3, BLOCK - 10, 118, 384):
-        for tree in TREES:
-            decoder = Decoder(backbone, draft, tree)  # each with its own cache, large or small
-            decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
-    assert counters["stats"]["unique_graphs"] == graphs
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_cache_is_written_in_place() -> None:
-    torch.compiler.reset()
-    backbone = random_backbone("llama", max_position_embeddings=64 * BLOCK)
-    backbone.compile_passes()
-    cache = backbone.new_slots(64 * BLOCK)
-    decoder = Decoder(backbone, MedusaDraft.from_backbone(backbone, 3), Tree.chain(3), cache)
-    decoder.generate([3, 4, 5], 8)  # allocates the cache
-    layer = cache.storage(1)[0]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        decoder.generate([3, 4, 5], 8)
-    assert profiled.profiler is not None
-    results = profiled.profiler.kineto_results
-    assert results is not None
-    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
-    assert 0 < max(sizes) < layer.numel() * layer.element_size()
 
 
 def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 
-from medusa_train.selfdistill.answers import Answer, Request
-from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat
+from medusa_train.selfdistill.local import HFEngine
+from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
 
 
 def said(text: str, reason: str = "stop") -> Answer:
@@ -32,11 +32,10 @@ class FakeEngine:
         request_id, request = self._waiting.pop()
         return request_id, self.answer(request)
 
+    generate = HFEngine.generate  # which needs only what is above
+
     def stats(self) -> Mapping[str, str]:
         return {}
-
-    def close(self) -> None:
-        self._waiting.clear()
 
     def answer(self, request: Request) -> Answer:
         self.asked.append(request)

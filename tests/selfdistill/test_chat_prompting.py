@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.selfdistill.answers import Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
+from medusa_train.selfdistill.replay import Request
 from tests.chat_templates import QWEN3, R1
 
 VICUNA = (

@@ -115,12 +115,12 @@ def test_so_many_devices_are_planned_for_and_checked(make_config, weightless, co
     [
         (
             {"medusa_self_distillation": True, "adapter": "lora", "medusa_scheduler": "sine_0.5"},
-            "KL divergence to the backbone without its adapter; plus lambda0, which rises along a"
+            "KL divergence to the base model without its adapter; plus lambda0, which rises along a"
             " sine over 50% of the run to 0.3, times the heads' cross-entropy",
         ),
         (
             {"medusa_scheduler": "linear"},
-            "cross-entropy of the backbone against the tokens of the data; plus lambda0, which"
+            "cross-entropy of the base model against the tokens of the data; plus lambda0, which"
             " rises linearly to 0.3, times the heads' cross-entropy",
         ),
         ({}, "tokens of the data; plus lambda0 = 0.3 times the heads' cross-entropy"),

@@ -122,4 +122,4 @@ def test_a_backbone_that_learns_is_refused(make_config) -> None:
 
     assert refused(torch_compile=True) == refused(recipe="medusa2") == []
     (message,) = refused(torch_compile=True, adapter="lora")
-    assert message.startswith("only passes of a frozen backbone are compiled")
+    assert message.startswith("only passes of a frozen base model are compiled")

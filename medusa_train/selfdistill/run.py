@@ -1,17 +1,105 @@
-"""What a run counts, and the table at its end."""
+"""A run: its conversations are generated, written and counted."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from rich.table import Table
 
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING
 from medusa_train.progress import duration
-from medusa_train.selfdistill.modes import GeneratedChat
+from medusa_train.selfdistill.model import model_name
+from medusa_train.selfdistill.output import OutputWriter, write_chat
+from medusa_train.selfdistill.prompts import Prompt
+from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat
+
+
+class AnswerSource(Protocol):
+    """A model in this process, or servers."""
+
+    def generate(
+        self,
+        chats: Iterator[ChatSteps],
+        on_answer: Callable[[Answer], None],
+        on_chat: Callable[[GeneratedChat], None],
+    ) -> None:
+        """Generate all conversations, several at a time.
+
+        `on_answer` is called with every answer, `on_chat` with every finished conversation.
+        """
+
+    def stats(self) -> Mapping[str, str]:
+        """Return statistics for the summary, by name."""
+
+
+def open_source(
+    cfg: SelfDistillConfig, dtype: str | None, note: Callable[[str], None]
+) -> AnswerSource:
+    """Load the model, or prepare the connections to the servers, as configured.
+
+    `note` receives what is not used, and lines about servers that do not answer.
+    """
+    if cfg.engine != "openai":
+        from medusa_train.selfdistill.local import open_local
+
+        assert dtype is not None  # only a server has none
+        return open_local(cfg, dtype, note)
+    from medusa_train.selfdistill.client import ServerClient
+    from medusa_train.selfdistill.server_answers import ServerSampling
+
+    assert cfg.server_url is not None  # checked with the configuration
+    sampling = ServerSampling(
+        cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs
+    )
+    return ServerClient(
+        cfg.server_url,
+        model_name(cfg),
+        sampling,
+        key_variable=cfg.api_key_env,
+        timeout=cfg.request_timeout,
+        retry_seconds=cfg.retry_seconds,
+        concurrency=cfg.concurrency,
+        reasoning_tags=cfg.reasoning_tags,
+        note=note,
+    )
+
+
+def distill(
+    prompts: Sequence[Prompt],
+    source: AnswerSource,
+    writer: OutputWriter,
+    *,
+    mode: Callable[[Prompt], ChatSteps],
+    metadata: dict[str, Any],
+    on_progress: Callable[[RunStats], None] = lambda stats: None,
+) -> RunStats:
+    """Generate a conversation for each of `prompts` that is not in `writer.done`, and write it when
+    it is complete.
+
+    Args:
+        mode: `replay` or `selftalk`, with its settings.
+        metadata: fields of every output line besides the conversation, see `record_metadata`.
+    """
+    todo = [prompt for prompt in prompts if prompt.id not in writer.done]
+    stats = RunStats(total=len(prompts), earlier=len(prompts) - len(todo))
+    on_progress(stats)
+
+    def on_answer(answer: Answer) -> None:
+        stats.tokens += answer.completion_tokens
+        on_progress(stats)
+
+    def on_chat(chat: GeneratedChat) -> None:
+        write_chat(chat, writer, metadata)
+        stats.count(chat)
+        on_progress(stats)
+
+    source.generate(map(mode, todo), on_answer, on_chat)
+    return stats
 
 
 @dataclass

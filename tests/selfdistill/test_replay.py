@@ -1,8 +1,14 @@
 import pytest
 
-from medusa_train.selfdistill.answers import Answer, DropRules
-from medusa_train.selfdistill.modes import GeneratedChat, replay, selftalk, turn_seed
 from medusa_train.selfdistill.prompts import Prompt
+from medusa_train.selfdistill.replay import (
+    Answer,
+    DropRules,
+    GeneratedChat,
+    replay,
+    selftalk,
+    turn_seed,
+)
 from tests.selfdistill.fakes import FakeEngine, drive, said
 
 # Replay

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.read_chats import read_conversations
-from medusa_train.selfdistill.answers import Answer, DropRules, Request
-from medusa_train.selfdistill.distill import distill
-from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run_stats import RunStats, summary
+from medusa_train.selfdistill.replay import Answer, DropRules, Request, replay
+from medusa_train.selfdistill.run import RunStats, distill, summary
 from tests.selfdistill.fakes import FakeEngine, said
 
 SEEDS = [

@@ -12,9 +12,9 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
-from medusa_train.selfdistill import hf_engine as local
-from medusa_train.selfdistill.answers import Answer, Request
-from medusa_train.selfdistill.hf_engine import HFEngine
+from medusa_train.selfdistill import local
+from medusa_train.selfdistill.local import HFEngine
+from medusa_train.selfdistill.replay import Answer, Request
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone
 from tests.inference.test_static_batches import CountingRunner

@@ -1,15 +1,18 @@
-"""The engine that runs the backbone in this process, with batches or with draft heads."""
+"""Answers of a model in this process, with batches or with draft heads."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.inference.batch_decoder import (
     REFILL_FRACTION,
@@ -21,10 +24,12 @@ from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
-from medusa_train.selfdistill.answers import Answer, Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
+from medusa_train.selfdistill.model import resolve_model_paths
+from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
 from medusa_train.trees.tree import Tree
 
+DEFAULT_BATCH_SIZE = 16
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
 # batches of requests to keep waiting, so that prompts of similar length can be batched
 POOL_BATCHES = 4
@@ -97,6 +102,41 @@ class HFEngine:
         """
         return 1 if self.batch_size == 1 else POOL_BATCHES * self.batch_size
 
+    def generate(
+        self,
+        chats: Iterator[ChatSteps],
+        on_answer: Callable[[Answer], None],
+        on_chat: Callable[[GeneratedChat], None],
+    ) -> None:
+        """Generate all conversations; with batch size 1 in their order. See `AnswerSource`."""
+        running: dict[int, ChatSteps] = {}  # by their number
+        started = 0
+        ready: deque[tuple[int, Request]] = deque()  # next requests of running conversations
+        pending = 0  # submitted requests without an answer
+        while True:
+            # 1. keep enough requests submitted: running conversations go first, then new ones begin
+            while pending < self.capacity:
+                if not ready:
+                    steps = next(chats, None)
+                    if steps is None:
+                        break
+                    running[started] = steps
+                    ready.append((started, next(steps)))
+                    started += 1
+                self.submit(*ready.popleft())
+                pending += 1
+            if not pending:
+                return
+            # 2. an answer, after which its conversation goes on or is complete
+            number, answer = self.next()
+            pending -= 1
+            on_answer(answer)
+            try:
+                ready.append((number, running[number].send(answer)))
+            except StopIteration as end:
+                del running[number]
+                on_chat(end.value)
+
     def submit(self, request_id: int, request: Request) -> None:
         """Queue a request; `next` generates its answer."""
         try:
@@ -140,9 +180,6 @@ class HFEngine:
         if self._decoder.draft is None or not self.steps:
             return {}
         return {"tokens per step": f"{self.step_tokens / self.steps:.2f}"}
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _pick(self, count: int) -> list[_Pending]:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in
@@ -193,3 +230,46 @@ class HFEngine:
     def _generator(self, asked: _Pending) -> torch.Generator:
         """Return a CPU generator, for the same numbers on every device."""
         return torch.Generator().manual_seed(asked.request.seed)
+
+
+def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) -> HFEngine:
+    """Load the model in this process, compile it if configured, and return its engine.
+
+    `note` receives what is not used, and what ends answers besides the end token.
+    """
+    paths = resolve_model_paths(cfg)
+    batch_size = cfg.batch_size
+    if batch_size is None:
+        is_single = dtype == "float32" or paths.heads is not None
+        batch_size = 1 if is_single else DEFAULT_BATCH_SIZE
+
+    # 1. load it, and name what is not used, and what ends answers
+    # float32 answers are reproducible on other machines only without prepacked weights
+    model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
+    trees = model.draft is not None
+    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    unused = chat.template.describe_unused_kwargs()
+    if unused is not None:
+        note(f"note: {unused}")
+    ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+    if ends is not None:
+        note(ends)
+
+    # 2. compile it
+    if cfg.compile:
+        compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
+    model.compile_tree(note)
+    return HFEngine(
+        model.backbone,
+        batch_size=batch_size,
+        draft=model.draft,
+        tree=model.tree,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k or 0,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template=paths.chat_template,
+        chat_template_kwargs=paths.chat_template_kwargs,
+        reasoning_tags=cfg.reasoning_tags,
+        stop_looping=cfg.drop_looping,
+    )
