@@ -165,7 +165,7 @@ def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
         f"p = __import__('subprocess').Popen(['sleep', '60']); open({str(pid)!r},"
         " 'w').write(str(p.pid)); p.wait()"
     )
-    record = gpu.run_step(step("sleeps", code, limit=8), tmp_path / "log")
+    record = gpu.run_step(step("sleeps", code, limit=4), tmp_path / "log")
     assert record["status"] == "stopped at its limit"
     assert record["seconds"] < 40
     state = Path(f"/proc/{pid.read_text()}/stat")
