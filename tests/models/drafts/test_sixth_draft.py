@@ -23,8 +23,8 @@ class SixthConfig(DraftConfig):
     prefix = "sixth."
     title = "Sixth"
 
-    num_heads: Int = key(3, "number of heads", ge=1, le=32)
-    vocab_size: Int | None = _vocab_size_key()
+    num_heads: PositiveInt = key(3, "number of heads", le=32)
+    vocab_size: VocabSize | None = _VOCAB_SIZE
 
     @property
     def layer_passes(self) -> int:
@@ -41,7 +41,7 @@ INSERTED = {
         "}\n#: The same with Medusa": '    "sixth": SixthConfig,\n',
     },
     "config/schema.py": {
-        "    medusa_num_heads: Int = key(\n": (
+        "    medusa_num_heads: PositiveInt = key(\n": (
             '    sixth: SixthConfig | None = key(None, "settings of draft: sixth")\n'
         ),
         "    SECTIONS,\n": "    SixthConfig,\n",
