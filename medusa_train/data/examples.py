@@ -109,8 +109,6 @@ class DataReport:
                 reasons.append(words)
             elif found[reason]:
                 reasons.append(f"in {found[reason]} {words}")
-        if not reasons:  # prepared by a version that did not count them
-            return sentence
         return f"{sentence}: {'; '.join(reasons)}"
 
 

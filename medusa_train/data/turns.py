@@ -255,8 +255,6 @@ def read_messages(chat: object) -> list[Message]:
                 f"message {number} ({role}) contains a lone surrogate, which UTF-8 cannot encode"
             )
         messages.append(Message(role, text))
-    if not messages:
-        raise DataError("a chat that is to be answered needs at least one message")
     if messages[-1].role == "assistant":
         raise DataError(
             f"message {len(messages)} (assistant): a chat that is to be answered ends with the user's"
