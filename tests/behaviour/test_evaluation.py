@@ -102,7 +102,25 @@ def test_answers_are_the_models_greedy_ones_and_steps_follow_from_the_heads(
     assert sum(sum(line["accepted"]) for line in lines) > 5
 
 
+COPIES = {"max_ngram": 2, "max_tokens": 4, "nodes": 6, "min_probability": 0.1}
+#: Drafts by how an evaluation decodes with them: the command's words and the reference's options.
+WITH_DRAFTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    kind: ([], {"tree": NARROW}) for kind in KINDS if kind not in ("medusa", "medusa-soft")
+}
+WITH_DRAFTS["eagle3 dynamic"] = (["--tree", "dynamic:9x3"], {"dynamic": (9, 3)})
+WITH_DRAFTS["medusa+prompt_lookup"] = (
+    [
+        "--draft",
+        "medusa+prompt_lookup",
+        *(f"lookup.{key}={value}" for key, value in COPIES.items()),
+    ],
+    {"tree": NARROW, "lookup": ("prompt_lookup", COPIES)},
+)
+
+
+@pytest.mark.parametrize("name", WITH_DRAFTS)
 def test_every_draft_through_the_command(
+    name: str,
     skilled: Callable[[str], Path],
     bench: Path,
     turns: list[dict[str, Any]],
@@ -111,38 +129,27 @@ def test_every_draft_through_the_command(
     tmp_path: Path,
 ) -> None:
     """The tokens are the model's own, and each step accepts what it does in float64."""
-    chosen: dict[str, tuple[list[str], dict[str, Any]]] = {
-        kind: (["--tree", str(tree_file)], {"tree": NARROW})
-        for kind in KINDS
-        if kind not in ("medusa", "medusa-soft")
-    }
-    chosen["eagle3 dynamic"] = (["--tree", "dynamic:9x3"], {"dynamic": (9, 3)})
-    lookup = {"max_ngram": 2, "max_tokens": 4, "nodes": 6, "min_probability": 0.1}
-    written = [f"lookup.{key}={value}" for key, value in lookup.items()]
-    chosen["medusa+prompt_lookup"] = (
-        ["--tree", str(tree_file), "--draft", "medusa+prompt_lookup", *written],
-        {"tree": NARROW, "lookup": ("prompt_lookup", lookup)},
+    words, options = WITH_DRAFTS[name]
+    if "tree" in options:
+        words = ["--tree", str(tree_file), *words]
+    run = skilled(name.replace("+prompt_lookup", "").partition(" ")[0])
+    settings = QUICK | {"generate": False, "prompt_lookup": False, "output_dir": tmp_path / "out"}
+    if name.startswith("kangaroo"):
+        settings["threshold"] = 0.3
+        options = {**options, "threshold": 0.3}
+    evaluate("--bench", bench, "--model", run, *words, **settings).ok()
+    answers = decode(
+        exact_model,
+        [turn["prompt"] for turn in turns],
+        run / "heads",
+        max_new_tokens=TOKENS,
+        ends=[EOS],
+        **options,
     )
-    for name, (words, options) in chosen.items():
-        run = skilled(name.replace("+prompt_lookup", "").partition(" ")[0])
-        out = tmp_path / name
-        settings = QUICK | {"generate": False, "prompt_lookup": False, "output_dir": out}
-        if name.startswith("kangaroo"):
-            settings["threshold"] = options["threshold"] = 0.3
-        evaluate("--bench", bench, "--model", run, *words, **settings).ok()
-        answers = decode(
-            exact_model,
-            [turn["prompt"] for turn in turns],
-            run / "heads",
-            max_new_tokens=TOKENS,
-            ends=[EOS],
-            **options,
-        )
-        for line, answer, turn in zip(
-            read_lines(out / "answers.jsonl"), answers, turns, strict=True
-        ):
-            assert answer.tokens == turn["answer"]
-            assert (line["tokens"], line["accepted"]) == (len(answer.tokens), answer.accepted), name
+    lines = read_lines(tmp_path / "out" / "answers.jsonl")
+    for line, answer, turn in zip(lines, answers, turns, strict=True):
+        assert answer.tokens == turn["answer"]
+        assert (line["tokens"], line["accepted"]) == (len(answer.tokens), answer.accepted)
 
 
 def test_drafts_without_training_through_the_command(
