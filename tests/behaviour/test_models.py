@@ -50,7 +50,8 @@ def test_architectures_that_are_refused_before_weights_are_read(
     keys = training_keys(directory, chats, tmp_path / "run")
     train(**keys).fails(1, "not supported", "Supported:", *words)
     bench = write_lines(tmp_path / "one.jsonl", [{"question_id": 1, "turns": ["one"]}])
-    evaluate("--bench", bench, "--base-model", directory).fails(1, "not supported", *words)
+    shown = evaluate("--bench", bench, "--base-model", directory, output_dir=tmp_path / "out")
+    shown.fails(1, "not supported", *words)
     assert not (tmp_path / "run").exists()
 
 

@@ -126,7 +126,10 @@ def test_calibration_fits_it_again_on_other_prompts(
     tree = read_json(tmp_path / "out" / "tree.json")
     check_choice(tree, traces_of(tmp_path / "out"))
     assert len({entry["step_ms"] for entry in tree["sizes"]}) == 1
-    assert tree["nodes"] < tree["sizes"][-1]["nodes"]  # more nodes bring less than 2 %
+    most = max(entry["tokens_per_step"] for entry in tree["sizes"])
+    assert tree["tokens_per_step"] >= 0.98 * most - 1e-3  # more nodes bring less than 2 %
+    smaller = [entry for entry in tree["sizes"] if entry["nodes"] < tree["nodes"]]
+    assert all(entry["tokens_per_step"] <= 0.98 * most + 1e-3 for entry in smaller)
     shown.says(
         "chosen:", f"{tree['tokens_per_step']:.2f} tokens per step" if tree["nodes"] else "plain"
     )
