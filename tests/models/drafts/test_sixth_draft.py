@@ -23,7 +23,7 @@ class SixthConfig(DraftConfig):
     prefix = "sixth."
     title = "Sixth"
 
-    num_heads: PositiveInt = key(3, "number of heads", le=32)
+    num_heads: PositiveInt = key(3, "number of heads", HEADS, le=32)
     vocab_size: VocabSize | None = _VOCAB_SIZE
 
     @property
