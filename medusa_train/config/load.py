@@ -198,8 +198,11 @@ def _is_text(text: str, cls: type[Config], path: KeyPath) -> bool:
 def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
     """Drop the keys that contradict one of those that were `given` later."""
     for name, other in cls.replaces:
-        replaces = name in given and other not in given and source.values.get(name)
-        if replaces and source.values.pop(other, None):
+        value = source.values.get(name)
+        is_set = value is not None and value is not False
+        if name == "val_set_size":  # 0 holds nothing out, which test_datasets do not contradict
+            is_set = bool(value)
+        if is_set and name in given and other not in given and source.values.pop(other, None):
             source.ignored.append(other)
 
 

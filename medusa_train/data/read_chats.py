@@ -106,8 +106,8 @@ def parse_records(
 
 def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> None:
     """Parse the first `FIRST_RECORDS` of each data set that consists of local files, so that a
-    problem is reported before torch is imported; raises DataError as `parse_records`, ConfigError
-    as `open_source`.
+    problem is reported before torch is imported; raises DataError as `parse_records` and for a data
+    set without records, ConfigError as `open_source`.
 
     What the hub may have is not opened, since it would be fetched.
     """
@@ -130,6 +130,8 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
                 variables=None,  # the tokenizer is not loaded yet
                 fields=entry,
             )
+        if left == FIRST_RECORDS:
+            raise DataError(f"{entry.path}: no conversation to read: no records")
 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:

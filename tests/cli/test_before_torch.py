@@ -194,3 +194,15 @@ def test_variables_of_a_chat_template_wait_for_the_template(tmp_path: Path) -> N
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(record) + "\n")
     check_first_records([DatasetConfig(path=str(path))], skip_bad=False)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "[]"])
+def test_a_data_set_without_records_is_reported(text: str, tmp_path: Path) -> None:
+    from medusa_train.config.schema import DatasetConfig
+    from medusa_train.data.read_chats import check_first_records
+    from medusa_train.errors import DataError
+
+    path = tmp_path / "chats.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"chats\.json: no conversation to read: no records"):
+        check_first_records([DatasetConfig(path=str(path))], skip_bad=False)

@@ -565,6 +565,7 @@ def test_an_unknown_key_of_a_section_is_refused_though_it_is_null() -> None:
         ("load_in_8bit: true", "load_in_4bit=true", "load_in_8bit"),
         ("max_steps: 7", "num_epochs=3", "max_steps"),
         ("test_datasets: b.jsonl", "val_set_size=0.1", "test_datasets"),
+        ("warmup_ratio: 0.1", "warmup_steps=0", "warmup_ratio"),
     ],
 )
 def test_an_override_replaces_the_other_form_of_its_key(
@@ -573,6 +574,11 @@ def test_an_override_replaces_the_other_form_of_its_key(
     cfg = load_config(TrainConfig, write(tmp_path, f"{GOOD}{written}\n"), [override])
     assert not getattr(cfg, dropped)
     assert cfg.ignored == (dropped,)
+
+
+def test_holding_out_no_part_leaves_the_test_data_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{GOOD}test_datasets: [{{path: b.jsonl}}]\n")
+    assert load_config(TrainConfig, path, ["val_set_size=0"]).test_datasets
 
 
 _SOME_DATA = ["datasets=[{path: d.jsonl}]"]
