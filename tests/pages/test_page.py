@@ -33,3 +33,11 @@ def test_no_column_of_cards_is_wider_than_a_phone() -> None:
     assert columns
     for column in columns:
         assert re.search(r"minmax\(min\(\d+px,100%\),1fr\)", column)
+
+
+@pytest.mark.parametrize("selector", ["h1", "summary", ".question", ".answer"])
+def test_long_words_are_broken(selector: str) -> None:
+    """Names of runs, addresses and categories may be wider than a phone."""
+    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    rules = re.findall(rf"(?:^|\}}){re.escape(selector)}\{{([^}}]*)\}}", page, flags=re.MULTILINE)
+    assert any("overflow-wrap:anywhere" in rule for rule in rules)
