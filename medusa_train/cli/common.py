@@ -33,6 +33,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from medusa_train.config.load import load_config
+from medusa_train.config.problems import COMMON_NAMES
 from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.types import Config
 from medusa_train.console_streams import (
@@ -193,7 +194,8 @@ class CommandOfOptions(TyperCommand):
             remember_written(value, key)
             advice = "write {}"
             if key.partition(".")[0] not in keys:
-                nearest = get_close_matches(key, {*keys, *options}, n=1)
+                meant = [name for name in COMMON_NAMES.get(key, ()) if name in keys]
+                nearest = meant or get_close_matches(key, {*keys, *options}, n=1)
                 if not nearest or nearest[0] in options:
                     continue
                 key = nearest[0]

@@ -14,7 +14,7 @@ from medusa_train.config.types import Config, Section, format_value, types_at
 from medusa_train.config.yaml_source import KeyPath, Problem, Source, format_path
 
 #: Short names that other programs use, with the keys that they mean here.
-_COMMON_NAMES = {
+COMMON_NAMES = {
     "lr": ("learning_rate",),
     "bs": ("micro_batch_size", "batch_size"),
     "bsz": ("micro_batch_size", "batch_size"),
@@ -26,6 +26,7 @@ _COMMON_NAMES = {
     "clip": ("max_grad_norm",),
     "max_length": ("sequence_len", "max_new_tokens"),
     "max_tokens": ("max_new_tokens",),
+    "model": ("run", "base_model"),
     "model_name_or_path": ("base_model",),
     "out": ("output_dir", "output"),
     "temp": ("temperature",),
@@ -108,7 +109,7 @@ def _unknown(name: str, owner: type[Section]) -> str:
     if name in owner.axolotl_hints:
         return owner.axolotl_hints[name]
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
-    meant = [key for key in _COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
+    meant = [key for key in COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
     for suggested in meant or nearest:
         return f"unknown key; did you mean {suggested}?"
     return "unknown key; see docs/configuration.md"

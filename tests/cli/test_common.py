@@ -88,6 +88,8 @@ def test_an_option_that_is_given_twice_is_named(command: Typer, option: str) -> 
         (train_app, ["--learning-rate=1e-3"], "write learning_rate=1e-3"),
         (train_app, ["--eagle3.vocab-size", "9"], "write eagle3.vocab_size=9"),
         (train_app, ["--bf16", "--inspect"], "write bf16=VALUE"),
+        (train_app, ["--lr", "1e-3"], "did you mean learning_rate=1e-3?"),
+        (export_app, ["--model", "runs/mine"], "did you mean run=runs/mine?"),
         (train_app, ["--model", "two words"], "did you mean 'base_model=two words'?"),
         (selfdistill_app, ["--base-model", "X"], "write base_model=X"),
         (evaluate_app, ["--score", "true"], "write score=true"),
