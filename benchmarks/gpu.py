@@ -75,7 +75,9 @@ OVERALL += (
     "generate_tokens_per_s",
     "equal_answers",
     "tie_answers",
+    "compared_answers",
     "equal_answers_bf16",
+    "compared_answers_bf16",
 )
 GOALS_NOTE = "Goals are those of one H200: 7B shape, bfloat16, random weights."
 

@@ -31,7 +31,16 @@ from result_tables.papers import (  # noqa: E402
     table6_table,
 )
 from result_tables.served import eagle3_served_table  # noqa: E402
-from result_tables.writing import RESULTS, Cells, Json, results, speed, table, times  # noqa: E402
+from result_tables.writing import (  # noqa: E402
+    RESULTS,
+    Cells,
+    Json,
+    equal_in_bfloat16,
+    results,
+    speed,
+    table,
+    times,
+)
 
 from medusa_train.io import replace_text  # noqa: E402
 
@@ -136,7 +145,7 @@ def _beside(model: str, draft: str, place: str, overall: Json) -> list[str]:
         speed(overall["baseline_tokens_per_s"]),
         speed(overall["tokens_per_s"]),
         times(overall["speedup"], overall["intervals"]["speedup"]),
-        f"{overall['equal_answers_bf16']} of {overall['answers']}",
+        equal_in_bfloat16(overall).replace("/", " of "),
     ]
 
 

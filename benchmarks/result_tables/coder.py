@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from result_tables.writing import Cells, Json, ratio, results, shares, speed, table, times
+from result_tables.writing import (
+    Cells,
+    Json,
+    equal_in_bfloat16,
+    ratio,
+    results,
+    shares,
+    speed,
+    table,
+    times,
+)
 
 
 def coder_answer() -> str:
@@ -55,7 +65,7 @@ def coder_table() -> str:
                     speed(overall["tokens_per_s"]),
                     speed(overall["baseline_tokens_per_s"]),
                     times(overall["speedup"], overall["intervals"]["speedup"]),
-                    _of_answers(overall, "equal_answers_bf16"),
+                    equal_in_bfloat16(overall),
                     _solved(overall, "tree"),
                 ]
             )
@@ -118,12 +128,6 @@ def _fastest_coder(content: Json) -> Json:
     """Return the run of the first machine with the largest ratio to its own plain decoding."""
     runs = next(iter(_coder_places(content).values()))
     return max(runs, key=lambda run: float(run["overall"]["speedup"]))
-
-
-def _of_answers(overall: Json, key: str) -> str:
-    """Return how many of the answers count; "-" if they were not counted."""
-    count = overall[key]
-    return "-" if count is None else f"{count}/{overall['answers']}"
 
 
 def _solved(overall: Json, decoder: str) -> str:

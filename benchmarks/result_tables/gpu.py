@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from result_tables.writing import Json, results, speed, table, times
+from result_tables.writing import Json, equal_in_bfloat16, results, speed, table, times
 
 
 def over_plain(row: Json, step: str, plain: str = "plain") -> float:
@@ -91,7 +91,7 @@ def gpu_clock_table() -> str:
                 speed(run["tokens_per_s"]),
                 times(run["speedup"], run["intervals"]["speedup"]),
                 times(run["speedup_without_loops"]),
-                f"{run['equal_answers_bf16']}/{run['answers']}",
+                equal_in_bfloat16(run),
                 f"{run['looping_answers']}/{run['answers']}",
             ]
         )

@@ -67,6 +67,18 @@ def shares(values: Iterable[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
 
 
+def equal_in_bfloat16(overall: Json) -> str:
+    """Write how many of the compared answers are equal in bfloat16; "-" if none was compared. Older
+    reports compared all.
+    """
+    equal = overall["equal_answers_bf16"]
+    return (
+        "-"
+        if equal is None
+        else f"{equal}/{overall.get('compared_answers_bf16', overall['answers'])}"
+    )
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Write a table; columns whose title ends with `:` are aligned to the right, without it."""
     marks = ["---:" if title.endswith(":") else "---" for title in head]

@@ -160,7 +160,8 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console:
         console.print(f"{out} is complete, nothing to do")
     asked_again = sum(prompt.id not in writer.done for prompt in prompts)
     if asked_again:
-        console.print(f"the same command asks {asked_again:,} prompts again, which the server lost")
+        prompts_again = "1 prompt" if asked_again == 1 else f"{asked_again:,} prompts"
+        console.print(f"the same command asks {prompts_again} again, which the server lost")
     console.print(f"output: {out}")
     print_next(next_command(cfg, out), console)
     return 0

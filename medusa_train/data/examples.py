@@ -109,6 +109,8 @@ class DataReport:
                 reasons.append(words)
             elif found[reason]:
                 reasons.append(f"in {found[reason]} {words}")
+        if not reasons:  # prepared by a version that did not count them
+            return sentence
         return f"{sentence}: {'; '.join(reasons)}"
 
 

@@ -175,3 +175,18 @@ def test_the_page_of_the_coder_has_each_draft_beside_its_own_plain_rate(
     assert coder.coder_short() == (
         "a CPU, HumanEval: 40.0 to 60.0 tokens/s, 1.50x, with Medusa-1, the fastest."
     )
+
+
+@pytest.mark.parametrize(
+    ("overall", "shown"),
+    [
+        ({"equal_answers_bf16": 3, "compared_answers_bf16": 4, "answers": 9}, "3/4"),
+        ({"equal_answers_bf16": 3, "answers": 9}, "3/9"),
+        ({"equal_answers_bf16": None, "compared_answers_bf16": 0, "answers": 9}, "-"),
+    ],
+    ids=["some", "an older report", "none"],
+)
+def test_equal_answers_are_of_those_that_were_compared(
+    overall: dict[str, int | None], shown: str
+) -> None:
+    assert writing.equal_in_bfloat16(overall) == shown
