@@ -155,7 +155,7 @@ def test_answers_that_came_as_reasoning_are_reported_with_what_to_set(at_work: P
         output = " ".join(succeed([*words, "--server-url", server.url]).output.split())
     assert "1 only reasoning: the text came as reasoning (`reasoning_content`)" in output
     assert "chat_template_kwargs={enable_thinking: false}" in output
-    assert "the same command asks 1 prompts again" in output
+    assert "the same command asks 1 prompt again" in output
     assert len(read(at_work / "thought.jsonl")) == 3
 
 
@@ -172,7 +172,7 @@ def test_an_unknown_finish_reason_is_counted_and_the_other_answers_stay(at_work:
         output = succeed([*words, "--server-url", server.url]).output
     (line,) = [line for line in output.splitlines() if "insufficient_system_resource" in line]
     assert line.split()[-2] == "1"  # before the border of the table
-    assert "the same command asks 1 prompts again" in output
+    assert "the same command asks 1 prompt again" in output
     assert len(read(at_work / "unknown.jsonl")) == 3
 
 
