@@ -817,8 +817,8 @@ class EvalConfig(Config):
     )
     equality: Literal["auto", "all"] = key(
         "auto",
-        "answers that are generated again for this comparison; auto: all if that takes less than a"
-        " minute, otherwise as many as fit into half the time of the measurement, at least 8",
+        "answers to compare; auto: all within a minute, else a random sample in half the time of the"
+        " measurement, at least 8",
     )
     generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
