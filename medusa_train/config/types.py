@@ -9,10 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
-from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -20,9 +19,6 @@ from typing import (
     ClassVar,
     Literal,
     TypeVar,
-    Union,
-    get_args,
-    get_origin,
 )
 from urllib.parse import urlsplit
 
@@ -85,17 +81,23 @@ def format_value(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def problem(text: str) -> PydanticCustomError:
-    """Return an error of a value whose text is shown as it is, braces included."""
-    return PydanticCustomError("problem", "{text}", {"text": text})
+def problem(text: str, kind: Literal["problem", "text"] = "problem") -> PydanticCustomError:
+    """Return an error of a value whose text is shown as it is, braces included.
+
+    Args:
+        kind: "text" if the key takes text and got something else.
+    """
+    return PydanticCustomError(kind, "{text}", {"text": text})
 
 
-def expected(what: str, value: object) -> PydanticCustomError:
+def expected(
+    what: str, value: object, kind: Literal["problem", "text"] = "problem"
+) -> PydanticCustomError:
     """Return the error of a value of another type or form."""
     text = f"expected {what}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
-    return problem(text)
+    return problem(text, kind)
 
 
 def _number(given: object) -> object:
@@ -130,7 +132,7 @@ def _plain_text(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise expected("text (put it in quotes)", value)
+        raise expected("text (put it in quotes)", value, "text")
     if not value.strip():
         raise problem("is empty; leave the key out, or give it a value")
     if re.match(r"[a-z][\w+.-]*://[^/]*@", value, re.IGNORECASE):
@@ -385,32 +387,6 @@ def keys_affecting(cls: type[BaseModel], affects: Affects) -> tuple[str, ...]:
     return tuple(name for name, field in fields if affects in field.metadata)
 
 
-def _types(annotation: Any) -> list[Any]:
-    """Return the alternatives of an annotation, such as str of `Text | None`."""
-    if get_origin(annotation) is Annotated:
-        return _types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _types(part)]
-    return [] if annotation is type(None) else [annotation]
-
-
-def types_at(kind: Any, path: Sequence[str | int]) -> list[Any]:
-    """Return the types that the value at `path` within one of type `kind` may have; none where that
-    is not known.
-    """
-    if not path:
-        return [kind]
-    part, *rest = path
-    inner: Any = None
-    if get_origin(kind) in (list, tuple) and isinstance(part, int):
-        inner = get_args(kind)[0]
-    elif get_origin(kind) is dict:
-        inner = get_args(kind)[1]
-    elif isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
-        inner = kind.model_fields[str(part)].annotation
-    return [found for one in _types(inner or type(None)) for found in types_at(one, rest)]
-
-
 class Section(BaseModel):
     """Base class of whatever has keys; an empty key (null) means its default."""
 
@@ -485,7 +461,7 @@ class Config(Section):
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set, and the overrides within its value; empty if nowhere."""
-        within = [place for path, place in self._source.places.items() if path[0] == name]
+        within = [str(place) for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()
         overrides = [place for place in within if place.startswith("override ")]
