@@ -69,7 +69,8 @@ compare the outputs token for token. Or measure servers (--serve, --server-url),
 finished evaluations (--compare), or chat (--interactive).
 
 [bold]key=value[/bold] sets a key that has no option here; docs/reference/configuration.md
-describes every key, docs/reference/metrics.md every metric. Running the same command again resumes an interrupted evaluation.
+describes every key, docs/reference/metrics.md every metric. Running the same command again resumes
+an interrupted evaluation.
 
 [bold]Examples[/bold]
 

@@ -39,7 +39,8 @@ def command_page() -> str:
         context = typer.Context(command, info_name=name)
         parts.append(f"## {name}\n\n```\n{command.get_usage(context)}\n```\n")
         groups: dict[str, list[str]] = {}
-        for option in command.get_params(context):
+        parameters: list[Any] = command.get_params(context)
+        for option in parameters:
             if option.param_type_name != "option" or option.hidden:
                 continue
             group = getattr(option, "rich_help_panel", None) or "Options"
