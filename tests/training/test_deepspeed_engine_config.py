@@ -21,7 +21,7 @@ def config(**keys):
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 2,
     }
-    return TrainConfig(**{**values, **keys}).resolved()
+    return TrainConfig(**{**values, **keys})
 
 
 def test_zero_3_loads_weights_in_their_dtype():
