@@ -31,7 +31,7 @@ from medusa_train.data.turns import (
     mark_cut_answers,
     parse_turns,
 )
-from medusa_train.data.unread import Unread
+from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.io import parse_json
 
 #: The keys that identify each format, in the order in which `auto` tries them.
@@ -124,13 +124,13 @@ def normalize(
     # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
     # has a question after the last answer.
     if record_format == "sharegpt" and messages[0].role == "assistant":
-        found.turns["assistant before the first question"] += 1
+        found.add(TURNS, "assistant before the first question")
         del messages[0]
         num_left = num_answers - 1
     else:
         num_left = num_answers
     if num_left and messages[-1].role == "user":
-        found.turns["user after the last answer"] += 1
+        found.add(TURNS, "user after the last answer")
     # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":
@@ -188,9 +188,9 @@ def parse_user_turns(
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
-            found.turns["system before the last one"] += len(system) - 1
+            found[TURNS, "system before the last one"] += len(system) - 1
         if not user:
-            found.without_prompt += 1
+            found.add(WITHOUT_PROMPT, "")
         columns.update([key for key in PROMPT_IDS if usable_id(record, key) is not None][:1])
         found.count_columns(record, columns | _bookkeeping(record))
         unread.update(found)

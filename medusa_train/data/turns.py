@@ -20,7 +20,7 @@ from medusa_train.data.conversation import (
     join_reasoning,
 )
 from medusa_train.data.record_files import shown_name
-from medusa_train.data.unread import Unread, unread_keys
+from medusa_train.data.unread import TURN_KEYS, TURNS, Unread, unread_keys
 from medusa_train.errors import DataError
 from medusa_train.io import parse_json, warn_once
 
@@ -106,7 +106,7 @@ def parse_turns(
         role = _ROLES.get(meaning)
         if roles is not None and role not in roles:
             if role is None:  # answers are left out on purpose
-                unread.turns[f"the role {name}"] += 1
+                unread.add(TURNS, f"the role {name}")
             continue
         if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
@@ -134,7 +134,7 @@ def parse_turns(
         is_target = _is_target(turn, number, train_keys)
         messages.append(Message(role, content, ids, is_target=is_target))
         # 4. What is left.
-        unread.turn_keys.update(unread_keys(turn, read))
+        unread.add(TURN_KEYS, *unread_keys(turn, read))
     return messages
 
 
@@ -248,7 +248,7 @@ def read_messages(chat: object) -> list[Message]:
         read = {"role", "content", "tool_calls"}
         if role == "assistant":
             read |= {*REASONING_KEYS}
-        unread.turn_keys.update(unread_keys(turn, read))
+        unread.add(TURN_KEYS, *unread_keys(turn, read))
         text = join_reasoning(reasoning, content)
         if SURROGATES.search(text):
             raise DataError(
@@ -260,9 +260,9 @@ def read_messages(chat: object) -> list[Message]:
             f"message {len(messages)} (assistant): a chat that is to be answered ends with the user's"
             " turn; a text that is to be continued is given with raw=True"
         )
-    if unread.turn_keys:
+    if unread:
         # without the counts, which differ from call to call
-        names = ", ".join(map(shown_name, sorted(unread.turn_keys)))
+        names = ", ".join(shown_name(name) for _, name in sorted(unread))
         warn_once(f"messages: not read: {names}")
     return messages
 
@@ -281,7 +281,7 @@ def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread) -> 
                 raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
             texts.append(part["text"])
             names = unread_keys(part, ("type", "text"))
-            unread.turn_keys.update(f"{key}.{name}" for name in names)
+            unread.add(TURN_KEYS, *(f"{key}.{name}" for name in names))
         return "".join(texts)
     raise RecordError(f"turn {number}: '{key}' must be a string, it is {found_under(turn, key)}")
 
