@@ -82,12 +82,12 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"question": "x", "answer": "y"}, "its keys: answer, question; medusa-selfdistill"),
         ({"conversations": []}, "'conversations' is an empty list"),
         ({"conversations": "x"}, "must be a list of turns, it is a string"),
-        ({"conversations": ["x"]}, "turn 1 must be an object"),
+        ({"conversations": ["x"]}, "turn 1: must be an object"),
         (
             {"conversations": [{"from": "tool", "value": "x"}]},
-            "turn 1 is a tool call or its result, which is not",
+            "turn 1: a tool call or its result, which is not",
         ),
-        ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1 is a tool call"),
+        ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1: a tool call"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
         (
             {"conversations": [{"from": "human", "value": 3}]},
