@@ -92,7 +92,9 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     assert all(
         run.after is None or run.after in experiment.runs for run in experiment.runs.values()
     )
-    assert f"| `{name}` |" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (papers.ROOT / "docs" / "explanation" / "papers.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.usefixtures("shape")
