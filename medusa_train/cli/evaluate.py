@@ -190,7 +190,7 @@ def evaluate(
         _chat(cfg, paths, console)
     elif calibrate:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.calibrate import calibrate as calibrate_tree
+            from medusa_train.evaluation.refit_tree import calibrate as calibrate_tree
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
         print_next(after_training(paths.base_model, paths.home), console)
     else:

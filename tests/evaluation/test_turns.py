@@ -1,15 +1,17 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.measured_answers import (
-    SkippedTurn,
-    TimedAnswer,
-    TurnRecord,
-    completed_turns,
-    turn_log,
-)
 from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.turns import (
+    TURN,
+    Answer,
+    MeasurementLog,
+    Turn,
+    completed_turns,
+)
+from tests.evaluation.make_turn import make_turn
 
 SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}
 QUESTIONS = [
@@ -19,24 +21,28 @@ QUESTIONS = [
 ]
 
 
-def turn(question: int | str, number: int) -> TurnRecord:
-    answer = TimedAnswer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
-    others = {"prompt_lookup": TimedAnswer((5, 6, 7), 0.5)}
-    return TurnRecord(
+def turn(question: int | str, number: int) -> Turn:
+    answer = Answer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
+    others = {"prompt_lookup": Answer((5, 6, 7), 0.5)}
+    return make_turn(
         question,
         "a",
         number,
         (1, 2),
         answer,
         answer,
-        TimedAnswer((5,), 0.5),
+        Answer((5,), 0.5),
         "Ja — ê",
         others=others,
     )
 
 
-def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:
-    log = turn_log(path, SETTINGS)
+def open_log(path: Path, **changed: Any) -> MeasurementLog[Turn]:
+    return MeasurementLog(path, {**SETTINGS, **changed}, TURN)
+
+
+def write(path: Path, *turns: Turn) -> None:
+    log = open_log(path)
     log.start([], dtype="bfloat16", compiled=False)
     for one in turns:
         log.append(one)
@@ -45,9 +51,9 @@ def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:
 
 def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "turns.jsonl"
-    turns = [turn(1, 1), turn(1, 2), SkippedTurn("two", 1, 400)]
+    turns = [turn(1, 1), turn(1, 2), Turn("two", "a", 1, (1,) * 400)]
     write(path, *turns)
-    log = turn_log(path, SETTINGS)
+    log = open_log(path)
     assert log.entries == turns
     assert (log.header["dtype"], log.header["compiled"]) == ("bfloat16", False)
     assert completed_turns(log.entries, QUESTIONS) == {1: turns[:2], "two": turns[2:]}
@@ -57,13 +63,13 @@ def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
     path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
-    log = turn_log(path, SETTINGS)
+    log = open_log(path)
     kept = completed_turns(log.entries, QUESTIONS)
     assert set(kept) == {1}
     log.start(kept[1], dtype="bfloat16", compiled=True)
     log.append(turn("two", 1))
     log.close()
-    again = turn_log(path, SETTINGS)
+    again = open_log(path)
     assert again.header["compiled"]
     assert set(completed_turns(again.entries, QUESTIONS)) == {1, "two"}
     again.remove()
@@ -78,7 +84,7 @@ def test_turns_that_an_edited_file_has_twice_or_in_another_order_are_measured_ag
 def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2))
-    log = turn_log(path, {**SETTINGS, "tree": [[0]], "seed": 1})
+    log = open_log(path, tree=[[0]], seed=1)
     assert log.entries == []
     assert log.header == {}
     assert log.differing == ["tree", "seed"]
@@ -88,5 +94,5 @@ def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path
 def test_a_file_that_is_no_log_is_ignored(tmp_path: Path, content: str) -> None:
     path = tmp_path / "turns.jsonl"
     path.write_text(content)
-    log = turn_log(path, SETTINGS)
+    log = open_log(path)
     assert (log.entries, log.differing) == ([], [])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.figures import (
+from medusa_train.evaluation.metrics import (
     Counts,
     accepted_lengths,
     block_interval,
@@ -13,30 +13,30 @@ from medusa_train.evaluation.figures import (
     chain_rates,
     compare_rates,
     ctar,
-    first_difference,
     interval,
+    metrics,
     resample,
     speed_intervals,
     student_quantile,
-    summarize,
 )
-from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.turns import Answer, Turn, Verdict
 from medusa_train.tree_search.fit import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
+from tests.evaluation.make_turn import make_turn
 
 
-def timed(tokens: int, seconds: float, prefill: float = 0.0, steps: int = 0) -> TimedAnswer:
-    return TimedAnswer(tuple(range(tokens)), seconds, prefill, steps)
+def timed(tokens: int, seconds: float, prefill: float = 0.0, steps: int = 0) -> Answer:
+    return Answer(tuple(range(tokens)), seconds, prefill, steps)
 
 
 def record(
     category: str = "a",
-    tree: TimedAnswer | None = None,
-    plain: TimedAnswer | None = None,
-    generate: TimedAnswer | None = None,
+    tree: Answer | None = None,
+    plain: Answer | None = None,
+    generate: Answer | None = None,
     **exact: Verdict,
-) -> TurnRecord:
-    return TurnRecord(
+) -> Turn:
+    return make_turn(
         1,
         category,
         1,
@@ -50,7 +50,7 @@ def record(
 
 def test_tokens_per_step_leave_the_prefills_token_out_and_divide_sums() -> None:
     # (10 + 2) tokens in (4 + 2) steps; the mean of 2.5 and 1.0 would be 1.75
-    figures = summarize([record(tree=timed(11, 1.0, steps=4)), record(tree=timed(3, 1.0, steps=2))])
+    figures = metrics([record(tree=timed(11, 1.0, steps=4)), record(tree=timed(3, 1.0, steps=2))])
     assert figures["acceleration_rate"] == 2.0
     assert figures["baselines"]["plain"]["tokens_per_step"] == 1.0
 
@@ -58,12 +58,12 @@ def test_tokens_per_step_leave_the_prefills_token_out_and_divide_sums() -> None:
 def test_a_batch_counts_its_passes_once() -> None:
     # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after
     # 4 passes
-    plain = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [Answer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
     tree = [
-        TimedAnswer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4),
-        TimedAnswer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4),
+        Answer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4),
+        Answer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4),
     ]
-    figures = summarize(
+    figures = metrics(
         [record(tree=one, plain=other) for one, other in zip(tree, plain, strict=True)]
     )
     assert figures["overhead"] == 1.5  # 6 s in 4 passes over 8 s in 8
@@ -81,7 +81,7 @@ DIFFERENT_TURNS = [
 
 
 def test_rates_divide_sums_over_all_turns() -> None:
-    figures = summarize([record(tree=tree, plain=plain) for tree, plain in DIFFERENT_TURNS])
+    figures = metrics([record(tree=tree, plain=plain) for tree, plain in DIFFERENT_TURNS])
     # decoding alone: 1.5 + 5 + 0.75 s in 17 passes, and 3 + 9 + 1.5 s in 34
     assert figures["overhead"] == pytest.approx((7.25 / 17) / (13.5 / 34))
     assert figures["acceleration_rate"] == pytest.approx((10 + 20 + 4) / 17)
@@ -93,10 +93,10 @@ def test_rates_divide_sums_over_all_turns() -> None:
 
 def test_passes_of_several_batches_are_summed_once_each() -> None:
     """A batch of two with 8 passes in 8 s after 2 s of prefill, and one of one with 3 in 6 s."""
-    batch = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
-    plain = [*batch, TimedAnswer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
+    batch = [Answer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [*batch, Answer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
     tree = timed(4, 3.0, prefill=1.0, steps=2)
-    figures = summarize([record(tree=tree, plain=one) for one in plain])
+    figures = metrics([record(tree=tree, plain=one) for one in plain])
     assert figures["overhead"] == pytest.approx((6 / 6) / (14 / 11))
 
 
@@ -119,7 +119,7 @@ def test_the_interval_of_the_overhead_is_that_of_whole_questions() -> None:
         tree, plain = DIFFERENT_TURNS[number % 3]
         slower = replace(tree, seconds=tree.seconds * (1 + number / 10))
         for turn_number in (1, 2):
-            records.append(TurnRecord(number, "a", turn_number, (1,), slower, plain, None))
+            records.append(make_turn(number, "a", turn_number, (1,), slower, plain, None))
         rows.append([slower.decode_seconds, slower.steps, plain.decode_seconds, plain.steps])
     tree_seconds, passes, plain_seconds, plain_passes = resample(torch.tensor(rows)).unbind(1)
     expected = interval((tree_seconds / passes) / (plain_seconds / plain_passes))
@@ -133,7 +133,7 @@ def test_summary_gives_every_ratio_and_count() -> None:
         record(tree=tree, float32=Verdict.TIE, bfloat16=Verdict.DIFFERENT),
         record(tree=tree, float32=Verdict.DIFFERENT, bfloat16=Verdict.DIFFERENT),
     ]
-    figures = summarize(records)
+    figures = metrics(records)
     assert figures["acceleration_rate"] == pytest.approx(2.5)
     assert figures["overhead"] == pytest.approx(0.25 / 0.2)
     assert figures["tokens_per_s"] == pytest.approx(5.5)
@@ -147,7 +147,7 @@ def test_summary_gives_every_ratio_and_count() -> None:
 
 
 def test_without_a_tree_only_the_baselines_have_figures() -> None:
-    figures = summarize([record()])
+    figures = metrics([record()])
     absent = [
         "acceleration_rate",
         "overhead",
@@ -162,16 +162,16 @@ def test_without_a_tree_only_the_baselines_have_figures() -> None:
 
 
 def test_speedup_without_loops_leaves_looping_answers_out() -> None:
-    loop = TimedAnswer((1,) * 40, 1.0, steps=8)
-    plain = TimedAnswer((1,) * 40, 4.0, steps=39)
+    loop = Answer((1,) * 40, 1.0, steps=8)
+    plain = Answer((1,) * 40, 4.0, steps=39)
     records = [
         record(tree=loop, plain=plain),
         record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39)),
     ]
-    figures = summarize(records)
+    figures = metrics(records)
     assert figures["speedup"] == pytest.approx(8 / 3)
     assert figures["speedup_without_loops"] == pytest.approx(2.0)
-    assert summarize(records[:1])["speedup_without_loops"] is None
+    assert metrics(records[:1])["speedup_without_loops"] is None
 
 
 def test_further_baselines_are_compared_by_name() -> None:
@@ -179,9 +179,9 @@ def test_further_baselines_are_compared_by_name() -> None:
         record(tree=timed(10, 1.0, steps=4), plain=timed(10, 2.0), generate=timed(10, 4.0))
         for _ in range(2)
     ]
-    records[0].others["prompt_lookup"] = timed(10, 1.0)
-    records[1].others["prompt_lookup"] = timed(9, 0.9)
-    compared = summarize(records)["baselines"]
+    records[0].answers["prompt_lookup"] = timed(10, 1.0)
+    records[1].answers["prompt_lookup"] = timed(9, 0.9)
+    compared = metrics(records)["baselines"]
     assert list(compared) == ["plain", "generate", "prompt_lookup"]
     assert compared["prompt_lookup"]["tokens_per_s"] == pytest.approx(10.0)
     assert compared["prompt_lookup"]["speedup"] == pytest.approx(1.0)
@@ -189,25 +189,11 @@ def test_further_baselines_are_compared_by_name() -> None:
     assert compared["generate"]["speedup"] == pytest.approx(4.0)
     assert [compared[name]["tokens_per_step"] for name in compared] == [None, None, None]
     for answers in records:
-        answers.others["prompt_lookup"] = TimedAnswer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
-    assert summarize(records)["baselines"]["prompt_lookup"]["tokens_per_step"] == pytest.approx(2.0)
+        answers.answers["prompt_lookup"] = Answer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
+    assert metrics(records)["baselines"]["prompt_lookup"]["tokens_per_step"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "place"),
-    [
-        ([1, 2, 3], [1, 2, 3], None),
-        ([1, 2, 3], [1, 9, 3], 1),
-        ([1, 2], [1, 2, 3], 2),
-        ([], [], None),
-        ([], [5], 0),
-    ],
-)
-def test_first_difference(first: list[int], second: list[int], place: int | None) -> None:
-    assert first_difference(first, second) == place
-
-
-ANSWERS = [TimedAnswer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), TimedAnswer((1,), 1.0)]
+ANSWERS = [Answer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), Answer((1,), 1.0)]
 # an answer of six tokens, two heads; -1: no guess of rank 9 or better
 TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
 
@@ -215,7 +201,7 @@ TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2,
 def test_accepted_lengths_are_counted_and_ctar_is_the_share_of_steps_with_at_least_w() -> None:
     assert accepted_lengths(ANSWERS) == [2, 1, 0, 1]
     assert ctar(ANSWERS) == [0.5, 0.25, 0.25]
-    assert accepted_lengths([TimedAnswer((1,), 1.0)]) == ctar([]) == []
+    assert accepted_lengths([Answer((1,), 1.0)]) == ctar([]) == []
 
 
 def test_nodes_count_in_the_steps_that_accept_them() -> None:
@@ -288,11 +274,11 @@ def test_four_questions_are_too_few_to_compare_two_runs() -> None:
         compare_rates(few, few)
 
 
-def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
+def turn(question: int, tree_seconds: float, turn: int = 1) -> Turn:
     tokens = tuple(range(11))
-    tree = TimedAnswer(tokens, tree_seconds, tree_seconds / 2, 4)
-    return TurnRecord(
-        question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0)
+    tree = Answer(tokens, tree_seconds, tree_seconds / 2, 4)
+    return make_turn(
+        question, "a", turn, (1,), tree, Answer(tokens, 2.0, 1.0, 10), Answer(tokens, 2.0)
     )
 
 
@@ -333,7 +319,10 @@ def test_the_turns_of_a_question_are_drawn_together() -> None:
 def test_times_of_batches_are_drawn_by_batch() -> None:
     alone = [turn(n, 1.0 + 0.2 * (n // 4)) for n in range(24)]
     shared = [
-        replace(one, plain=replace(one.plain, rows=4, seconds=2 + n // 4 / 99))
+        replace(
+            one,
+            answers=one.answers | {"plain": replace(one.plain, rows=4, seconds=2 + n // 4 / 99)},
+        )
         for n, one in enumerate(alone)
     ]
     widths = [
@@ -397,15 +386,14 @@ def test_the_interval_of_blocks_is_that_of_the_jackknife(
 def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:
     assert speed_intervals([turn(n, 1.0, place) for n in range(4) for place in (1, 2)]) == {}
     alone = [
-        TurnRecord(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0))
-        for n in range(5)
+        make_turn(n, "a", 1, (1,), None, Answer((1,), 1.0), Answer((1,), 1.0)) for n in range(5)
     ]
     assert speed_intervals(alone) == {}
     assert speed_intervals([]) == {}
 
 
 def test_answers_of_one_token_leave_step_ratios_open() -> None:
-    one = TimedAnswer((1,), 1.0, 1.0, 0)
-    result = speed_intervals([TurnRecord(n, "a", 1, (1,), one, one, one) for n in range(5)])
+    one = Answer((1,), 1.0, 1.0, 0)
+    result = speed_intervals([make_turn(n, "a", 1, (1,), one, one, one) for n in range(5)])
     assert result["acceleration_rate"] is None
     assert result["speedup"] == pytest.approx((1.0, 1.0))

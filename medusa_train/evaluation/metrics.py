@@ -1,9 +1,9 @@
-"""Compute the figures of an evaluation from its timed answers: rates, speedups, overhead,
-acceptance, equal answers.
+"""Compute the metrics of an evaluation from its turns: rates, speedups, overhead, acceptance, equal
+answers.
 
 A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is
 if nothing of the kind was measured. Intervals are bootstrap intervals over the questions of a
-bench.
+benchmark.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from medusa_train.data.conversation import is_looping
 from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, summarize_scores
-from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
 #: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings
-# (`baselines`, `intervals`, `scores`).
-Figures = dict[str, Any]
+#: (`baselines`, `intervals`, `scores`).
+Metrics = dict[str, Any]
 Interval = tuple[float, float]
 
 RESAMPLES = 2000
@@ -43,70 +43,60 @@ TREE_RATIOS = (
 LEAST_BLOCKS = 3
 
 
-def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
-    """Compute `summarize` per category, in the order in which the categories first appear."""
-    groups: dict[str, list[TurnRecord]] = {}
-    for record in records:
-        groups.setdefault(record.category, []).append(record)
-    return {category: summarize(group) for category, group in groups.items()}
+def by_category(turns: Sequence[Turn]) -> dict[str, Metrics]:
+    """Compute `metrics` per category, in the order in which the categories first appear."""
+    groups: dict[str, list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault(turn.category, []).append(turn)
+    return {category: metrics(group) for category, group in groups.items()}
 
 
-def summarize(records: Sequence[TurnRecord]) -> Figures:
-    """Compute all figures of one group of answers (a category, or the whole bench)."""
+def metrics(turns: Sequence[Turn]) -> Metrics:
+    """Compute all metrics of one group of answered turns (a category, or the whole benchmark)."""
     # 1. rates of each decoder, and the tree's ratios to the others
-    sums = _sums(records)
+    sums = _sums(turns)
     ratios = _ratios(sums)
-    intervals = speed_intervals(records)
-    baselines: dict[str, Figures] = {}
-    for name in sums:
-        if name == "tree":
-            continue
-        rates = _rates(sums[name])
-        equal = [record.baselines[name].tokens == record.plain.tokens for record in records]
-        baselines[name] = {
-            "tokens_per_s": _number(rates.tokens_per_s),
-            "tokens_per_step": _number(rates.tokens_per_step),
-            "speedup": _number(ratios.get(f"tree_over_{name}")),
-            "speedup_interval": intervals.get(f"tree_over_{name}"),
-            "over_plain": _number(ratios.get(f"{name}_over_plain")),
-            "over_plain_interval": intervals.get(f"{name}_over_plain"),
-            "equal_to_plain": equal.count(True),
-        }
+    intervals = speed_intervals(turns)
+    baselines: dict[str, Metrics] = {}
+    for name, rates in _rates(sums).items():
+        if name != TREE:
+            baselines[name] = {
+                "tokens_per_s": _number(rates.tokens_per_s),
+                "tokens_per_step": _number(rates.tokens_per_step),
+                "speedup": _number(ratios.get(f"tree_over_{name}")),
+                "speedup_interval": intervals.get(f"tree_over_{name}"),
+                "over_plain": _number(ratios.get(f"{name}_over_plain")),
+                "over_plain_interval": intervals.get(f"{name}_over_plain"),
+                "equal_to_plain": sum(
+                    turn.answers[name].tokens == turn.plain.tokens for turn in turns
+                ),
+            }
 
     # 2. what the tree's answers and traces tell about the draft
-    tree_answers = [record.tree for record in records if record.tree is not None]
-    traces = [record.trace for record in records if record.trace is not None]
+    answers = [turn.tree for turn in turns if turn.tree is not None]
+    traces = [turn.trace for turn in turns if turn.trace is not None]
     # the time of a batch's prefill is divided among its rows, but each waits for all of it
-    waits = [answer.prefill_seconds * answer.rows for answer in tree_answers]
-    first_token_seconds = None
-    if any(waits):
-        first_token_seconds = sum(waits) / len(waits)
+    waits = [answer.prefill_seconds * answer.rows for answer in answers]
 
     # 3. the same speedup without answers that loop, which are easy to draft
-    without_loops = [record for record in records if not is_looping(record.answer.tokens)]
-    ratios_without_loops = _ratios(_sums(without_loops))
+    without_loops = [turn for turn in turns if not is_looping(turn.answer.tokens)]
 
     return {
-        "acceleration_rate": _number(ratios.get("acceleration_rate")),
-        "overhead": _number(ratios.get("overhead")),
-        "speedup": _number(ratios.get("speedup")),
-        "speedup_over_generate": _number(ratios.get("speedup_over_generate")),
-        "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
-        "tokens_per_s": _number(ratios.get("tokens_per_s")),
-        "baseline_tokens_per_s": baselines["plain"]["tokens_per_s"],
-        "generate_tokens_per_s": baselines.get("generate", {}).get("tokens_per_s"),
-        "answers": len(records),
-        "equal_answers": _count_verdicts(records, "float32", Verdict.EQUAL),
-        "compared_answers": _count_compared(records, "float32"),
-        "tie_answers": _count_verdicts(records, "float32", Verdict.TIE),
-        "equal_answers_bf16": _count_verdicts(records, "bfloat16", Verdict.EQUAL),
-        "compared_answers_bf16": _count_compared(records, "bfloat16"),
-        "scores": summarize_scores(records),
-        "looping_answers": len(records) - len(without_loops),
-        "speedup_without_loops": _number(ratios_without_loops.get("speedup")),
-        "time_to_first_token_s": first_token_seconds,
-        "accepted_lengths": accepted_lengths(tree_answers),
-        "ctar": ctar(tree_answers),
+        **{name: _number(ratios.get(name)) for name in TREE_RATIOS},
+        "baseline_tokens_per_s": baselines[PLAIN]["tokens_per_s"],
+        "generate_tokens_per_s": baselines.get(GENERATE, {}).get("tokens_per_s"),
+        "answers": len(turns),
+        "equal_answers": _count_verdicts(turns, "float32", Verdict.EQUAL),
+        "compared_answers": _count_compared(turns, "float32"),
+        "tie_answers": _count_verdicts(turns, "float32", Verdict.TIE),
+        "equal_answers_bf16": _count_verdicts(turns, "bfloat16", Verdict.EQUAL),
+        "compared_answers_bf16": _count_compared(turns, "bfloat16"),
+        "scores": summarize_scores(turns),
+        "looping_answers": len(turns) - len(without_loops),
+        "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
+        "time_to_first_token_s": sum(waits) / len(waits) if any(waits) else None,
+        "accepted_lengths": accepted_lengths(answers),
+        "ctar": ctar(answers),
         "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": baselines,
@@ -129,42 +119,29 @@ class Rates(NamedTuple):
     pass_seconds: Tensor
 
 
-def _rates(sums: Tensor) -> Rates:
-    """Compute rates [...] from the sums [..., 6] of a decoder, in the order of `_addends`."""
-    tokens, seconds, step_tokens, steps, decode_seconds, passes = sums.unbind(-1)
-    return Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
-
-
-def _addends(answer: TimedAnswer) -> list[float]:
-    """Return what is summed of an answer: its tokens and seconds; and of its decoding steps alone,
-    without the prefill, tokens, steps, seconds and passes.
-    """
-    tokens = len(answer.tokens)
-    step_tokens = tokens - answer.prefill_tokens
-    return [
-        tokens,
-        answer.seconds,
-        step_tokens,
-        answer.steps,
-        answer.decode_seconds,
-        answer.passes,
-    ]
-
-
-def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
-    """Return the sums [6] of `_addends` over all answers of each decoder; "tree" is absent without
-    one.
+def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
+    """Return sums [6] over the answers of each decoder: their tokens and seconds; and of decoding
+    steps alone, without the prefill, tokens, steps, seconds and passes.
     """
     addends: dict[str, list[list[float]]] = {}
-    for record in records:
-        if record.tree is not None:
-            addends.setdefault("tree", []).append(_addends(record.tree))
-        for name, answer in record.baselines.items():
-            addends.setdefault(name, []).append(_addends(answer))
-    sums = {}
-    for name, rows in addends.items():
-        sums[name] = torch.tensor(rows, dtype=torch.float64).sum(dim=0)  # [answers, 6] -> [6]
-    return sums
+    for turn in turns:
+        for name, answer in turn.answers.items():
+            tokens = len(answer.tokens)
+            decoding = [tokens - answer.prefill_tokens, answer.steps, answer.decode_seconds]
+            addends.setdefault(name, []).append([tokens, answer.seconds, *decoding, answer.passes])
+    # [answers, 6] -> [6]
+    return {
+        name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
+    }
+
+
+def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
+    """Compute rates [...] from the sums [..., 6] of every decoder."""
+    rates = {}
+    for name, of_decoder in sums.items():
+        tokens, seconds, step_tokens, steps, decode_seconds, passes = of_decoder.unbind(-1)
+        rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
+    return rates
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -173,60 +150,42 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Empty without a tree.
     """
-    if "tree" not in sums:
+    rates = _rates(sums)
+    if TREE not in rates:
         return {}
-    rates = {name: _rates(decoder_sums) for name, decoder_sums in sums.items()}
-    tree = rates.pop("tree")
-    plain = rates["plain"]
+    tree = rates.pop(TREE)
+    plain = rates[PLAIN]
     ratios = {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
-        "speedup": tree.tokens_per_s / plain.tokens_per_s,
         "tokens_per_s": tree.tokens_per_s,
     }
-    fastest = plain.tokens_per_s
-    if "generate" in rates:
-        generate = rates["generate"]
-        ratios["speedup_over_generate"] = tree.tokens_per_s / generate.tokens_per_s
-        fastest = torch.maximum(fastest, generate.tokens_per_s)
-    ratios["speedup_over_fastest"] = tree.tokens_per_s / fastest
     for name, baseline in rates.items():
         ratios[f"tree_over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
         ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
+    ratios["speedup"] = ratios["speedup_over_fastest"] = ratios["tree_over_plain"]
+    if GENERATE in rates:
+        ratios["speedup_over_generate"] = ratios["tree_over_generate"]
+        ratios["speedup_over_fastest"] = torch.minimum(
+            ratios["tree_over_plain"], ratios["tree_over_generate"]
+        )
     return ratios
 
 
 def _number(value: Tensor | None) -> float | None:
-    """Return a figure of the report; None for one that was not measured."""
+    """Return a metric of the report; None for one that was not measured."""
     if value is None or not torch.isfinite(value):
         return None
     return float(value)
 
 
-def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Return the index of the first token in which two answers differ; None if they are equal.
-
-    If one answer is a prefix of the other, that is the index just after its end.
-    """
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    if len(first) == len(second):
-        return None
-    return min(len(first), len(second))
-
-
-def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
+def accepted_lengths(answers: Sequence[Answer]) -> list[int]:
     """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest."""
-    counts: Counter[int] = Counter()
-    for answer in answers:
-        counts.update(answer.accepted)
-    if not counts:
-        return []
-    return [counts[length] for length in range(max(counts) + 1)]
+    counts = Counter(length for answer in answers for length in answer.accepted)
+    return [counts[length] for length in range(max(counts, default=-1) + 1)]
 
 
-def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
+def ctar(answers: Sequence[Answer]) -> list[float]:
     """Return CTAR(w) for w = 1, 2, ...: the share of steps that accepted at least w draft tokens.
 
     Source: Kangaroo, consistent token acceptance rate.
@@ -248,16 +207,14 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
     return [tokens_per_step(traces, Tree.chain(k)) for k in range(1, num_heads + 1)]
 
 
-def _count_verdicts(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
+def _count_verdicts(turns: Iterable[Turn], dtype: str, verdict: Verdict) -> int | None:
     """Count the answers with `verdict`; None if the dtype was not run."""
-    verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
-    if not verdicts:
-        return None
-    return verdicts.count(verdict)
+    verdicts = [turn.exact[dtype] for turn in turns if dtype in turn.exact]
+    return verdicts.count(verdict) if verdicts else None
 
 
-def _count_compared(records: Iterable[TurnRecord], dtype: str) -> int:
-    return sum(dtype in record.exact for record in records)
+def _count_compared(turns: Iterable[Turn], dtype: str) -> int:
+    return sum(dtype in turn.exact for turn in turns)
 
 
 # Intervals
@@ -285,46 +242,42 @@ def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tens
     return counts @ rows
 
 
-def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
-    """Compute 95 % percentile bootstrap intervals of the ratios in `summarize`, by the same names.
+def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
+    """Compute 95 % percentile bootstrap intervals of the ratios in `metrics`, by the same names.
 
     The unit of resampling is a question with all its turns, since the turns of a conversation are
     not independent. The questions of a batch share its time, so ratios of times are resampled by
     batch. Empty without a tree, and with fewer than `LEAST_QUESTIONS` questions; without ratios of
     times with as few batches.
     """
-    questions: dict[int | str, list[TurnRecord]] = {}
-    for record in records:
-        questions.setdefault(record.question_id, []).append(record)
-    if len(questions) < LEAST_QUESTIONS or records[0].tree is None:
+    questions: dict[int | str, list[Turn]] = {}
+    for turn in turns:
+        questions.setdefault(turn.question_id, []).append(turn)
+    if len(questions) < LEAST_QUESTIONS or turns[0].tree is None:
         return {}
     by_question = _bootstrap(questions.values())
-    if all(record.plain.rows == 1 for record in records):
+    if all(turn.plain.rows == 1 for turn in turns):
         return by_question
 
-    batches: dict[float, list[TurnRecord]] = {}
-    for turns in questions.values():
+    batches: dict[float, list[Turn]] = {}
+    for group in questions.values():
         # the questions of a batch have equal shares of its time, to the last bit
-        batches.setdefault(turns[0].plain.seconds, []).extend(turns)
-    intervals: dict[str, Interval | None] = {}
-    if len(batches) >= LEAST_QUESTIONS:
-        intervals = _bootstrap(batches.values())
+        batches.setdefault(group[0].plain.seconds, []).extend(group)
+    intervals = _bootstrap(batches.values()) if len(batches) >= LEAST_QUESTIONS else {}
     # it has no time in it, so the questions of a batch are independent
     intervals["acceleration_rate"] = by_question["acceleration_rate"]
     return intervals
 
 
-def _bootstrap(units: Iterable[Sequence[TurnRecord]]) -> dict[str, Interval | None]:
-    """Resample whole units of records; return the interval of every ratio."""
-    sums_of_units = [_sums(records) for records in units]
-    decoders = list(sums_of_units[0])
+def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
+    """Resample whole units of turns; return the interval of every ratio."""
+    sums = [_sums(turns) for turns in units]
+    decoders = list(sums[0])
     # all decoders in one row, so that each sample draws the same units for all of them
-    rows = []
-    for sums in sums_of_units:
-        rows.append(torch.cat([sums[name] for name in decoders]))
-    drawn = resample(torch.stack(rows))  # [units, 6 * decoders] -> [R, 6 * decoders]
-    drawn_sums = dict(zip(decoders, drawn.split(6, dim=1), strict=True))  # [R, 6] each
-    return {name: interval(samples) for name, samples in _ratios(drawn_sums).items()}
+    rows = torch.stack([torch.cat([unit[name] for name in decoders]) for unit in sums])
+    drawn = resample(rows).split(6, dim=1)  # [units, 6 * decoders] -> [R, 6] for each decoder
+    ratios = _ratios(dict(zip(decoders, drawn, strict=True)))
+    return {name: interval(samples) for name, samples in ratios.items()}
 
 
 class Counts(NamedTuple):

@@ -1,26 +1,25 @@
-"""Records of measured answers, and the log from which an interrupted measurement is resumed."""
+"""Turns of an evaluation with every decoder's answer, and the log from which one is resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.io import (
-    JsonLinesFile,
-    complete_lines,
-    json_line,
-    parse_json,
-    replace_bytes,
-)
+from medusa_train.io import JsonLinesFile, complete_lines, json_line, parse_json, replace_bytes
 from medusa_train.tree_search.fit import Trace
+
+#: Names of decoders; every further baseline has its own.
+TREE = "tree"
+PLAIN = "plain"
+GENERATE = "generate"
 
 
 class Verdict(str, enum.Enum):
@@ -44,19 +43,19 @@ class Score:
 
 
 @dataclass(frozen=True)
-class TimedAnswer:
+class Answer:
     """One decoded answer and its cost. Answers of a batch share its times and passes equally."""
 
     tokens: tuple[int, ...]
     seconds: float  # wall time of the whole call
-    prefill_seconds: float = 0.0  # until the first token; 0 where it is not reported
+    prefill_seconds: float = 0.0  # until the first token; 0 if it is not reported
     # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
     steps: int = 0
     accepted: tuple[int, ...] = ()  # number of accepted draft tokens per step
     rows: int = 1  # answers in the batch
     # of the whole batch; None for a single answer, whose passes are `steps`
     batch_passes: int | None = None
-    # more than one where the prefill also verifies a draft (assisted generation)
+    # more than one if the prefill also verifies a draft (assisted generation)
     prefill_tokens: int = 1
 
     @property
@@ -75,57 +74,67 @@ class TimedAnswer:
 
 
 @dataclass
-class TurnRecord:
-    """One turn of a question: its prompt, and every decoder's answer to it."""
+class Turn:
+    """One turn of a question: its prompt, and every decoder's answer to it.
+
+    A turn whose prompt and longest answer do not fit the context is skipped and has no answers.
+
+    Attributes:
+        turn: from 1.
+        answers: by decoder, in the report's order; without a draft there is no `TREE`.
+        asked: the user's message.
+        text: of the reported answer, with the reasoning tag that the prompt opened.
+        history: the plain answer, after which later turns are asked.
+        opened: the reasoning tag at the end of the prompt.
+        exact: the tree's answer compared with the plain one, by dtypes that were run.
+        scores: of `TREE` and `PLAIN`, on benchmarks with correct answers.
+        pieces: the reported answer token by token.
+        trace: the heads' guesses along it.
+    """
 
     question_id: int | str
     category: str
-    turn: int  # from 1
-    prompt_ids: tuple[int, ...]
-    tree: TimedAnswer | None  # None in a baseline-only run
-    plain: TimedAnswer
-    generate: TimedAnswer | None  # None with `tree: none` or `generate: false`
-    text: str = ""  # of the reported answer, with the reasoning tag that the prompt opened
-    history: str = ""  # the plain answer, which later turns were asked after
-    opened: str = ""  # the reasoning tag at the end of the prompt
-    # the tree's and the plain answer, by dtypes that were run
-    exact: dict[str, Verdict] = field(default_factory=dict)
-    # of `tree` and `plain`, on benches with correct answers
-    scores: dict[str, Score] = field(default_factory=dict)
-    others: dict[str, TimedAnswer] = field(default_factory=dict)  # of further baselines
-    asked: str = ""  # the user's message
-    pieces: tuple[str, ...] = ()  # the reported answer token by token
-    trace: Trace | None = None  # the heads' guesses along it
-
-    @property
-    def answer(self) -> TimedAnswer:
-        """The reported answer: the tree's, or the plain one in a baseline-only run."""
-        return self.plain if self.tree is None else self.tree
-
-    @property
-    def baselines(self) -> dict[str, TimedAnswer]:
-        """The baselines by name: the loop with the empty tree, and decoders of transformers."""
-        baselines = {"plain": self.plain}
-        if self.generate is not None:
-            baselines["generate"] = self.generate
-        return {**baselines, **self.others}
-
-
-@dataclass(frozen=True)
-class SkippedTurn:
-    """A turn that was skipped because prompt and longest answer do not fit the model's context."""
-
-    question_id: int | str
     turn: int
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
+    answers: dict[str, Answer] = field(default_factory=dict)
+    asked: str = ""
+    text: str = ""
+    history: str = ""
+    opened: str = ""
+    # computed from the tokens when the report is written, and not logged
+    exact: Annotated[dict[str, Verdict], Field(exclude=True)] = field(default_factory=dict)
+    scores: Annotated[dict[str, Score], Field(exclude=True)] = field(default_factory=dict)
+    pieces: Annotated[tuple[str, ...], Field(exclude=True)] = ()
+    trace: Annotated[Trace | None, Field(exclude=True)] = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the turn was not asked."""
+        return not self.answers
+
+    @property
+    def tree(self) -> Answer | None:
+        """The draft's answer; None in a run of baselines alone."""
+        return self.answers.get(TREE)
+
+    @property
+    def plain(self) -> Answer:
+        """The answer of the same loop without a draft."""
+        return self.answers[PLAIN]
+
+    @property
+    def answer(self) -> Answer:
+        """The reported answer: the tree's, or the plain one in a run of baselines alone."""
+        return self.answers.get(TREE, self.plain)
+
+    @property
+    def compared(self) -> dict[str, Answer]:
+        """The answers whose quality is compared: the tree's, if there is one, and the plain one."""
+        return {name: self.answers[name] for name in (TREE, PLAIN) if name in self.answers}
 
 
-Turn = TurnRecord | SkippedTurn
+TURN = TypeAdapter(Turn)
 Entry = TypeVar("Entry")
-
-#: Not logged: computed from the tokens when the report is written.
-_DERIVED = ("exact", "scores", "pieces", "trace")
-_ANSWER: TypeAdapter[Any] = TypeAdapter(TimedAnswer | None)
 
 
 class MeasurementLog(Generic[Entry]):
@@ -134,29 +143,20 @@ class MeasurementLog(Generic[Entry]):
     Args:
         path: the file; created by `start`.
         settings: everything that answers and their times depend on, as plain JSON values.
-        parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is
-            none.
-        as_json: returns the JSON value of an entry.
+        entry: reads and writes the JSON value of a line.
 
     Attributes: header, entries: of an existing file with the same settings, up to the first invalid
         line; else empty.
         differing: settings in which an existing file differs; nothing of it is used then.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        parse: Callable[[Any], Entry],
-        as_json: Callable[[Entry], Any],
-    ) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], entry: TypeAdapter[Entry]) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
         self.entries: list[Entry] = []
         self.differing: list[str] = []
         self._settings: dict[str, Any] = json.loads(json_line(settings))
-        self._parse = parse
-        self._as_json = as_json
+        self._entry = entry
         self._file: JsonLinesFile | None = None
         self._read()
 
@@ -172,9 +172,9 @@ class MeasurementLog(Generic[Entry]):
             return
         if self.differing:
             return
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError):
             for line in lines:
-                self.entries.append(self._parse(parse_json(line)))
+                self.entries.append(self._entry.validate_python(parse_json(line)))
         if self.entries:
             self.header = header
 
@@ -197,8 +197,7 @@ class MeasurementLog(Generic[Entry]):
 
     def start(self, kept: Iterable[Entry], **header: Any) -> None:
         """Replace the file by a header and the `kept` entries, and open it for appending."""
-        lines = [{"settings": self._settings, **header}]
-        lines += [self._as_json(entry) for entry in kept]
+        lines = [{"settings": self._settings, **header}, *map(self._as_json, kept)]
         replace_bytes(self.path, [json_line(line) for line in lines])
         self._file = JsonLinesFile(self.path)
 
@@ -207,6 +206,9 @@ class MeasurementLog(Generic[Entry]):
         if self._file is None:
             raise ValueError("the log was not started")
         self._file.append(self._as_json(entry))
+
+    def _as_json(self, entry: Entry) -> Any:
+        return self._entry.dump_python(entry, mode="json")
 
     def close(self) -> None:
         """Close the file and keep it."""
@@ -218,13 +220,6 @@ class MeasurementLog(Generic[Entry]):
         """Delete the file: the report is complete."""
         self.close()
         self.path.unlink(missing_ok=True)
-
-
-def turn_log(path: Path, settings: Mapping[str, Any]) -> MeasurementLog[Turn]:
-    """Open the log of an evaluation's turns; its header holds `dtype`, and whether passes were
-    `compiled`.
-    """
-    return MeasurementLog(path, settings, _parse_turn, _as_json)
 
 
 def completed_turns(
@@ -242,22 +237,3 @@ def completed_turns(
         if [turn.turn for turn in found] == list(range(1, 1 + len(question.turns))):
             completed[question.question_id] = found
     return completed
-
-
-def _as_json(turn: Turn) -> dict[str, Any]:
-    """Return what is logged of a turn."""
-    return {name: value for name, value in asdict(turn).items() if name not in _DERIVED}
-
-
-def _parse_turn(record: dict[str, Any]) -> Turn:
-    """Return the turn that `_as_json` was given; raises as `MeasurementLog` wants it."""
-    if "prompt_tokens" in record:
-        return SkippedTurn(**record)
-    values = dict(record)
-    for name in ("tree", "plain", "generate"):
-        values[name] = _ANSWER.validate_python(record[name])
-    values["others"] = {
-        name: _ANSWER.validate_python(answer) for name, answer in record["others"].items()
-    }
-    values["prompt_ids"] = tuple(record["prompt_ids"])
-    return TurnRecord(**values)

@@ -12,13 +12,13 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
-from medusa_train.evaluation.calibrate import (
+from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.refit_tree import (
     calibrate,
     describe_misfit,
     is_compiled,
     load_with_progress,
 )
-from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
