@@ -231,7 +231,8 @@ def _turns_of(
     found = as_list(record, column)
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
         prompts: list[Any] = [
-            turn if isinstance(turn, Mapping) else {"role": "user", "content": turn} for turn in found
+            turn if isinstance(turn, Mapping) else {"role": "user", "content": turn}
+            for turn in found
         ]
         return prompts, {column}, TurnKeys()
     # 2. Turns, which may have the keys of another format.
