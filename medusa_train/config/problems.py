@@ -131,4 +131,4 @@ def _unknown(name: str, owner: type[Section]) -> str:
     meant = [key for key in COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
     for suggested in meant or nearest:
         return f"unknown key; did you mean {suggested}?"
-    return "unknown key; see docs/configuration.md"
+    return "unknown key; see docs/reference/configuration.md"

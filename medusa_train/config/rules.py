@@ -17,7 +17,7 @@ from medusa_train.config.types import Violation
 CODE_BENCH = (
     "scoring this bench runs code that the model writes; set allow_code_execution=true, or"
     " score=false to only decode"
-    " (docs/evaluation.md, Quality), or choose another bench"
+    " (docs/how-to/score-answers.md), or choose another bench"
 )
 #: Keys of which one at most may be set. On the command line one replaces the other of a file.
 EXCLUSIVE = (

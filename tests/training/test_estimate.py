@@ -27,8 +27,7 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.deepspeed_checks import check_deepspeed
-from medusa_train.training.deepspeed_engine_config import stage_of
+from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 from medusa_train.training.estimate import _NF4, GPUS, RATES, Estimate, Memory, rate_of
 from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_backbone
