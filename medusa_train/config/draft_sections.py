@@ -75,8 +75,6 @@ class DraftConfig(Section):
         merges: whether the guesses of drafts without training can be added to its own.
         dynamic_trees: whether it can choose a tree of its own in every step.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
-        masks_packed_rows: whether packed rows take an attention mask in training, for memory
-            estimates.
     """
 
     prefix: ClassVar[str]
@@ -87,7 +85,6 @@ class DraftConfig(Section):
     dynamic_trees: ClassVar[bool] = False
     layers_key: ClassVar[str] = ""  # of `early_layers`
     lr_multiplier: ClassVar[float] = 1.0
-    masks_packed_rows: ClassVar[bool] = False
 
     num_heads: Int
 
@@ -101,42 +98,11 @@ class DraftConfig(Section):
         """The name of its key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
-    @property
-    def blocks_per_head(self) -> int:
-        """Number of blocks in each head, for memory estimates."""
-        return int(getattr(self, "num_layers", 1))
-
-    @property
-    def layer_passes(self) -> int:
-        """Passes through decoder layers of its own, whose activations a training step keeps."""
-        return 0
-
-    @property
-    def output_matrices(self) -> int:
-        """Number of matrices that give logits; 1 where all depths are drafted by the same one."""
-        return self.num_heads
-
-    @property
-    def repeats(self) -> int:
-        """How often a training step runs all its weights but `weights_used_once`."""
-        return 1
-
-    def weights_used_once(self, hidden_size: int) -> int:
-        """Return how many weights a training step runs once, where it repeats the others."""
-        return 0
-
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
         return ()
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """Number of heads that read the base model's lm_head instead of training an output matrix of
-        their own.
-        """
-        return 0
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -173,11 +139,6 @@ class MedusaConfig(DraftConfig):
     markov_rank: Int = _flat(HEADS)
     decay_coefficient: PositiveShare = _flat(TRAINING)
     soft_targets: Share = _flat(TRAINING)
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """All of them, with `share_lm_head`."""
-        return self.num_heads if self.share_lm_head else 0
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
@@ -238,11 +199,6 @@ class HydraConfig(DraftConfig):
         TRAINING,
     )
 
-    @property
-    def layer_passes(self) -> int:
-        """One through the prefix layer."""
-        return int(self.prefix_layer)
-
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix
         layer.
@@ -287,11 +243,6 @@ class AmphistaConfig(DraftConfig):
         0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
     )
     decay_coefficient: PositiveShare = _DECAY
-
-    @property
-    def layer_passes(self) -> int:
-        """One through each adaptation layer."""
-        return self.adaptation_layers
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -347,19 +298,9 @@ class KangarooConfig(DraftConfig):
         True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)", HEADS
     )
 
-    @property
-    def output_matrices(self) -> int:
-        """One, for all depths."""
-        return 1
-
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """One, since a single depth is trained; none if it trains its own."""
-        return int(self.share_lm_head)
 
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
@@ -384,7 +325,6 @@ class Eagle3Config(DraftConfig):
     title = "EAGLE-3"
     layers_key = "eagle3.layers"
     dynamic_trees = True
-    masks_packed_rows = True
     exports = ("vllm", "sglang", "speculators")
 
     num_heads: PositiveInt = key(
@@ -413,30 +353,6 @@ class Eagle3Config(DraftConfig):
     soft_targets: Share = key(
         1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
     )
-
-    @property
-    def blocks_per_head(self) -> int:
-        """None: there is a decoder layer instead."""
-        return 0
-
-    @property
-    def layer_passes(self) -> int:
-        """One in each step of the training-time test."""
-        return min(self.train_steps, self.num_heads)
-
-    @property
-    def output_matrices(self) -> int:
-        """One, for all depths."""
-        return 1
-
-    @property
-    def repeats(self) -> int:
-        """Once in each step of the training-time test."""
-        return self.layer_passes
-
-    def weights_used_once(self, hidden_size: int) -> int:
-        """Return the weights of `fc`, which joins the states of the three layers."""
-        return 3 * hidden_size**2
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
