@@ -5,6 +5,7 @@ Medusa's keys are flat (`medusa_*`), as in Axolotl's Medusa fork; `MedusaConfig`
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -14,7 +15,6 @@ from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
     HEADS,
     TRAINING,
-    Affects,
     Bool,
     ExportTarget,
     Fraction,
@@ -29,7 +29,7 @@ from medusa_train.config.types import (
     VocabSize,
     format_value,
     key,
-    keys_affecting,
+    keys_marked,
     problem,
 )
 
@@ -91,7 +91,7 @@ class DraftConfig(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the draft's class."""
-        return self.model_dump(mode="json", include=set(keys_affecting(type(self), HEADS)))
+        return self.model_dump(mode="json", include=set(keys_marked(type(self), HEADS)))
 
     @property
     def vocab_size_key(self) -> str:
@@ -118,37 +118,6 @@ class DraftConfig(Section):
         return f"{self.num_heads} {self.title} heads"
 
 
-def _flat(affects: Affects, default: Any = ...) -> Any:
-    """Declare a key of `MedusaConfig`, which is described where it is flat."""
-    return key(default, "see medusa_*", affects)
-
-
-class MedusaConfig(DraftConfig):
-    """Keys of Medusa heads (Medusa), from the flat `medusa_*` keys, which have the defaults."""
-
-    prefix = "medusa_"
-    title = "Medusa"
-    trains_jointly = True
-    exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
-    lr_multiplier = 4.0  # Medusa, Shared Settings
-
-    num_heads: Int = _flat(HEADS)
-    num_layers: Int = _flat(HEADS)
-    share_lm_head: Bool = _flat(HEADS)
-    vocab_size: Int | None = _flat(HEADS, None)
-    markov_rank: Int = _flat(HEADS)
-    decay_coefficient: PositiveShare = _flat(TRAINING)
-    soft_targets: Share = _flat(TRAINING)
-
-    def describe(self) -> str:
-        """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
-        heads = f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}"
-        text = heads + _vocabulary(self.vocab_size)
-        if self.markov_rank:
-            text += f" with a Markov bias of rank {self.markov_rank}"
-        return text
-
-
 # Keys of several drafts.
 _VOCAB_SIZE = key(
     None,
@@ -161,6 +130,51 @@ _NORMALIZE_EMBEDDINGS = key(
     HEADS,
 )
 _DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
+
+
+class MedusaConfig(DraftConfig):
+    """Keys of Medusa heads (Medusa); in a configuration they are flat: `medusa_num_heads`."""
+
+    prefix = "medusa_"
+    title = "Medusa"
+    trains_jointly = True
+    exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
+    lr_multiplier = 4.0  # Medusa, Shared Settings
+
+    num_heads: PositiveInt = key(
+        5, "K: number of heads; head k predicts the k-th token after the next one", HEADS, le=32
+    )
+    num_layers: NonNegativeInt = key(
+        1, "residual blocks per head; 0: a linear head without blocks", HEADS, le=32
+    )
+    share_lm_head: Bool = key(
+        False, "heads share the base model's lm_head instead of training one each", HEADS
+    )
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    markov_rank: NonNegativeInt = key(
+        0,
+        "r: rank of a bias on the heads' logits that depends on the token before the predicted one;"
+        " 0: none",
+        HEADS,
+        le=1024,
+    )
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k", TRAINING)
+    soft_targets: Share = key(
+        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
+    )
+
+    def describe(self) -> str:
+        """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
+        heads = f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}"
+        text = heads + _vocabulary(self.vocab_size)
+        if self.markov_rank:
+            text += f" with a Markov bias of rank {self.markov_rank}"
+        return text
+
+
+def flat(name: str) -> Any:
+    """Return the key `medusa_NAME` of a configuration, which `MedusaConfig` declares."""
+    return copy(MedusaConfig.model_fields[name])
 
 
 class HydraConfig(DraftConfig):

@@ -373,18 +373,33 @@ class Affects(Enum):
 DATA, HEADS, WEIGHTS, TRAINING, NOTHING = Affects
 
 
-def key(default: Any, description: str, affects: Affects | None = None, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, what it affects, limits."""
+class Mode(Enum):
+    """What a key belongs to, if it has no effect elsewhere."""
+
+    JOINT = "joint training (medusa2)"
+    ADAPTER = "training through an adapter"
+    THIS_RUN = "this run alone, not its stage one"
+    LOCAL = "an evaluation in this process"
+    SERVER = "an evaluation of a server"
+    SERVE = "an evaluation of servers that it starts itself"
+
+
+JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mode
+
+
+def key(default: Any, description: str, *marks: Affects | Mode, **limits: Any) -> Any:
+    """Declare a key: default (`...` if required), one-line description, what it affects and belongs
+    to, limits.
+    """
     field = Field(default, description=description, **limits)
-    if affects is not None:
-        field.metadata.append(affects)
+    field.metadata += marks
     return field
 
 
-def keys_affecting(cls: type[BaseModel], affects: Affects) -> tuple[str, ...]:
-    """Return the keys of a configuration that affect something, in their order."""
+def keys_marked(cls: type[BaseModel], *marks: Affects | Mode) -> tuple[str, ...]:
+    """Return the keys of a configuration that have one of the marks, in their order."""
     fields = cls.model_fields.items()
-    return tuple(name for name, field in fields if affects in field.metadata)
+    return tuple(name for name, field in fields if any(mark in field.metadata for mark in marks))
 
 
 class Section(BaseModel):

@@ -35,7 +35,7 @@ INSERTED = {
         "}\n#: The same with Medusa": '    "sixth": SixthConfig,\n',
     },
     "config/schema.py": {
-        "    medusa_num_heads: PositiveInt = key(\n": (
+        "    medusa_num_heads: PositiveInt = flat(": (
             '    sixth: SixthConfig | None = key(None, "settings of draft: sixth")\n'
         ),
         "    SECTIONS,\n": "    SixthConfig,\n",
