@@ -29,7 +29,6 @@ from medusa_train.config.schema import (
 )
 from medusa_train.config.types import STAGE_ONE, Config
 from medusa_train.config.yaml_source import (
-    KeyPath,
     Place,
     Problem,
     Source,
@@ -147,10 +146,10 @@ def _apply_settings(
     """Set the keys of the command line. Of several settings of a key the last counts; the others,
     and keys of the file that contradict one of the command line, become ignored.
     """
-    given: dict[KeyPath, str] = {}
+    given = set()
     for override in overrides:
         name, equals, text = override.partition("=")
-        place = Place(f"override '{override}'")
+        place = Place(override, is_word=True)
         parts = re.sub(r"\[(\d+)\]", r".\1", name).strip().split(".")
         if not equals or not all(parts):
             message = "overrides are written key=value, or a.b=value"
@@ -158,25 +157,12 @@ def _apply_settings(
             continue
         path = tuple(int(part) if part.isdecimal() else part for part in parts)
         source.set_typed(path, text, place)
-        _replace_earlier(given, path, override, source)
+        given.add(format_path(path))
     for name, value in flags.items():
         if value is not None:
-            option = cls.option_of(name).split()[0]
-            source.set((name,), value, Place(option))
-            _replace_earlier(given, (name,), option, source)
-    _drop_contradicted(cls, source, {format_path(path) for path in given})
-
-
-def _replace_earlier(
-    given: dict[KeyPath, str], path: KeyPath, setting: str, source: Source
-) -> None:
-    """Add a setting; the other ones of its key, or within its value, become ignored."""
-    for below in [below for below in given if below[: len(path)] == path]:
-        earlier = given.pop(below)
-        source.typed.pop(below, None)
-        if earlier != setting:
-            source.ignored.append(earlier)
-    given[path] = setting
+            source.set((name,), value, Place(cls.option_of(name).split()[0], is_word=True))
+            given.add(name)
+    _drop_contradicted(cls, source, given)
 
 
 def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:

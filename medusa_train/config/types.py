@@ -38,7 +38,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from medusa_train.config.paths import expand_variables
 from medusa_train.config.yaml_source import Source
 from medusa_train.errors import ConfigError
-from medusa_train.hide_secrets import mask, remember, remember_address
+from medusa_train.hide_secrets import excerpt, remember, remember_address
 
 #: The key that describes a first stage, and the name of its directory in the run directory.
 STAGE_ONE = "stage_one"
@@ -66,7 +66,7 @@ Self = TypeVar("Self", bound="Config")
 
 
 def format_value(value: object) -> str:
-    """Format a value for messages: booleans and null as in YAML, keys masked, long values cut."""
+    """Format a value for messages: booleans and null as in YAML, long values cut."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -77,8 +77,8 @@ def format_value(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "a number of many digits"
-    text = mask(repr(value) if isinstance(value, str) else str(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{excerpt(text, 57)}..."
 
 
 def problem(text: str, kind: Literal["problem", "text"] = "problem") -> PydanticCustomError:
@@ -136,10 +136,9 @@ def _plain_text(value: object) -> object:
     if not value.strip():
         raise problem("is empty; leave the key out, or give it a value")
     if re.match(r"[a-z][\w+.-]*://[^/]*@", value, re.IGNORECASE):
-        remember_address(value)
         raise problem(
-            f"{mask(value)} contains a user name or a password, which would appear in messages;"
-            " keys of servers are read from environment variables"
+            f"{value} contains a user name or a password, which would appear in messages; keys of"
+            " servers are read from environment variables"
         )
     return value
 
@@ -174,18 +173,18 @@ def address_problem(url: str) -> str | None:
     except ValueError as error:
         remember_address(url)
         reason = "" if "@" in url else f"{error}; "  # it may show a part of the password
-        return f"{mask(url)}: {reason}{example}"
+        return f"{url}: {reason}{example}"
     if parts.username or parts.password or parts.query or parts.fragment:
         remember_address(url)
         for pair in f"{parts.query}&{parts.fragment}".split("&"):
             remember(pair.rpartition("=")[2])
         return (
-            f"{mask(url)} contains a password or a query, which would appear in messages; set the"
+            f"{url} contains a password or a query, which would appear in messages; set the"
             " environment variable OPENAI_API_KEY (api_key_env names another) to the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         remember_address(url if "://" in url else f"http://{url}")
-        return f"{mask(url)}: {example}"
+        return f"{url}: {example}"
     return None
 
 
@@ -476,11 +475,11 @@ class Config(Section):
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set, and the overrides within its value; empty if nowhere."""
-        within = [str(place) for path, place in self._source.places.items() if path[0] == name]
+        within = [place for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()
-        overrides = [place for place in within if place.startswith("override ")]
-        return tuple(dict.fromkeys([within[0], *overrides]))
+        overrides = [place for place in within if place.is_override]
+        return tuple(dict.fromkeys(map(str, (within[0], *overrides))))
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:

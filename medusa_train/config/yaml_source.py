@@ -36,17 +36,26 @@ class Place:
     """Where a value was set: on a line of a file, or by a word of the command line.
 
     Attributes:
-        source: the file, or the override or option as it was typed.
+        source: the file, or the word as it was typed: `key=value` or `--option`.
         line: in the file, from 1 on.
+        is_word: whether it is a word of the command line.
         section: `stage_one`, for values that its configuration has from that key.
     """
 
     source: str
     line: int | None = None
+    is_word: bool = False
     section: str = ""
 
+    @property
+    def is_override(self) -> bool:
+        """Whether it is `key=value`."""
+        return self.is_word and not self.source.startswith("--")
+
     def __str__(self) -> str:
-        text = self.source if self.line is None else f"{self.source}:{self.line}"
+        text = f"override '{self.source}'" if self.is_override else self.source
+        if self.line is not None:
+            text += f":{self.line}"
         return f"{text}: {self.section}" if self.section else text
 
 
@@ -104,34 +113,37 @@ class Source:
         return Problem(self.place(path), path, message)
 
     def set(self, path: KeyPath, value: object, place: Place) -> None:
-        """Set the value at `path`, creating missing mappings; what is wrong becomes a problem."""
+        """Set the value at `path`, creating missing mappings; what is wrong becomes a problem.
+
+        Words of the command line that it replaces become ignored.
+        """
         remember_written(value, str(path[-1]))
-        target: Any = self.values
         # 1. Go down to the mapping or the list that holds the value.
-        for depth, part in enumerate(path[:-1], start=1):
-            child = _child(target, part)
-            if child is None and isinstance(target, dict) and isinstance(path[depth], str):
-                child = target[str(part)] = {}
-                self.places[path[:depth]] = place
-            if not isinstance(child, (dict, list)):
-                wrong = f"{format_path(path[:depth])} is not a mapping"
-                message = f"cannot set {format_path(path)}: {wrong}"
-                self.problems.append(Problem(place, (), message))
+        target: Any = self.values
+        for depth, part in enumerate(path):
+            within = format_path(path[:depth])
+            wrong = "" if isinstance(target, dict) else f"{within} is not a mapping"
+            if isinstance(target, list):
+                has_item = isinstance(part, int) and part < len(target)
+                wrong = "" if has_item else f"{within} has {len(target)} items, counted from 0"
+            if wrong:
+                self.problems.append(Problem(place, (), f"cannot set {format_path(path)}: {wrong}"))
                 return
-            target = child
-        # 2. Set it.
-        last = path[-1]
-        if isinstance(target, dict):
-            target[str(last)] = value
-        elif isinstance(last, int) and last < len(target):
-            target[last] = value
-        else:
-            message = f"{format_path(path[:-1])} has {len(target)} items, counted from 0"
-            self.problems.append(Problem(place, (), message))
-            return
-        # 3. The places of what it replaces are gone.
-        kept = {below: at for below, at in self.places.items() if below[: len(path)] != path}
-        self.places = {**kept, path: place}
+            name = part if isinstance(target, list) else str(part)
+            if depth == len(path) - 1:
+                target[name] = value
+            elif isinstance(target, dict) and target.get(name) is None:
+                target[name] = {} if isinstance(path[depth + 1], str) else None
+                self.places[path[: depth + 1]] = place
+            target = target[name]
+        # 2. What was set there before is gone.
+        replaced = [below for below in self.places if below[: len(path)] == path]
+        for earlier in dict.fromkeys(self.places.pop(below) for below in replaced):
+            if earlier.is_word and earlier != place:
+                self.ignored.append(earlier.source)
+        for below in replaced:
+            self.typed.pop(below, None)
+        self.places[path] = place
 
     def set_typed(self, path: KeyPath, text: str, place: Place) -> None:
         """Set the value that `text` has as YAML. Where the key takes text, `typed` has it."""
@@ -149,13 +161,6 @@ class Source:
             self.typed[path] = text
         self.set(path, value, place)
         self.problems += [Problem(place, (*path, *at.path), at.message) for at in read.problems]
-
-
-def _child(target: Any, part: str | int) -> Any:
-    """Return what a mapping or a list has under `part`, or None."""
-    if isinstance(target, dict):
-        return target.get(str(part))
-    return target[part] if isinstance(part, int) and part < len(target) else None
 
 
 class _Loader(yaml.SafeLoader):
