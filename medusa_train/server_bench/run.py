@@ -22,8 +22,8 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import bench_settings
-from medusa_train.evaluation.turns import MeasurementLog
 from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
 from medusa_train.server_bench.metrics import Cell, collect_cells, summarize
