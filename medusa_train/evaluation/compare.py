@@ -15,7 +15,7 @@ from rich.text import Text
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.find_reports import find_reports
 from medusa_train.evaluation.report import equal_cell
-from medusa_train.evaluation.report_page import speedup_figure
+from medusa_train.evaluation.report_page import speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.io import parse_json
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
@@ -95,7 +95,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         runs_table(alone)
         categories_table(alone)
         differences(alone)
-        speedup_figure({"": report})
+        speedup_chart({"": report})
         describe_mode(mode_of(report["meta"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise CheckpointError(f"{path}: not a report of medusa-eval, or damaged") from None
@@ -234,7 +234,7 @@ def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     sections = [
         Section(lines=warnings),
         Section(legend=list(reports), tables=[runs_table(evaluated)]),
-        Section("Speed", figures=[speedup_figure(reports)]),
+        Section("Speed", figures=[speedup_chart(reports)]),
         Section(tables=[categories_table(evaluated)]),
     ]
     page = render_page("Comparison of runs", f"{len(reports)} evaluations", sections)

@@ -46,8 +46,8 @@ from medusa_train.evaluation.refit_tree import (
     is_compiled,
     load_with_progress,
 )
-from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
-from medusa_train.evaluation.report_page import size_figures
+from medusa_train.evaluation.report import build_report, model_id, terminal_report, write_report
+from medusa_train.evaluation.report_page import size_charts
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
@@ -90,7 +90,7 @@ JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
 
 def evaluate(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, progress: RunProgress
-) -> tuple[Report, list[Path]]:
+) -> tuple[dict[str, Any], list[Path]]:
     """Measure speed and output equality of a model on a bench, and write the report.
 
     The files are written once the bench is timed, and again after every further part: these may
@@ -164,12 +164,12 @@ class ReportInProgress:
     progress: RunProgress
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def write(self) -> tuple[Report, list[Path]]:
+    def write(self) -> tuple[dict[str, Any], list[Path]]:
         """Write the files with what is measured so far; return the report and their paths."""
         seconds = self.progress.seconds
         self.meta["seconds"] = round(self.progress.total_seconds, 1)
         self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
-        report = Report.from_records(self.timed.records, self.meta, self.tree, self.parts)
+        report = build_report(self.timed.turns, self.meta, self.tree, self.parts)
         return report, write_report(report, self.timed.turns, self.directory)
 
     def add(self, part: str, value: Any) -> None:
@@ -200,7 +200,7 @@ class Evaluation:
     directory: Path
     progress: RunProgress
 
-    def run(self, command: str) -> tuple[Report, list[Path]]:
+    def run(self, command: str) -> tuple[dict[str, Any], list[Path]]:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. what can fail before a model is loaded
@@ -560,7 +560,7 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     if not isinstance(record, dict) or "sizes" not in record:
         return None
     try:
-        size_figures(record["sizes"], record.get("nodes"))
+        size_charts(record["sizes"], record.get("nodes"))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
         return None
@@ -628,13 +628,13 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
     return judge
 
 
-def _print_results(report: Report, progress: RunProgress) -> None:
+def _print_results(report: Mapping[str, Any], progress: RunProgress) -> None:
     """Print the closing tables and what could not be measured."""
     progress.console.print(terminal_report(report))
-    for dtype, outcome in (report.meta["exactness"] or {}).items():
+    for dtype, outcome in (report["meta"]["exactness"] or {}).items():
         if outcome in (NO_MEMORY, EMULATED):
             progress.print(f"answers were not compared in {dtype}: {outcome}")
-    skipped = report.meta["skipped_turns"]
+    skipped = report["meta"]["skipped_turns"]
     if skipped:
         progress.print(
             f"{skipped} turns were skipped: prompt and answer do not fit the model's context"

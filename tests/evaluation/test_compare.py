@@ -17,7 +17,7 @@ from medusa_train.evaluation.compare import (
     show,
     write,
 )
-from medusa_train.evaluation.report import Report, write_report
+from medusa_train.evaluation.report import build_report, write_report
 from tests.evaluation.test_report import meta
 from tests.evaluation.test_report_page import TREE, Balance, record
 
@@ -28,7 +28,7 @@ def write_run(
     asked = categories * 3  # enough questions for intervals
     records = [record(number, category) for number, category in enumerate(asked, start=1)]
     write_report(
-        Report.from_records(records, meta(bench=bench, **changes), TREE),
+        build_report(records, meta(bench=bench, **changes), TREE),
         records,
         run / "eval" / bench,
     )
