@@ -285,7 +285,7 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
     options: dict[str, Any] = {
         "typical": cfg.acceptance == "typical",
-        "temperature": cfg.resolved().temperature or 0.0,
+        "temperature": cfg.temperature or 0.0,
     }
     if cfg.acceptance == "sampling":
         options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
