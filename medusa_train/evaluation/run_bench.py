@@ -71,7 +71,6 @@ from medusa_train.models.precision import (
 )
 from medusa_train.pages.page import write_files
 from medusa_train.progress import RunProgress
-from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 
@@ -477,21 +476,10 @@ class Evaluation:
         """Have the judge grade the answers."""
         name = re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
-        try:
-            with self.progress.phase(
-                f"grading by {judge.model}", len(records), "turns", ticking=True
-            ) as phase:
-                return grade(
-                    records,
-                    self.bench.questions,
-                    model_name,
-                    judge,
-                    path,
-                    self.cfg.judge_concurrency,
-                    phase.advance,
-                )
-        finally:
-            judge.server.close()
+        with self.progress.phase(
+            f"grading by {judge.model}", len(records), "turns", ticking=True
+        ) as phase:
+            return grade(records, self.bench.questions, model_name, judge, path, phase.advance)
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
@@ -613,8 +601,10 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
     """Return the judge, once it has answered a greeting; None without one."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
-    client = OpenAIClient(
-        cfg.judge_base_url,
+    from medusa_train.servers.client import Servers
+
+    servers = Servers(
+        [cfg.judge_base_url],
         key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
@@ -622,7 +612,7 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
         optional=["temperature"],
         note=progress.print,
     )
-    judge = Judge(client, cfg.judge_model)
+    judge = Judge(servers, cfg.judge_model)
     with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
         judge.check()
     return judge

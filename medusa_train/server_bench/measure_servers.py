@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from medusa_train.evaluation.run_metadata import bench_settings, model_settings
 from medusa_train.evaluation.turns import MeasurementLog
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.selfdistill.server_answers import ServerSampling
+from medusa_train.selfdistill.server_answers import request_parameters
 from medusa_train.server_bench.request_blocks import (
     ALONE,
     BLOCK_ENTRY,
@@ -39,12 +40,12 @@ from medusa_train.server_bench.request_blocks import (
     RequestOptions,
     ServerBench,
     Target,
-    open_server,
     plan_blocks,
 )
 from medusa_train.server_bench.serve import KEY_VARIABLE, ServedModel, ServerPool, prepare_model
 from medusa_train.server_bench.served_figures import Cell, collect_cells, summarize
 from medusa_train.server_bench.served_report import terminal_report, write_report
+from medusa_train.servers.responses import Fault
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
@@ -284,7 +285,9 @@ class BenchRun:
             for concurrency, numbers in remaining.items():
                 phase.update(phase.completed, f"concurrency {concurrency}")
                 try:
-                    self._measure_concurrency(session, targets, concurrency, numbers, phase)
+                    asyncio.run(
+                        self._measure_concurrency(session, targets, concurrency, numbers, phase)
+                    )
                 except BlockFault as fault:
                     text = (
                         f"concurrency {concurrency} was not measured, since requests kept failing:"
@@ -292,7 +295,7 @@ class BenchRun:
                     )
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
-    def _measure_concurrency(
+    async def _measure_concurrency(
         self,
         session: str,
         targets: Sequence[Target],
@@ -300,14 +303,14 @@ class BenchRun:
         numbers: Sequence[int],
         phase: Phase,
     ) -> None:
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             # 1. connect, and warm up
             servers = [ServerBench(target, self.options, concurrency) for target in targets]
             for server in servers:
-                stack.callback(server.close)
+                await stack.enter_async_context(server.servers)
             if self.cfg.warmup:
                 for server in servers:
-                    server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
+                    await server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
             # 2. each block, by the servers in one order and then in the other
             for number in numbers:
                 in_order = servers
@@ -315,19 +318,19 @@ class BenchRun:
                     in_order = servers[::-1]
                 measured = {}
                 for server in in_order:
-                    measured[server.target.name] = self._measure_block(server, number, phase)
+                    measured[server.target.name] = await self._measure_block(server, number, phase)
                 block = Block(session, concurrency, number)
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
+    async def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
         conversations = self._blocks[server.concurrency][number]
         completed = phase.completed
         for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
-                measurement = server.measure(
+                measurement = await server.measure(
                     conversations, lambda tokens: phase.advance(tokens=tokens)
                 )
                 break
@@ -387,7 +390,7 @@ class BenchRun:
 def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     """Write the report, and print its tables."""
     cells = run.cells()
-    summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
+    summary = summarize(cells, greedy=run.options.parameters["temperature"] == 0)
     notes = [*run.notes, *summary.pop("notes")]
     seconds = round(run.progress.total_seconds, 1)
     report = {"meta": {**meta, "seconds": seconds, "notes": notes}, **summary}
@@ -412,11 +415,18 @@ def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
 def _target(
     name: str, url: str, model: str | None, options: RequestOptions, *, has_heads: bool
 ) -> Target:
-    server = open_server(url, options)
+    (server,) = options.connect(url, concurrency=1).servers
+
+    async def list_models() -> dict[str, dict[str, Any]]:
+        async with server:
+            return await server.list_models()
+
     try:
-        models = server.list_models()
-    finally:
-        server.close()
+        models = asyncio.run(list_models())
+    except Fault as fault:
+        raise ServerError(
+            f"server {server.url}: cannot be reached ({fault.reason}); is it running?"
+        ) from None
     listed = ", ".join(models)
     if model is None and len(models) != 1:
         problem = "lists no models (does the URL end with /v1?)"
@@ -443,20 +453,16 @@ def request_options(
     A server of `--serve` that does not answer has ended.
     """
     # 1. how tokens are chosen
-    template_kwargs = _template_kwargs(cfg, paths) or None
-    sampling = ServerSampling(
+    parameters = request_parameters(
         temperature=0.0,
         max_new_tokens=cfg.max_new_tokens,
-        chat_template_kwargs=template_kwargs,
+        chat_template_kwargs=_template_kwargs(cfg, paths),
     )
     rule = mode.baseline_rule
     if rule is not None:
-        sampling = replace(
-            sampling,
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k or None,  # 0: all tokens
-        )
+        parameters |= {"temperature": rule.temperature, "top_p": rule.top_p}
+        if rule.top_k:  # 0: all tokens
+            parameters["top_k"] = rule.top_k
     # 2. what is known of a model that is served from here
     retry_seconds = cfg.retry_seconds
     key_variable = cfg.api_key_env
@@ -467,7 +473,7 @@ def request_options(
         # those of a running server's model are known to it alone
         stop_tokens = read_stop_tokens(paths)[0].ids
     return RequestOptions(
-        sampling,
+        parameters,
         cfg.seed,
         cfg.request_timeout,
         retry_seconds,

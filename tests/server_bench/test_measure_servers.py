@@ -1,5 +1,6 @@
 """Servers that stream, lie, fail, die and come back: messages, and nothing measured is lost."""
 
+import asyncio
 import json
 import threading
 import time
@@ -97,6 +98,11 @@ def test_two_servers_are_measured_in_turns(
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
 
 
+async def measure_block(bench: ServerBench, conversation: Conversation) -> None:
+    async with bench.servers:
+        await bench.measure([conversation])
+
+
 def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> None:
     backbone = chatml.write_backbone(tmp_path / "backbone")
     questions = write_questions(tmp_path / "few.jsonl")
@@ -109,8 +115,7 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
         with bench_server() as server:
             target = Target("plain", server.url, "m", has_heads=False, is_vllm=is_vllm)
             bench = ServerBench(target, options, 1)
-            bench.measure([Conversation(question, 0)])
-            bench.close()
+            asyncio.run(measure_block(bench, Conversation(question, 0)))
         sent.append(server.fake.bodies[-1].get("stop_token_ids"))
     assert sent == [[chatml.END_OF_TEXT, chatml.IM_END], None]
 
