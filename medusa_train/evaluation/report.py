@@ -13,7 +13,7 @@ from rich.text import Text
 from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
 from medusa_train.evaluation.judge import model_answers
-from medusa_train.evaluation.machine_load import MachineLoad
+from medusa_train.evaluation.machine_load import busy_signs
 from medusa_train.evaluation.metrics import Metrics, by_category, metrics
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.evaluation.turns import Turn
@@ -292,7 +292,7 @@ def _why_no_tree(meta: Json) -> str:
 def _machine_notes(report: Json) -> list[str]:
     """Say what makes the times doubtful: signs of a busy machine, and an overhead below 1."""
     load = report["meta"].get("machine_load")
-    signs = MachineLoad(**load).signs() if load is not None else []
+    signs = busy_signs(**load) if load is not None else []
     overhead = report["overall"]["overhead"]
     if overhead is not None and overhead < 1:
         signs.append(
