@@ -9,8 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -73,52 +72,38 @@ class Curve:
     marked: Sequence[float] = ()
 
 
-class Drawing:
-    """The axes of a chart, and its SVG once they are drawn."""
-
-    def __init__(self, label: str, width: float, height: float) -> None:
-        from matplotlib.figure import Figure
-
-        self._label = label
-        self._figure = Figure(figsize=(width / 72, height / 72))  # 72 points are an inch
-        self.axes: Any = self._figure.subplots()
-
-    def svg(self) -> str:
-        """Return the `<svg>` element; the label is its text for screen readers."""
-        for artist in self._figure.findobj():
-            artist.set_clip_on(False)  # a clip path is looked up by a name in the whole page
-        buffer = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of letters that the font of the layout lacks
-            self._figure.savefig(
-                buffer, format="svg", bbox_inches="tight", transparent=True, metadata=nothing
-            )
-        _, _, text = buffer.getvalue().partition("<svg ")
-        head, _, body = text.partition(">")
-        box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', head)
-        assert box is not None
-        # tooltips; other names would be those of several drawings on a page
-        body = re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", body)
-        body = re.sub(r'<g id="[^"]*"', "<g", body)
-        # a style sheet would be that of the whole page
-        body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
-        body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
-        body = body.replace("xlink:href", "href")
-        for variable, colour in COLOURS.items():
-            body = body.replace(colour, f"var({variable})")
-        style = f"max-width:{float(box[1]):.0f}pt"
-        label = escape(self._label)
-        return f'<svg {box[0]} style="{style}" role="img" aria-label="{label}">{body}'.strip()
-
-
-@contextmanager
-def _drawing(label: str, width: float, height: float) -> Iterator[Drawing]:
-    """Give a drawing of a size in points, without room for the texts around its axes."""
+def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) -> str:
+    """Return the `<svg>` element of what `paint` draws on axes of a size in points; the label is its
+    text for screen readers.
+    """
     import matplotlib
+    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
-        yield Drawing(label, width, height)
+    buffer = io.StringIO()
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font of the layout lacks
+        figure = Figure(figsize=(width / 72, height / 72))  # 72 points are an inch
+        paint(figure.subplots())
+        for artist in figure.findobj():
+            artist.set_clip_on(False)  # a clip path is looked up by a name in the whole page
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(
+            buffer, format="svg", bbox_inches="tight", transparent=True, metadata=nothing
+        )
+    head, _, body = buffer.getvalue().partition("<svg ")[2].partition(">")
+    box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', head)
+    assert box is not None
+    # tooltips; other names would be those of several drawings on a page
+    body = re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", body)
+    body = re.sub(r'<g id="[^"]*"', "<g", body)
+    # a style sheet would be that of the whole page
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
+    body = body.replace("xlink:href", "href")
+    for variable, colour in COLOURS.items():
+        body = body.replace(colour, f"var({variable})")
+    attributes = f'style="max-width:{float(box[1]):.0f}pt" role="img" aria-label="{escape(label)}"'
+    return f"<svg {box[0]} {attributes}>{body}".strip()
 
 
 def _colour(number: int) -> str:
@@ -139,11 +124,11 @@ def bars(
     """
     count = sum(len(group) for _, group in groups)
     height = 40 + 14 * count + 8 * len(groups)
-    names: list[str] = []
-    places: list[float] = []  # of the names: the middle of their group
-    y = 0.0
-    with _drawing(label, 0.6 * width, height) as drawing:
-        axes = drawing.axes
+
+    def paint(axes: Any) -> None:
+        names: list[str] = []
+        places: list[float] = []  # of the names: the middle of their group
+        y = 0.0
         for name, group in groups:
             names.append(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…")
             places.append(y + (len(group) - 1) / 2)
@@ -158,7 +143,8 @@ def bars(
         axes.set_xlim(left=0)
         if reference is not None:
             axes.axvline(reference, linestyle="--", color=COLOURS["--soft"], gid=f"{_TIP}reference")
-        return drawing.svg()
+
+    return _svg(label, 0.6 * width, height, paint)
 
 
 def _draw_bar(axes: Any, bar: Bar, y: float, name: str, unit: str, digits: int) -> None:
@@ -193,8 +179,8 @@ def curves(
     """Draw curves with a dot at every point and rings at marked points; several curves get a legend
     above.
     """
-    with _drawing(label, 0.75 * width, 0.75 * height) as drawing:
-        axes = drawing.axes
+
+    def paint(axes: Any) -> None:
         for number, curve in enumerate(shown):
             colour = _colour(number)
             xs, ys = zip(*curve.points, strict=True)
@@ -213,7 +199,8 @@ def curves(
             axes.legend(
                 loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False, fontsize=8
             )
-        return drawing.svg()
+
+    return _svg(label, 0.75 * width, 0.75 * height, paint)
 
 
 Path = tuple[int, ...]
@@ -234,9 +221,8 @@ def tree_drawing(
     leaves = 1 + max(columns.values())
     depth = max(len(path) for path in nodes)
     soft = COLOURS["--soft"]
-    drawn_width = max(16 * leaves, min(0.7 * width, 50 * leaves))
-    with _drawing("draft tree", drawn_width, 52 * depth) as drawing:
-        axes = drawing.axes
+
+    def paint(axes: Any) -> None:
         for path, share in zip(nodes, accepted, strict=True):
             x, y = columns[path], len(path)
             edge = [columns[path[:-1]], x], [y - 1, y]
@@ -261,7 +247,9 @@ def tree_drawing(
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        return drawing.svg()
+
+    drawn_width = max(16 * leaves, min(0.7 * width, 50 * leaves))
+    return _svg("draft tree", drawn_width, 52 * depth, paint)
 
 
 def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
