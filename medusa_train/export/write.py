@@ -21,7 +21,13 @@ from medusa_train.checkpoint.heads import (
     write_weights,
 )
 from medusa_train.checkpoint.load_model import added_stop_tokens, read_stop_tokens
-from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
+from medusa_train.checkpoint.medusa_layouts import (
+    HeadTensors,
+    method_in_path,
+    shared_block_warning,
+    to_vllm,
+    with_own_lm_heads,
+)
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     ModelPaths,
@@ -32,7 +38,6 @@ from medusa_train.checkpoint.resolve import (
 )
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE, other_files
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
