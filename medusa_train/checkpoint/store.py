@@ -22,7 +22,6 @@ from torch import Tensor
 
 from medusa_train.checkpoint.run_directory import CHECKPOINTS
 from medusa_train.checkpoint.serialize import (
-    checksum,
     join_tensors,
     read_json,
     read_tensors,
@@ -30,6 +29,7 @@ from medusa_train.checkpoint.serialize import (
     write_json,
     write_tensors,
 )
+from medusa_train.checksums import checksum
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, sync, write_failure
 

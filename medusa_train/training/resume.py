@@ -190,9 +190,9 @@ def check_backbone(
     on; say it in one line where that cannot be known.
 
     Args:
-        found: the fingerprint of the weights of `base_model`; None where there are no files.
+        found: the digest of the weights of `base_model`; None where there are no files.
     """
-    expected = checkpoint.snapshot["run"].get("backbone")
+    expected = checkpoint.snapshot["run"].get("base_model_digest")
     unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
     if found is None:
         console.print(
