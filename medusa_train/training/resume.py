@@ -17,8 +17,8 @@ from rich.console import Console
 
 from medusa_train.checkpoint.changed_settings import (
     changed_weight_keys,
+    config_of,
     device_choices_of,
-    has_readable_config,
 )
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
@@ -126,7 +126,7 @@ def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
 def _note_of_config(checkpoint: Path) -> str | None:
     """Say that changed settings cannot be named where the run's config.yaml cannot be read."""
     run = checkpoint.parent.parent
-    if has_readable_config(run):
+    if config_of(run) is not None:
         return None
     return (
         f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since {checkpoint} is"
