@@ -30,7 +30,7 @@ from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.resume import ResumePlan, plan_resume
 from medusa_train.training.setup import make_plan
-from medusa_train.training.signals import signals_as_interrupts
+from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
 
 TITLES = ("stage 1 of 2", "stage 2 of 2")

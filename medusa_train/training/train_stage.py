@@ -33,7 +33,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
-from medusa_train.training.signals import StopRequest
+from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose_tree import (

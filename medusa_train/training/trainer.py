@@ -28,7 +28,6 @@ from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
-from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
@@ -38,6 +37,7 @@ from medusa_train.training.snapshot import (
     take_weights,
 )
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
+from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.validation import ValidationResult, validate
 
 #: Slack of comparisons of fractional epochs and steps.
