@@ -113,7 +113,6 @@ class Estimate:
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
         """Build the draft and apply the recipe; `model_config` is of transformers."""
-        cfg = cfg.resolved()
         text = model_config.get_text_config()
         model = model_without_weights(model_config, trust_remote_code=cfg.trust_remote_code)
         lm_head = model.get_output_embeddings()

@@ -27,7 +27,7 @@ def config(**keys):
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 2,
     }
-    return TrainConfig(**{**values, **keys}).resolved()
+    return TrainConfig(**{**values, **keys})
 
 
 def problems(deepspeed, size=2, **keys):
