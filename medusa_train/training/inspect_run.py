@@ -50,7 +50,7 @@ from medusa_train.training.estimate import (
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData, assumed_data
 from medusa_train.training.preflight import check_run
-from medusa_train.training.setup import few_steps_advice, make_plan
+from medusa_train.training.schedule import few_steps_advice, make_schedule
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -78,7 +78,7 @@ class _Stage:
         self.model_config = model_config
         self.loader = loader
         self.processes = processes
-        self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
+        self.schedule = make_schedule(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
         # 1. What `auto` means here.
         notes: list[str] = []
@@ -86,7 +86,7 @@ class _Stage:
         self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
         cfg, note = choose_checkpointing(cfg, self.device, without)
-        advice = few_steps_advice(cfg, self.plan, loader.batches_per_epoch, processes)
+        advice = few_steps_advice(cfg, self.schedule, loader.batches_per_epoch, processes)
         self.notes = [line for line in (*notes, note, advice) if line is not None]
         self.cfg = cfg
         # 2. Memory, operations and disk.
@@ -102,7 +102,7 @@ class _Stage:
             "supervised": data.train.supervised_tokens,
             "width": round(loader.positions_per_epoch / loader.rows_per_epoch),
         }
-        epochs = self.plan.epoch(self.plan.total_steps)
+        epochs = self.schedule.epoch(self.schedule.total_steps)
         self.operations = estimate.operations(**epoch, epochs=epochs)
         # until the next checkpoint two evaluations may be kept: the best one so far, and that of
         # the last checkpoint
@@ -181,7 +181,7 @@ def inspect_run(
         table = _grid()
         table.add_row(
             "steps",
-            f"{sum(stage.plan.total_steps for stage in stages):,} in all on {_devices(processes)}",
+            f"{sum(stage.schedule.total_steps for stage in stages):,} in all on {_devices(processes)}",
         )
         table.add_row(
             "memory",
@@ -269,7 +269,7 @@ def _describe_data(stage: _Stage, tokenizer: Any, table: Table) -> None:
 def _describe_steps(stage: _Stage, table: Table) -> None:
     """Add rows on the loss, and on the rows and steps of an epoch."""
     cfg = stage.cfg
-    plan = stage.plan
+    schedule = stage.schedule
     table.add_row("loss", cfg.describe_loss())
     table.add_row("rows", _describe_rows(stage.data.train, stage.loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
@@ -277,7 +277,7 @@ def _describe_steps(stage: _Stage, table: Table) -> None:
         batch += f" x {stage.processes}"
     table.add_row(
         "steps",
-        f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on"
+        f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each), {schedule.total_steps:,} in all on"
         f" {_devices(stage.processes)}",
     )
 
