@@ -20,7 +20,7 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import setup
 from medusa_train.training.estimate import Estimate
-from medusa_train.training.inspect import inspect_run
+from medusa_train.training.inspect_run import inspect_run
 from medusa_train.training.stages import train_stages
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import LORA, figures, metrics, stop_after, train
