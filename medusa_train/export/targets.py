@@ -16,6 +16,8 @@ from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.models.architecture import check_decodes
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.network import check_network
 from medusa_train.trees.tree import Tree
 
@@ -78,6 +80,8 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
     """Write the decoding code that transformers' `generate` loads, and its tree; return how to use
     it, in words.
     """
+    _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    check_decodes(config, paths.base_model)
     tree = load_tree(paths, num_heads)
     if not tree.size:
         raise CheckpointError(

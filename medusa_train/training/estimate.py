@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads, quantization_of
+from medusa_train.models.hf_config import (
+    decoder_of,
+    head_dim,
+    key_value_heads,
+    largest,
+    quantization_of,
+)
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.lora import LM_HEAD, default_targets
 from medusa_train.training.backbone_recipe import unfrozen_modules
@@ -417,7 +423,7 @@ class Estimate:
         cfg = self._cfg
         text = self._text
         hidden = text.hidden_size
-        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        inner = largest(text, "intermediate_size") or 4 * hidden
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
         adapted = 0
         if cfg.adapter and not of_draft:

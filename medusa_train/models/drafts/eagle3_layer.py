@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from medusa_train.models.hf_config import head_dim, key_value_heads
+from medusa_train.models.hf_config import head_dim, key_value_heads, largest
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
@@ -180,11 +180,11 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope) or {})
     rotary_share = rope.pop("partial_rotary_factor", 1.0)
-    if rotary_share != 1.0 and rope.get("rope_type") == "longrope":
-        # its factors are for fewer dimensions than Llama's layer rotates
+    if rotary_share != 1.0 and rope.get("rope_type") in ("longrope", "proportional"):
+        # they are for fewer dimensions than Llama's layer rotates
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     # 2. sizes; a mixture of experts may have no width of its MLP
-    mlp_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    mlp_size = largest(config, "intermediate_size") or 4 * config.hidden_size
     entries: dict[str, Any] = {
         "vocab_size": 1,
         "hidden_size": config.hidden_size,
