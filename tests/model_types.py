@@ -184,13 +184,13 @@ _VISION = {
 }
 
 
-def tiny_config(model_type: str, vocab_size: int) -> Any:
+def tiny_config(model_type: str, vocab_size: int, **changes: Any) -> Any:
     """Return a config of a type with small sizes; of a type that reads images, of both parts."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
     if text is not default:
-        tiny = tiny_config(text.model_type, vocab_size).to_dict()
+        tiny = tiny_config(text.model_type, vocab_size, **changes).to_dict()
         return kind(text_config=tiny, vision_config=_VISION, tie_word_embeddings=False)
     keys = default.to_dict()
     sizes = {key: value for key, value in _SIZES.items() if key in keys}
@@ -199,12 +199,12 @@ def tiny_config(model_type: str, vocab_size: int) -> Any:
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
     of_type = {**DECODED, **TRAINED}
     sizes |= of_type.get(model_type, of_type.get(model_type.removesuffix("_text"), {}))
-    return kind(**sizes, vocab_size=vocab_size)
+    return kind(**{**sizes, "vocab_size": vocab_size, **changes})
 
 
-def tiny_model(model_type: str, vocab_size: int) -> transformers.PreTrainedModel:
+def tiny_model(model_type: str, vocab_size: int, **changes: Any) -> transformers.PreTrainedModel:
     """Return a random model of a type, with weights large enough that its greedy text varies."""
-    config = tiny_config(model_type, vocab_size)
+    config = tiny_config(model_type, vocab_size, **changes)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, attn_implementation=attention_of(config))
     with torch.no_grad():

@@ -13,7 +13,7 @@ from rich.console import Console
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.training.stages import train_stages
@@ -114,6 +114,9 @@ def test_a_draft_is_trained_and_exported_without_trees(
     export_run(paths, "vllm")
     with pytest.raises(BackboneError, match="medusa-eval --serve"):
         load_for_decoding(paths, "float32")
+    if draft == "medusa":
+        with pytest.raises(CheckpointError, match="medusa-eval --serve"):
+            export_run(paths, "transformers")
 
 
 @pytest.mark.slow

@@ -472,7 +472,7 @@ class Backbone:
                 for a, b in ((0, 1), (1, 3))
             ]
             hidden = split.run_rest(torch.cat(early, dim=1), inputs, nodes.cache()).hidden
-        except (TypeError, AttributeError, KeyError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
             raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
             raise BackboneError(

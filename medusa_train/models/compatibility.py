@@ -21,9 +21,9 @@ from medusa_train.trees.tree import Tree
 _SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": 64,
-    "num_experts_per_tok": 1,
     "first_k_dense_replace": 1,
 }
+_SMALL |= dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_group", "topk_group"), 1)
 _SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
 _SMALL |= dict.fromkeys(
     ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 32

@@ -17,6 +17,7 @@ from medusa_train.models.compatibility import check_model
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
+from tests.model_types import tiny_model
 
 SMALL = {
     "vocab_size": 64,
@@ -264,6 +265,29 @@ def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> No
             NoTokenizer(),
         )
     )
+
+
+EXPERTS_IN_GROUPS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "n_routed_experts": 16,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+    },
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 16,
+    },
+    "gpt_oss": {},
+}
+
+
+@pytest.mark.parametrize("model_type", EXPERTS_IN_GROUPS)
+def test_as_few_experts_are_probed_as_there_are(model_type: str) -> None:
+    model = tiny_model(model_type, 64, **EXPERTS_IN_GROUPS[model_type])
+    check_model(Backbone(model.to(torch.bfloat16).eval(), NoTokenizer()))
 
 
 def test_a_forward_without_position_ids_is_rejected() -> None:
