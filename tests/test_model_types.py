@@ -76,7 +76,7 @@ def train(model_type: str, draft: str, chats: Path, where: Path) -> tuple[Any, P
         bf16=False,
         calibration_tokens=0,
         **({"medusa_num_heads": 3} if draft == "medusa" else {}),
-    ).resolved()
+    )
     printed = io.StringIO()
     console = Console(file=printed, width=1000)
     assert train_stages(cfg, console, console) == 0

@@ -38,38 +38,21 @@ def load_datasets(
         Else both have the same report, and the validation set is empty if `val_set_size` is 0 or
         there is only one prompt.
     """
-    # 1. Read and tokenize, or take the tokens from the cache.
-    readers = open_datasets(cfg, encoder, on_progress)
-    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
-    if cfg.prepared_dir is None:
-        encoded = encode_datasets(readers, cfg.sequence_len, **options)
-    else:
-        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
+    # 1. The training data, and the test data, which are read in the same way.
+    encoded = _encode(cfg, encoder, on_progress)
     report = encoded.report
-    for reader in readers:
-        report.notes += reader.source.notes
-    if not encoded.examples:
-        names = ", ".join(entry.path for entry in cfg.datasets)
-        raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
-    keys = [example.key for example in encoded.examples if example.row == 0]
-    num_repeated = len(keys) - len(set(keys))
-    if num_repeated:
-        report.notes.append(
-            f"{num_repeated:,} of {len(keys):,} conversations equal an earlier one; all of them are"
-            " used"
-        )
-    # 2. The test data, which are read as training data are.
     test = None
     if cfg.test_datasets is not None:
-        test = _load_test_data(cfg, encoder, on_progress)
-    # 3. The prompts that are not trained on, with all their conversations and all rows of these.
+        of_test = cfg.model_copy(update={"datasets": cfg.test_datasets})
+        test = _encode(of_test, encoder, on_progress)
+    # 2. The prompts that are not trained on, with all their conversations and all rows of these.
     if test is not None:
         validation_prompts = {example.prompt for example in test}
     elif held_out is not None:
         validation_prompts = held_out
     else:
         validation_prompts = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
-    # 4. The two parts.
+    # 3. The two parts.
     train: list[Example] = []
     validation: list[Example] = []
     for example in encoded.examples:
@@ -84,33 +67,46 @@ def load_datasets(
         )
     if not train:
         raise DataError("no conversation left to train on: test_datasets have all of their prompts")
-    if cfg.val_set_size and not validation and len(keys) > 1 and test is None:
+    if cfg.val_set_size and not validation and encoded.conversations > 1 and test is None:
         report.notes.append(
-            f"no conversation is held out: all {len(keys):,} begin with the same prompt; set"
-            " test_datasets"
+            f"no conversation is held out: all {encoded.conversations:,} begin with the same prompt;"
+            " set test_datasets"
         )
     if not (test or validation) and cfg.early_stopping_patience is not None:
         raise DataError(
             "early_stopping_patience: no conversation is left for validation; set test_datasets"
         )
-    row_len = cfg.sequence_len if cfg.sample_packing else None
+    row_len = encoded.row_len
     if test is None:
         test = EncodedDataset(validation, report, row_len)
     return EncodedDataset(train, report, row_len), test
 
 
-def _load_test_data(
+def _encode(
     cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None
 ) -> EncodedDataset:
-    """Read `test_datasets` as data sets of their own, of which nothing is held out."""
-    settings = {
-        "datasets": cfg.test_datasets,
-        "test_datasets": None,
-        "val_set_size": 0.0,
-        "early_stopping_patience": None,
-    }
-    test, _ = load_datasets(cfg.model_copy(update=settings), encoder, on_progress)
-    return test
+    """Read and tokenize the `datasets` of a configuration, or take their tokens from the cache."""
+    readers = open_datasets(cfg, encoder, on_progress)
+    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
+    if cfg.prepared_dir is None:
+        encoded = encode_datasets(readers, cfg.sequence_len, **options)
+    else:
+        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
+    encoded.row_len = cfg.sequence_len if cfg.sample_packing else None
+    report = encoded.report
+    for reader in readers:
+        report.notes += reader.source.notes
+    if not encoded.examples:
+        names = ", ".join(entry.path for entry in cfg.datasets)
+        raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
+    keys = [example.key for example in encoded.examples if example.row == 0]
+    num_repeated = len(keys) - len(set(keys))
+    if num_repeated:
+        report.notes.append(
+            f"{num_repeated:,} of {len(keys):,} conversations equal an earlier one; all of them are"
+            " used"
+        )
+    return encoded
 
 
 def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:

@@ -125,10 +125,10 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     """
     if path.name.lower().endswith(CHAT_FILES):
         result = read_conversations(path, skip_bad=True)
-        if result.skipped:
-            count = len(result.skipped)
-            warn_once(f"{path}: {count} invalid records skipped, the first: {result.skipped[0]}")
-        for note in result.unread.describe(str(path)):
+        for note in [
+            *(f"{path}: {line}" for line in result.report.describe()),
+            *result.report.unread.describe(str(path)),
+        ]:
             warn_once(note)
         texts = []
         for chat in result.conversations:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,103 +15,15 @@ from safetensors.torch import load, save
 
 from medusa_train.data.batch import Batch, Example, collate, pack
 from medusa_train.data.conversation import Conversation, is_looping
-from medusa_train.data.tokenize import ChatEncoder, SplitReason
+from medusa_train.data.report import DataReport
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.io import parse_json
 
 _CHECKSUM_SIZE = 4
-#: What is said of conversations that became several rows.
-_SPLIT_WORDS: dict[SplitReason, str] = {
-    "template": "the chat template changes earlier turns in later prompts",
-    "token_ids": (
-        "the data give tokens of answers (token_ids); in later prompts an answer has the tokens"
-        " of its text"
-    ),
-    "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
-}
 
 
 class CorruptDataError(Exception):
     """The bytes of tokenized examples are damaged; the message says how."""
-
-
-@dataclass
-class DataReport:
-    """Statistics on reading and tokenization, for the user.
-
-    Attributes:
-        skipped: `file:line: reason` of invalid records.
-        counts: conversations that are "complete" or "truncated", or have no row since they are
-            "too_long" or "unsupervised"; those "split", into how many "rows", and "split:REASON"
-            for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
-            known to be "cut" off by a length limit, and of how many the given tokens were not used
-            ("ignored_token_ids").
-        read_notes: what the data hold that is not read; stored with the examples.
-        notes: further sentences on this run.
-    """
-
-    sequence_len: int
-    skipped: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-    read_notes: list[str] = field(default_factory=list)
-
-    @property
-    def looping_share(self) -> float:
-        """Share of looping answers."""
-        return self.counts["looping"] / max(1, self.counts["answers"])
-
-    def describe_looping(self) -> str:
-        """Say how many answers loop, and what to do about it."""
-        return (
-            f"{self.counts['looping']:,} of {self.counts['answers']:,} answers"
-            f" ({self.looping_share:.0%}) loop: they repeat the same eight words three times, and"
-            " heads learn to repeat. medusa-selfdistill drops such answers (drop_looping);"
-            " sampling at a temperature of 0.3 to 0.7 makes fewer of them"
-        )
-
-    def describe(self) -> list[str]:
-        """Return a sentence for each kind of conversation that was skipped or truncated, and the
-        notes.
-        """
-        sentences = list(self.read_notes)
-        if self.skipped:
-            sentences.append(
-                f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"
-            )
-        limit = f"sequence_len {self.sequence_len}"
-        outcomes = {
-            "truncated": f"truncated at the end of a turn to fit {limit}",
-            "too_long": f"skipped: their first answer ends beyond {limit}",
-            "unsupervised": "skipped: no answer to train on",
-        }
-        for outcome, words in outcomes.items():
-            count = self.counts[outcome]
-            if count:
-                sentences.append(f"{count} {words}")
-        if self.counts["split"]:
-            sentences.append(self._describe_rows())
-        if self.counts["ignored_token_ids"]:
-            sentences.append(
-                "answers whose token_ids were not used, since they are another text in this"
-                f" tokenizer: {self.counts['ignored_token_ids']}"
-            )
-        return sentences + self.notes
-
-    def _describe_rows(self) -> str:
-        """Say how many conversations became several rows, and for which reasons."""
-        count = self.counts["split"]
-        conversations = "conversation" if count == 1 else "conversations"
-        sentence = f"{count} {conversations} became {self.counts['rows']} rows"
-        found = {reason: self.counts[f"split:{reason}"] for reason in _SPLIT_WORDS}
-        reasons = []
-        for reason, words in _SPLIT_WORDS.items():
-            if found[reason] == count:
-                reasons.append(words)
-            elif found[reason]:
-                reasons.append(f"in {found[reason]} {words}")
-        if not reasons:  # prepared by a version that did not count them
-            return sentence
-        return f"{sentence}: {'; '.join(reasons)}"
 
 
 @dataclass
@@ -204,8 +116,7 @@ class EncodedDataset(Sequence[Example]):
     def extend(self, other: EncodedDataset) -> None:
         """Append the examples of `other`, and add its skipped records and its counts."""
         self.examples += other.examples
-        self.report.skipped += other.report.skipped
-        self.report.counts.update(other.report.counts)
+        self.report.add(other.report)
 
     def to_bytes(self) -> bytes:
         """Return the examples and the report, without its notes, as a checksum and a safetensors

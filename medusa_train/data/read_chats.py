@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.records import normalize
+from medusa_train.data.report import DataReport
 from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
 from medusa_train.data.turns import RecordError
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
 
@@ -23,23 +23,11 @@ MAX_SHOWN_PROBLEMS = 5
 FIRST_RECORDS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """Conversations in file order, `file:line: reason` for each invalid record that was skipped,
-    notes on files without records, and what the records carry that is not read.
-    """
+class ReadResult(NamedTuple):
+    """Conversations in file order, and what was skipped and not read beside them."""
 
-    conversations: list[Conversation] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unread: Unread = field(default_factory=Unread)
-
-    def extend(self, other: ReadResult) -> None:
-        """Append what `other` has."""
-        self.conversations.extend(other.conversations)
-        self.skipped.extend(other.skipped)
-        self.notes.extend(other.notes)
-        self.unread.update(other.unread)
+    conversations: list[Conversation]
+    report: DataReport
 
 
 def read_conversations(
@@ -49,7 +37,7 @@ def read_conversations(
 
     Args:
         type: record format, as in `datasets[].type`; "auto" detects it by the keys of each record.
-        skip_bad: skip invalid records and list them in `skipped` instead of raising.
+        skip_bad: skip invalid records and list them in the report instead of raising.
 
     Raises:
         DataError: the file does not exist, has no valid record, or has invalid ones (unless
@@ -77,8 +65,7 @@ def parse_records(
     records, which is noted.
     """
     conversations: list[Conversation] = []
-    problems: list[str] = []
-    unread = Unread()
+    report = DataReport()
     for raw in records:
         try:
             if raw.error is not None:
@@ -90,18 +77,17 @@ def parse_records(
                 tags=tags,
                 variables=variables,
                 fields=fields,
-                unread=unread,
+                unread=report.unread,
             )
         except RecordError as error:
-            problems.append(f"{raw.source}: {error}")
+            report.skipped.append(f"{raw.source}: {error}")
             continue
         conversations.append(conversation)
-    if problems and not skip_bad:
-        raise DataError(describe_problems(problems, name))
-    notes = []
-    if not conversations and not problems:
-        notes.append(f"{name}: no records")
-    return ReadResult(conversations, problems, notes, unread)
+    if report.skipped and not skip_bad:
+        raise DataError(describe_problems(report.skipped, name))
+    if not conversations and not report.skipped:
+        report.read_notes.append(f"{name}: no records")
+    return ReadResult(conversations, report)
 
 
 def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> None:
@@ -136,12 +122,12 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:
     """Return `result`; raises DataError if it has no conversation."""
-    if not result.conversations and not result.skipped:
-        raise DataError(f"{name}: no conversation to read: no records")
-    if not result.conversations:
-        reason = f"all {len(result.skipped)} records are invalid; the first: {result.skipped[0]}"
-        raise DataError(f"{name}: no conversation to read: {reason}")
-    return result
+    if result.conversations:
+        return result
+    reason = "no records"
+    if skipped := result.report.skipped:
+        reason = f"all {len(skipped)} records are invalid; the first: {skipped[0]}"
+    raise DataError(f"{name}: no conversation to read: {reason}")
 
 
 def describe_problems(problems: Sequence[str], name: str) -> str:

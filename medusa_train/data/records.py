@@ -7,9 +7,9 @@ Training reads whole chats (`normalize`), self-distillation their user turns alo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.config.types import RENDERING
@@ -24,38 +24,42 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.turns import (
     RecordError,
-    Turns,
+    TurnKeys,
     as_list,
     found_under,
     json_type,
     mark_cut_answers,
+    optional_text,
     parse_turns,
 )
-from medusa_train.data.unread import Unread
+from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.io import parse_json
 
-#: The keys that identify each format, in the order in which `auto` tries them.
+
+class Format(NamedTuple):
+    """A record format: the keys by which it is known, of which the first usually holds the turns,
+    and the keys of a turn.
+    """
+
+    keys: tuple[str, ...]
+    role: str = "role"
+    content: str = "content"
+
+
+#: The formats of chats, in the order in which `auto` tries them.
 _CHAT_FORMATS = {
-    "sharegpt": ("conversations",),
-    "messages": ("messages",),
-    "conversation": ("conversation",),  # LMSYS-Chat-1M, WildChat
-    "alpaca": ("instruction", "output"),
+    "sharegpt": Format(("conversations",), "from", "value"),
+    "messages": Format(("messages",)),
+    "conversation": Format(("conversation",)),  # LMSYS-Chat-1M, WildChat
+    "alpaca": Format(("instruction", "output")),
 }
-#: The keys of the role and of the text of a turn, by format.
-_TURN_KEYS = {
-    "sharegpt": ("from", "value"),
-    "messages": ("role", "content"),
-    "conversation": ("role", "content"),
-}
-#: The columns that an alpaca record's question and answer are read from.
-_ALPACA_COLUMNS = ("instruction", "input", "output", "history")
 #: Columns of prompts that are no chats: a text, or a list of texts or messages.
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 _PROMPT_FORMATS = {
     **_CHAT_FORMATS,
-    "alpaca": ("instruction",),
-    "mt_bench": ("turns",),
-    **{key: (key,) for key in _PROMPT_COLUMNS},
+    "alpaca": Format(("instruction",)),
+    "mt_bench": Format(("turns",)),
+    **{key: Format((key,)) for key in _PROMPT_COLUMNS},
 }
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: What a line of a batch file has around its request.
@@ -113,29 +117,28 @@ def normalize(
     # 1. The turns of any format as messages.
     formats = _CHAT_FORMATS
     if fields is not None and fields.field_messages is not None:
-        formats = {"messages": (fields.field_messages,)}
+        formats = {"messages": Format((fields.field_messages,))}
         type = "auto"
     record, record_format = _detect_format(record, type, formats)
-    turns = _turns_of(record, record_format, fields)
-    columns = set(turns.columns)
-    messages = parse_turns(turns, tags=tags, unread=found, fields=fields)
+    turns, columns, keys = _turns_of(record, record_format, formats[record_format], fields)
+    if not turns:
+        raise RecordError(f"'{columns.pop()}' is an empty list")
+    messages = parse_turns(turns, keys, found, tags=tags)
     num_answers = sum(message.role == "assistant" for message in messages)
     mark_cut_answers(messages, record.get(_FINISH_REASONS))
     # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
     # has a question after the last answer.
     if record_format == "sharegpt" and messages[0].role == "assistant":
-        found.turns["assistant before the first question"] += 1
+        found.add(TURNS, "assistant before the first question")
         del messages[0]
-        num_left = num_answers - 1
-    else:
-        num_left = num_answers
-    if num_left and messages[-1].role == "user":
-        found.turns["user after the last answer"] += 1
+    has_answers = any(message.role == "assistant" for message in messages)
+    if has_answers and messages[-1].role == "user":
+        found.add(TURNS, "user after the last answer")
     # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":
         columns.add("system")
-        messages.insert(0, Message("system", _field(record, "system", required=False)))
+        messages.insert(0, Message("system", optional_text(record, "system")))
     if not messages[0].content.strip():
         del messages[0]
     problem = problem_with(tuple(messages))
@@ -171,26 +174,25 @@ def parse_user_turns(
     found = Unread()
     # 1. The turns of the user and the system.
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
-    turns = _turns_of(record, record_format, is_prompt=True)
-    columns = set(turns.columns)
+    turns, columns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     # 2. What they say.
     said: dict[Role, list[str]] = {"user": [], "system": []}
-    for message in parse_turns(turns, roles=_PROMPT_ROLES, unread=found):
+    for message in parse_turns(turns, keys, found, roles=_PROMPT_ROLES):
         text = message.content.encode("utf-8", "replace").decode()
         if text.strip():
             said[message.role].append(text)
     user, system = said["user"], said["system"]
     if not system:
         columns.add("system")
-        beside = _field(record, "system", required=False)
+        beside = optional_text(record, "system")
         if beside.strip():
             system.append(beside)
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
-            found.turns["system before the last one"] += len(system) - 1
+            found[TURNS, "system before the last one"] += len(system) - 1
         if not user:
-            found.without_prompt += 1
+            found.add(WITHOUT_PROMPT, "")
         columns.update([key for key in PROMPT_IDS if usable_id(record, key) is not None][:1])
         found.count_columns(record, columns | _bookkeeping(record))
         unread.update(found)
@@ -210,46 +212,47 @@ def _request_of(record: object) -> object:
 
 
 def _turns_of(
-    record: Mapping[str, Any],
-    record_format: str,
-    fields: DatasetConfig | None = None,
-    is_prompt: bool = False,
-) -> Turns:
-    """Return the turns of a record in any format; of a prompt, those of the user at least."""
-    if record_format == "alpaca":
-        turns = [{"role": "user", "content": _alpaca_prompt(record)}]
-        if not is_prompt:
-            turns.append({"role": "assistant", "content": _field(record, "output")})
-        return Turns(turns, _ALPACA_COLUMNS)
-    if record_format == "mt_bench":
-        texts = as_list(record, "turns")
-        return Turns([{"role": "user", "content": text} for text in texts], ("turns",))
-    if record_format in _PROMPT_COLUMNS:
-        said = record[record_format]
-        if not isinstance(said, (list, tuple)):
-            said = [_field(record, record_format)]
-        turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in said]
-        return Turns(turns, (record_format,))
-    # the turns of a format may have the keys of another
-    column = _CHAT_FORMATS[record_format][0]
-    if fields is not None:
-        column = fields.field_messages or column
+    record: Mapping[str, Any], name: str, format: Format, fields: DatasetConfig | None = None
+) -> tuple[Sequence[Any], set[str], TurnKeys]:
+    """Return the turns of a record in the format called `name`, the columns that they are read
+    from, and the keys of the turns.
+    """
+    # 1. Questions and answers that are no turns.
+    column = format.keys[0]
+    if name == "alpaca":
+        texts = [_alpaca_prompt(record)]
+        if "output" in format.keys:
+            texts.append(_text(record, "output"))
+        roles = ("user", "assistant")
+        turns = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=False)]
+        return turns, {"instruction", "input", "output", "history"}, TurnKeys()
+    if name in _PROMPT_COLUMNS and not isinstance(record[name], (list, tuple)):
+        return [{"role": "user", "content": _text(record, name)}], {name}, TurnKeys()
     found = as_list(record, column)
-    if not found and not is_prompt:
-        raise RecordError(f"'{column}' is an empty list")
-    role, content = _TURN_KEYS[record_format]
+    if name in (*_PROMPT_COLUMNS, "mt_bench"):
+        prompts: list[Any] = [
+            turn if isinstance(turn, Mapping) else {"role": "user", "content": turn}
+            for turn in found
+        ]
+        return prompts, {column}, TurnKeys()
+    # 2. Turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
-        for keys in _TURN_KEYS.values():
-            if keys[0] in found[0]:
-                role, content = keys
-                break
-    if fields is not None:
-        role, content = fields.role_key or role, fields.content_key or content
-    return Turns(found, (column,), role, content)
+        format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)
+    keys = TurnKeys(format.role, format.content)
+    if fields is None:
+        return found, {column}, keys
+    names = {name: role for role, names in (fields.roles or {}).items() for name in names}
+    keys = TurnKeys(
+        fields.role_key or keys.role,
+        fields.content_key or keys.content,
+        (fields.message_field_training,) if fields.message_field_training else keys.train,
+        names,
+    )
+    return found, {column}, keys
 
 
 def _detect_format(
-    record: object, type: str, formats: Mapping[str, tuple[str, ...]]
+    record: object, type: str, formats: Mapping[str, Format]
 ) -> tuple[Mapping[str, Any], str]:
     """Return the record, which has to be an object, and its format: `type`, or the one that has its
     keys.
@@ -260,29 +263,24 @@ def _detect_format(
         raise RecordError(f"a record must be a JSON object, this is {json_type(record)}")
     if type in formats:
         return record, type
-    if type == "auto":
-        # tables have null in the columns of other formats, so keys with a value come first
-        filled = {key for key, value in record.items() if value is not None}
-        found = _format_with(filled, formats) or _format_with(set(record), formats)
-        if found is not None:
-            return record, found
-    wanted = [f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()]
-    expected = ", ".join(wanted)
-    present = ", ".join(sorted(map(str, record))) or "none"
+    # tables have null in the columns of other formats, so keys with a value come first
+    filled = {key for key, value in record.items() if value is not None}
+    found = _format_with(filled, formats) or _format_with(set(record), formats)
+    if type == "auto" and found is not None:
+        return record, found
+    wanted = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
     remedy = ""
     if _format_with(set(record), _PROMPT_FORMATS) is not None:
         remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
     raise RecordError(
-        f"unknown record format, expected the keys {expected}; its keys: {present}{remedy}"
+        f"unknown record format, expected the keys {', '.join(wanted)}; its keys:"
+        f" {', '.join(sorted(map(str, record))) or 'none'}{remedy}"
     )
 
 
-def _format_with(keys: set[str], formats: Mapping[str, tuple[str, ...]]) -> str | None:
+def _format_with(keys: set[str], formats: Mapping[str, Format]) -> str | None:
     """Return the first format of which all keys are there."""
-    for name, required in formats.items():
-        if keys.issuperset(required):
-            return name
-    return None
+    return next((name for name, f in formats.items() if keys.issuperset(f.keys)), None)
 
 
 def _is_list_of_turns(record: object) -> bool:
@@ -295,22 +293,15 @@ def _is_list_of_turns(record: object) -> bool:
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
     if record.get("history"):
         raise RecordError("'history' is not supported; write the chat as 'messages'")
-    instruction = _field(record, "instruction")
-    extra = _field(record, "input", required=False)
-    if not extra.strip():
-        return instruction
-    if not instruction.strip():
-        return extra
-    return f"{instruction}\n\n{extra}"
+    parts = [_text(record, "instruction"), optional_text(record, "input")]
+    return "\n\n".join(part for part in parts if part.strip())
 
 
-def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str:
-    value = record.get(key)
-    if value is None and not required:
-        return ""
-    if not isinstance(value, str):
+def _text(record: Mapping[str, Any], key: str) -> str:
+    """Return the string under a key that has to be there."""
+    if not isinstance(record.get(key), str):
         raise RecordError(f"'{key}' must be a string, it is {found_under(record, key)}")
-    return value
+    return str(record[key])
 
 
 def _variables_of(
@@ -321,11 +312,9 @@ def _variables_of(
 
     `tools` may be JSON text, as in tables. Values of null are as good as missing.
     """
-    values: dict[str, Any] = {}
-    for name in names or ():
-        if record.get(name) is not None and name not in ("system", "messages"):
-            values[name] = record[name]
-            columns.add(name)
+    own = set(names or ()) - {"system", "messages"}
+    values = {name: record[name] for name in own if record.get(name) is not None}
+    columns.update(values)
     further = record.get(TEMPLATE_KWARGS)
     if further is not None:
         if not isinstance(further, Mapping):
@@ -341,30 +330,26 @@ def _variables_of(
         # columns of tables have null in the others' entries
         values |= {name: value for name, value in further.items() if value is not None}
         columns.add(TEMPLATE_KWARGS)
-    if TOOLS in values:
-        values[TOOLS] = _tools(values[TOOLS])
-        if not values[TOOLS]:
-            del values[TOOLS]
-    if not values:
-        return ""
+    values[TOOLS] = _tools(values.get(TOOLS))
+    if not values[TOOLS]:
+        del values[TOOLS]
     try:
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(values, sort_keys=True) if values else ""
     except (TypeError, ValueError) as error:
         raise RecordError(f"variables of the chat template: {error}") from None
 
 
-def _tools(value: object) -> list[Any]:
-    """Return a list of tools, of JSON text too."""
-    if isinstance(value, str):
-        if not value.strip():
-            return []
+def _tools(value: object) -> object:
+    """Return a list of tools, of JSON text too; None or an empty one if there are none."""
+    if isinstance(value, str) and value.strip():
         try:
             value = parse_json(value)
         except ValueError as error:
             raise RecordError(f"'{TOOLS}' is not valid JSON: {error}") from None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(t, Mapping) for t in value):
+    tools = value or []
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
         raise RecordError(f"'{TOOLS}' must be a list of objects")
-    return list(value)
+    return tools
 
 
 def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:

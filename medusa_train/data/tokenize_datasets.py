@@ -28,13 +28,9 @@ import torch
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.examples import (
-    CorruptDataError,
-    DataReport,
-    EncodedDataset,
-    encode_examples,
-)
+from medusa_train.data.examples import CorruptDataError, EncodedDataset, encode_examples
 from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
+from medusa_train.data.report import DataReport
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -67,7 +63,7 @@ class DatasetReader:
 
     def read(self) -> ReadResult:
         """Read all conversations, of which there must be one; files without records are noted."""
-        result = ReadResult()
+        result = ReadResult([], DataReport())
         template = self.encoder.template
         for name, records in self.source.parts():
             part = parse_records(
@@ -79,8 +75,9 @@ class DatasetReader:
                 variables=template.variables,
                 fields=self.config,
             )
-            result.extend(part)
-        result.notes.extend(result.unread.describe(self.config.path))
+            result.conversations.extend(part.conversations)
+            result.report.add(part.report)
+        result.report.read_notes += result.report.unread.describe(self.config.path)
         return with_some(result, self.source.name)
 
 
@@ -145,8 +142,7 @@ def encode_datasets(
     encoded = EncodedDataset([], DataReport(max_length))
     for number, reader in enumerate(readers):
         result = reader.read()
-        encoded.report.skipped += result.skipped
-        encoded.report.read_notes += result.notes
+        encoded.report.add(result.report)
         part = encode_conversations(
             result.conversations, reader.encoder, max_length, max_workers, on_progress
         )

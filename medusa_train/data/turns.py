@@ -1,8 +1,4 @@
-"""The turns of a chat: who speaks, what is said, and whether it is trained.
-
-A data set's turns are parsed with `parse_turns`, the messages of a chat that is to be answered with
-`read_messages`.
-"""
+"""The turns of a chat: who speaks, what is said, and whether it is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import (
     REASONING_TAGS,
     SURROGATES,
@@ -20,7 +15,7 @@ from medusa_train.data.conversation import (
     join_reasoning,
 )
 from medusa_train.data.record_files import shown_name
-from medusa_train.data.unread import Unread, unread_keys
+from medusa_train.data.unread import TURN_KEYS, TURNS, Unread, unread_keys
 from medusa_train.errors import DataError
 from medusa_train.io import parse_json, warn_once
 
@@ -40,8 +35,6 @@ _ROLES: dict[str, Role] = {
 _TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
-#: The keys of a turn that say whether it is trained, as Axolotl names them.
-_TRAIN_KEYS: tuple[str, ...] = ("train", "training")
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean",
     int: "a number",
@@ -56,122 +49,115 @@ class RecordError(ValueError):
     """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
-class Turns(NamedTuple):
-    """The turns of a record.
+class TurnKeys(NamedTuple):
+    """The names that a data set uses in its turns.
 
     Attributes:
-        turns: mappings, if the record is valid.
-        columns: of the record that they were read from.
-        role: key of a turn that says who speaks.
-        content: key of a turn's text.
+        role: key of who speaks.
+        content: key of the text.
+        train: keys that say whether the turn is trained, as Axolotl names them.
+        roles: names of roles beside the usual ones, with their meaning; "tool" for tool calls and
+            results.
+        is_prompt: the chat is to be answered: nothing of it is trained, and its template may know
+            other roles.
     """
 
-    turns: Sequence[Any]
-    columns: Collection[str]
     role: str = "role"
     content: str = "content"
+    train: Sequence[str] = ("train", "training")
+    roles: Mapping[str, str] = {}
+    is_prompt: bool = False
 
 
 def parse_turns(
-    keys: Turns,
+    turns: Sequence[Any],
+    keys: TurnKeys,
+    unread: Unread,
     *,
     tags: ReasoningTags = REASONING_TAGS,
     roles: Collection[Role] | None = None,
-    unread: Unread,
-    fields: DatasetConfig | None = None,
 ) -> list[Message]:
-    """Parse the turns of a record.
+    """Parse the turns of a record; RecordError names the turn that is not valid.
 
     Args:
-        roles: turns of other roles are skipped unparsed; None: all are read.
         unread: counts the keys of turns that are not read.
-        fields: names of roles and switches, where they are not as usual.
+        tags: join the reasoning of an answer with its content.
+        roles: turns of other roles are skipped unparsed; None: all are read.
     """
-    named_roles: dict[str, str] = {}  # "tool" for tool calls and results
-    train_keys = _TRAIN_KEYS
-    if fields is not None:
-        for meant, names in (fields.roles or {}).items():
-            named_roles.update(dict.fromkeys(names, meant))
-        if fields.message_field_training is not None:
-            train_keys = (fields.message_field_training,)
     messages = []
-    for number, turn in enumerate(keys.turns, start=1):
-        if not isinstance(turn, Mapping):
-            raise RecordError(f"turn {number} must be an object, it is {json_type(turn)}")
-        # 1. Who speaks.
-        name = turn.get(keys.role)
-        meaning = ""
-        if isinstance(name, str):
-            meaning = named_roles.get(name, name.lower())
-        role = _ROLES.get(meaning)
-        if roles is not None and role not in roles:
-            if role is None:  # answers are left out on purpose
-                unread.turns[f"the role {name}"] += 1
-            continue
-        if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
-            raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
-        if name is None:
-            raise RecordError(
-                f"turn {number}: '{keys.role}' must be a string, it is"
-                f" {found_under(turn, keys.role)}"
-            )
-        if role is None:
-            raise RecordError(
-                f"turn {number}: unknown '{keys.role}': {name!r}, expected one of"
-                f" {', '.join([*_ROLES, *named_roles])}; `roles` of the data set gives other names"
-            )
-        # 2. What is said: an answer has its reasoning before the content.
-        content = _content(turn, number, keys.content, unread)
-        read = {keys.role, keys.content, "weight", "tool_calls", "function_call", *train_keys}
-        ids = None
-        if role == "assistant":
-            ids = _token_ids(turn.get("token_ids"), number)
-            reasoning = _reasoning_of(turn, number)
-            content = join_reasoning(reasoning, content, tags)
-            read.add("token_ids")
-            read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
-        # 3. Whether it is trained.
-        is_target = _is_target(turn, number, train_keys)
-        messages.append(Message(role, content, ids, is_target=is_target))
-        # 4. What is left.
-        unread.turn_keys.update(unread_keys(turn, read))
+    for number, turn in enumerate(turns, start=1):
+        try:
+            if not isinstance(turn, Mapping):
+                raise RecordError(f"must be an object, it is {json_type(turn)}")
+            name = turn.get(keys.role)
+            meaning = keys.roles.get(name, name.lower()) if isinstance(name, str) else ""
+            role = _ROLES.get(meaning)
+            if roles is None or role in roles:
+                messages.append(_parse_turn(turn, keys, meaning, tags, unread))
+            elif role is None:  # answers are left out on purpose
+                unread.add(TURNS, f"the role {name}")
+        except RecordError as error:
+            raise RecordError(f"turn {number}: {error}") from None
     return messages
 
 
-def _is_target(turn: Mapping[str, Any], number: int, keys: Sequence[str]) -> bool | None:
+def _parse_turn(
+    turn: Mapping[str, Any], keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
+) -> Message:
+    """Parse a turn of the role that `meaning` is a name of."""
+    # 1. Who speaks.
+    if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
+        raise RecordError("a tool call or its result, which is not supported")
+    if turn.get(keys.role) is None:
+        raise RecordError(f"'{keys.role}' must be a string, it is {found_under(turn, keys.role)}")
+    if meaning not in _ROLES and not (meaning and keys.is_prompt):
+        raise RecordError(
+            f"unknown '{keys.role}': {turn[keys.role]!r}, expected one of"
+            f" {', '.join([*_ROLES, *keys.roles])}; `roles` of the data set gives other names"
+        )
+    role = _ROLES.get(meaning, turn[keys.role])
+    # 2. What is said: an answer has its reasoning before the content.
+    content = _content(turn, keys.content, unread)
+    read = {keys.role, keys.content, "tool_calls", "function_call"}
+    ids = None
+    if role == "assistant":
+        for key in REASONING_KEYS:
+            optional_text(turn, key)
+        reasoning = reasoning_part(turn)
+        content = join_reasoning(reasoning, content, tags)
+        read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
+        ids = _token_ids(turn)
+        read.add("token_ids")
+    # 3. Whether it is trained.
+    is_target = None
+    if not keys.is_prompt:
+        is_target = _is_target(turn, keys.train)
+        read |= {"weight", *keys.train}
+    # 4. What is left.
+    unread.add(TURN_KEYS, *unread_keys(turn, read))
+    return Message(role, content, ids, is_target=is_target)
+
+
+def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     """Return whether a turn says that it is trained; None where it says nothing.
 
     `keys` are true or false, as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
     default. They must not contradict each other.
     """
     if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
-        raise RecordError(f"turn {number}: training of parts of a turn is not supported")
-    said: dict[str, bool] = {}
-    for key in keys:
-        switch = turn.get(key)
-        if switch is None:
-            continue
+        raise RecordError("training of parts of a turn is not supported")
+    said = {key: turn[key] for key in keys if turn.get(key) is not None}
+    for key, switch in said.items():
         if not isinstance(switch, bool):
-            raise RecordError(f"turn {number}: '{key}' must be true or false, it is {switch!r}")
-        said[key] = switch
+            raise RecordError(f"'{key}' must be true or false, it is {switch!r}")
     weight = turn.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise RecordError(f"turn {number}: 'weight' must be 0 or 1, it is {weight!r}")
+        raise RecordError(f"'weight' must be 0 or 1, it is {weight!r}")
     if weight == 0:
         said["weight"] = False
     if len(set(said.values())) > 1:
-        raise RecordError(f"turn {number}: {' and '.join(map(repr, said))} contradict each other")
+        raise RecordError(f"{' and '.join(map(repr, said))} contradict each other")
     return next(iter(said.values()), None)
-
-
-def _reasoning_of(turn: Mapping[str, Any], number: int) -> str:
-    """Return the reasoning that a turn has beside its content, or ''."""
-    for key in REASONING_KEYS:
-        if not isinstance(turn.get(key), str | None):
-            raise RecordError(
-                f"turn {number}: '{key}' must be a string, it is {json_type(turn[key])}"
-            )
-    return reasoning_part(turn)
 
 
 def reasoning_part(message: Mapping[str, Any]) -> str:
@@ -183,17 +169,14 @@ def reasoning_part(message: Mapping[str, Any]) -> str:
     return ""
 
 
-def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
+def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the tokens that self-distillation stores beside an answer."""
+    ids = turn.get("token_ids")
     if ids is None:
         return None
-    if isinstance(ids, (list, tuple)) and all(map(_is_token_id, ids)):
+    if isinstance(ids, (list, tuple)) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         return tuple(ids)
-    raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
-
-
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
+    raise RecordError("'token_ids' must be a list of token ids")
 
 
 def mark_cut_answers(messages: list[Message], reasons: object) -> None:
@@ -211,10 +194,9 @@ def mark_cut_answers(messages: list[Message], reasons: object) -> None:
 def read_messages(chat: object) -> list[Message]:
     """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
 
-    Read are `role`, `content` (text, or a list of text parts) and the reasoning of an answer beside
-    it; `tool_calls` are refused, and other keys, such as `name`, are named in a warning, once.
+    Keys that are not read, such as `name`, are named in a warning, once.
 
-    Raises DataError, which names the message: also if there is none, or the last is an answer.
+    Raises DataError, which names the turn: also if there is none, or the last is an answer.
     """
     found = json_type(chat)
     turns: list[Any] = []
@@ -227,70 +209,59 @@ def read_messages(chat: object) -> list[Message]:
             f" is {found}. For several prompts write [model.generate(prompt) for prompt in"
             " prompts], for token ids model.generate(tokenizer.decode(ids), raw=True)"
         )
-    messages = []
     unread = Unread()
-    for number, turn in enumerate(turns, start=1):
-        if isinstance(turn, Message):
-            messages.append(turn)
-            continue
-        if not isinstance(turn.get("role"), str):
-            raise DataError(f"message {number}: expected a mapping with role and content")
-        role = turn["role"]
-        if turn.get("tool_calls"):
-            raise DataError(f"message {number} ({role}): tool_calls are not supported")
-        try:
-            content = _content(turn, number, "content", unread)
-            reasoning = ""
-            if role == "assistant":
-                reasoning = _reasoning_of(turn, number)
-        except RecordError as error:
-            raise DataError(str(error)) from None
-        read = {"role", "content", "tool_calls"}
-        if role == "assistant":
-            read |= {*REASONING_KEYS}
-        unread.turn_keys.update(unread_keys(turn, read))
-        text = join_reasoning(reasoning, content)
-        if SURROGATES.search(text):
+    try:
+        messages = parse_turns(
+            [turn.as_dict() if isinstance(turn, Message) else turn for turn in turns],
+            TurnKeys(is_prompt=True),
+            unread,
+        )
+    except RecordError as error:
+        raise DataError(str(error)) from None
+    for number, message in enumerate(messages, start=1):
+        if SURROGATES.search(message.content):
             raise DataError(
-                f"message {number} ({role}) contains a lone surrogate, which UTF-8 cannot encode"
+                f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot"
+                " encode"
             )
-        messages.append(Message(role, text))
     if messages[-1].role == "assistant":
         raise DataError(
-            f"message {len(messages)} (assistant): a chat that is to be answered ends with the user's"
+            f"turn {len(messages)} (assistant): a chat that is to be answered ends with the user's"
             " turn; a text that is to be continued is given with raw=True"
         )
-    if unread.turn_keys:
+    if unread:
         # without the counts, which differ from call to call
-        names = ", ".join(map(shown_name, sorted(unread.turn_keys)))
+        names = ", ".join(shown_name(name) for _, name in sorted(unread))
         warn_once(f"messages: not read: {names}")
     return messages
 
 
-def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread) -> str:
+def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
     """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
     counts.
     """
     content = turn.get(key)
     if isinstance(content, str):
         return content
-    if isinstance(content, (list, tuple)):
-        texts = []
-        for part in content:
-            if not _is_text_part(part):
-                raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
-            texts.append(part["text"])
-            names = unread_keys(part, ("type", "text"))
-            unread.turn_keys.update(f"{key}.{name}" for name in names)
-        return "".join(texts)
-    raise RecordError(f"turn {number}: '{key}' must be a string, it is {found_under(turn, key)}")
+    if not isinstance(content, (list, tuple)):
+        raise RecordError(f"'{key}' must be a string, it is {found_under(turn, key)}")
+    texts = []
+    for part in content:
+        # a caption of an image is no text
+        is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
+            raise RecordError(f"'{key}' holds parts that are not text")
+        texts.append(part["text"])
+        unread.add(TURN_KEYS, *(f"{key}.{name}" for name in unread_keys(part, ("type", "text"))))
+    return "".join(texts)
 
 
-def _is_text_part(part: object) -> bool:
-    """Return whether a part of a content is text: a caption of an image is not."""
-    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        return False
-    return part.get("type") in (None, "text", "input_text", "output_text")
+def optional_text(values: Mapping[str, Any], key: str) -> str:
+    """Return the string under a key, '' if there is none."""
+    value = values.get(key)
+    if not isinstance(value, str | None):
+        raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
+    return value or ""
 
 
 def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:

@@ -127,7 +127,7 @@ def not_supported(name: str, architecture: str, reasons: list[str]) -> BackboneE
     lines = "".join(f"\n  {reason}" for reason in reasons)
     return BackboneError(
         f"base_model {name}: {architecture} is not supported:{lines}\n"
-        f"Supported: {_FAMILIES}; see docs/training.md, Backbones"
+        f"Supported: {_FAMILIES}; see docs/reference/models.md"
     )
 
 

@@ -10,7 +10,8 @@ from medusa_train.data.draft_vocabulary import (
     frequent_tokens,
     token_counts,
 )
-from medusa_train.data.examples import DataReport, EncodedDataset
+from medusa_train.data.examples import EncodedDataset
+from medusa_train.data.report import DataReport
 from medusa_train.errors import ConfigError
 
 

@@ -32,7 +32,7 @@ def test_jsonl_names_every_bad_line(tmp_path: Path) -> None:
 
     result = read_conversations(path, skip_bad=True)
     assert [c.source for c in result.conversations] == [f"{path}:1", f"{path}:5"]
-    assert [s.split(": ")[0] for s in result.skipped] == [f"{path}:{n}" for n in (2, 4)]
+    assert [s.split(": ")[0] for s in result.report.skipped] == [f"{path}:{n}" for n in (2, 4)]
 
 
 def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
     result = read_conversations(path, skip_bad=True)
     assert len(result.conversations) == 2
     assert result.conversations[0].source == f"{path}:2"
-    assert len(result.skipped) == 1
+    assert len(result.report.skipped) == 1
 
 
 @pytest.mark.parametrize(

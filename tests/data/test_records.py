@@ -5,7 +5,7 @@ import pytest
 
 from medusa_train.data.records import normalize, parse_user_turns
 from medusa_train.data.turns import RecordError
-from medusa_train.data.unread import Unread
+from medusa_train.data.unread import COLUMNS, Unread
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
@@ -82,12 +82,12 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"question": "x", "answer": "y"}, "its keys: answer, question; medusa-selfdistill"),
         ({"conversations": []}, "'conversations' is an empty list"),
         ({"conversations": "x"}, "must be a list of turns, it is a string"),
-        ({"conversations": ["x"]}, "turn 1 must be an object"),
+        ({"conversations": ["x"]}, "turn 1: must be an object"),
         (
             {"conversations": [{"from": "tool", "value": "x"}]},
-            "turn 1 is a tool call or its result, which is not",
+            "turn 1: a tool call or its result, which is not",
         ),
-        ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1 is a tool call"),
+        ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1: a tool call"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
         (
             {"conversations": [{"from": "human", "value": 3}]},
@@ -146,7 +146,7 @@ def test_prompts_may_be_texts() -> None:
     assert parse_user_turns({"prompt": messages}) == (["q"], "s")
     unread = Unread()
     assert parse_user_turns({"question": "q", "answer": "a"}, unread=unread) == (["q"], None)
-    assert list(unread.columns) == ["answer"]
+    assert unread == {(COLUMNS, "answer"): 1}
     # UltraChat has the first question beside the turns
     said = {"prompt": "q", "messages": [{"role": "user", "content": text} for text in ("q", "r")]}
     assert parse_user_turns(said) == (["q", "r"], None)

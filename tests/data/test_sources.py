@@ -58,16 +58,16 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("x\n" + LINE)
     (tmp_path / "b.jsonl").write_text(LINE + "y\n")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
-    assert (len(result.conversations), len(result.skipped)) == (2, 2)
+    assert (len(result.conversations), len(result.report.skipped)) == (2, 2)
     (tmp_path / "dataset_info.json").write_text('{"a": 1}')
     for name in ("c.shard-1-of-2.jsonl", "b.shard-1-of-2.jsonl"):  # b is merged
         (tmp_path / name).write_text(LINE)
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
-    assert (len(result.conversations), len(result.skipped)) == (3, 2)
+    assert (len(result.conversations), len(result.report.skipped)) == (3, 2)
     (tmp_path / "empty.jsonl").write_text("")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
-    assert (len(result.conversations), len(result.skipped)) == (3, 2)
-    assert result.notes == [f"{tmp_path}/empty.jsonl: no records"]
+    assert (len(result.conversations), len(result.report.skipped)) == (3, 2)
+    assert result.report.read_notes == [f"{tmp_path}/empty.jsonl: no records"]
     with pytest.raises(DataError, match=r"/empty\.jsonl: no conversation to read"):
         read_source(DatasetConfig(path=str(tmp_path / "empty.jsonl")), skip_bad=True)
     for path in (tmp_path, tmp_path / "b.jsonl"):
@@ -278,7 +278,7 @@ def test_an_odd_record_stops_no_public_data_set(
     for name in ("sharegpt", "somebody/chats"):
         result = read(name)
         assert len(result.conversations) == 1
-        (skipped,) = result.skipped
+        (skipped,) = result.report.skipped
         assert "turn 1: 'value' must be a string" in skipped
     with pytest.raises(DataError, match="1 invalid record"):
         read(str(path))

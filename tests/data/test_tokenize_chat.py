@@ -236,6 +236,20 @@ def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:
     assert base.with_settings(template="chatml").with_settings().template_name == "chatml"
 
 
+def test_the_text_between_turns_that_share_a_row_is_trained_with_everything(
+    make_tokenizer: Make, chat: Chat
+) -> None:
+    """One prompt is split otherwise, since ">B" is one token: the turns around it share rows."""
+    source = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    encoder = ChatEncoder(make_tokenizer(source), train_on_inputs=True)
+    first, second = encoder.encode(chat("a", "B", "c", "d", "e", "f"))
+    assert masked_row(encoder, first) == "[[<user>a</s><assistant>B</s>]]"
+    history = "<user>a</s><assistant>B</s><user>"
+    between = "c</s><assistant>d</s><user>e</s><assistant>f</s>"
+    assert masked_row(encoder, second) == f"{history}[[{between}]]"
+
+
 def test_an_answer_of_weight_0_is_not_supervised(tokenizer: Any) -> None:
     turns = [
         {"role": ("user", "assistant")[n % 2], "content": "ABCD"[n], "weight": int(n != 1)}

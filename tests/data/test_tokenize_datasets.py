@@ -16,7 +16,8 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data import tokenize_datasets
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.examples import DataReport, EncodedDataset
+from medusa_train.data.examples import EncodedDataset
+from medusa_train.data.report import DataReport
 from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.data.tokenize_datasets import cache_key, encode_conversations
 from medusa_train.errors import DataError

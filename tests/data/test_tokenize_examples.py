@@ -10,7 +10,8 @@ import torch
 from medusa_train.data.batch import Example
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.dataset import select_validation
-from medusa_train.data.examples import DataReport, encode_examples
+from medusa_train.data.examples import encode_examples
+from medusa_train.data.report import DataReport
 from medusa_train.data.tokenize import ChatEncoder
 from tests.chat_templates import QWEN3
 

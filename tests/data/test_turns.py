@@ -87,7 +87,7 @@ def test_switches_of_turns_decide_before_roles(
         ({"weight": True}, "'weight' must be 0 or 1"),
         ({"train": "no"}, "'train' must be true or false, it is 'no'"),
         ({"train_detail": [{"begin": 0}]}, "training of parts of a turn is not supported"),
-        ({"function_call": {"name": "f"}}, "turn 2 is a tool call"),
+        ({"function_call": {"name": "f"}}, "turn 2: a tool call"),
         ({"train": True, "training": False}, "turn 2: 'train' and 'training' contradict each o"),
         ({"train": True, "weight": 0}, "turn 2: 'train' and 'weight' contradict each other"),
     ],
@@ -144,7 +144,9 @@ def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) 
     encoder = ChatEncoder(make_tokenizer())
     reader = DatasetReader(config, open_source(config), encoder, skip_bad=False)
     result = reader.read()
-    assert result.notes == [f"{path}: not read: columns messages (1); keys of turns role (1)"]
+    assert result.report.read_notes == [
+        f"{path}: not read: columns messages (1); keys of turns role (1)"
+    ]
     assert masked(encoder, result.conversations[0]) == "<s><user>Q1</s><|assistant|>[[A1</s>]]"
     plain = DatasetReader(
         DatasetConfig(path=str(path)), open_source(config), encoder, skip_bad=False
@@ -159,7 +161,7 @@ def test_a_single_part_may_have_another_name() -> None:
     record = {"conversations": [{"from": "human", "text": "Q"}]}
     assert normalize(record, fields=fields).messages[0].content == "Q"
     fields = DatasetConfig(path="x", field_messages="chat", roles={"tool": ["caller"]})
-    with pytest.raises(RecordError, match="turn 1 is a tool call"):
+    with pytest.raises(RecordError, match="turn 1: a tool call"):
         normalize({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
     with pytest.raises(RecordError, match="expected the keys 'chat'"):
         normalize({"messages": TURNS}, fields=fields)

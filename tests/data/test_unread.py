@@ -15,7 +15,7 @@ from medusa_train.data.records import normalize, parse_user_turns
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
-from medusa_train.data.unread import MAX_UNREAD, Unread
+from medusa_train.data.unread import COLUMNS, MAX_UNREAD, Unread
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.selfdistill.prompts import read_prompts
 
@@ -64,7 +64,7 @@ def test_every_column_and_key_of_turns_is_counted_by_name(
     counted = (
         f"{path}: not read: columns {names[0]} (3), {names[1]} (1); keys of turns {names[2]} (2)"
     )
-    assert read(path, ChatEncoder(make_tokenizer())).notes == [counted]
+    assert read(path, ChatEncoder(make_tokenizer())).report.read_notes == [counted]
     unread = Unread()
     read_prompts(path, unread=unread)
     assert unread.describe(str(path)) == [counted]
@@ -91,7 +91,7 @@ def test_every_column_and_key_of_turns_is_counted_by_name(
 def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str]) -> None:
     found = Unread()
     normalize(record, unread=found)
-    assert sorted([*found.columns, *found.turn_keys]) == unread
+    assert sorted(name for _, name in found) == unread
     in_prompts = Unread()
     parse_user_turns(record, unread=in_prompts)
     assert in_prompts == found
@@ -165,7 +165,7 @@ def test_turns_that_prompts_leave_out_are_counted(tmp_path: Path) -> None:
 def test_names_are_shown_in_one_line() -> None:
     names = ["a\nb", "\x1b[31mred", "", " ", "\ud800", "x" * 5000, "[bold]", "名"]
     found = Unread()
-    found.columns.update(names)
+    found.add(COLUMNS, *names)
     (line,) = found.describe("data")
     assert line.isprintable()
     assert len(line) < 300
@@ -175,7 +175,7 @@ def test_names_are_shown_in_one_line() -> None:
 
 def test_many_columns_are_counted_in_one_line() -> None:
     found = Unread()
-    found.columns.update(random_names(MAX_UNREAD + 5))
+    found.add(COLUMNS, *random_names(MAX_UNREAD + 5))
     (line,) = found.describe("data")
     assert line.endswith("and 5 more")
     assert line.count("(1)") == MAX_UNREAD

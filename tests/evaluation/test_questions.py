@@ -11,7 +11,7 @@ import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.conversation import Message
-from medusa_train.data.unread import Unread
+from medusa_train.data.unread import COLUMNS, WITHOUT_PROMPT, Unread
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import (
@@ -79,7 +79,7 @@ def test_the_users_messages_of_chats_are_asked(tmp_path: Path) -> None:
     unread = Unread()
     path = write(tmp_path / "chats.jsonl", {"messages": [answer]}, sharegpt)
     assert [question.question_id for question in read_questions(path, unread)] == [2]
-    assert unread.without_prompt == 1
+    assert unread == {(WITHOUT_PROMPT, ""): 1}
     with pytest.raises(DataError, match=r"chats.jsonl: holds no questions"):
         read_questions(write(tmp_path / "chats.jsonl", {"messages": [answer]}))
 
@@ -408,4 +408,4 @@ def test_a_second_name_of_what_was_read_is_counted(tmp_path: Path) -> None:
     path.write_text(json.dumps(record), encoding="utf-8")
     unread = Unread()
     assert read_questions(path, unread)[0].turns == ("Q",)
-    assert unread.columns == {"prompt": 1, "prompt_id": 1}
+    assert unread == {(COLUMNS, "prompt"): 1, (COLUMNS, "prompt_id"): 1}

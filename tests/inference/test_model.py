@@ -385,8 +385,8 @@ def test_contents_are_text_or_parts_of_text(model: Model) -> None:
         ({"role": "user", "content": None}, "turn 1: 'content'.*null"),
         ({"role": "user"}, "turn 1: 'content'.*missing"),
         ({"role": "user", "content": image}, "not text"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls"),
-        ({"content": "Hi?"}, "message 1: expected"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool call"),
+        ({"content": "Hi?"}, "turn 1: 'role' must be a string"),
     ]
     for message, problem in bad:
         with pytest.raises(DataError, match=problem):
@@ -466,7 +466,7 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
         (
             [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "We"}],
             {},
-            r"message 2 \(assistant\): a chat that is to be answered ends with the user's turn",
+            r"turn 2 \(assistant\): a chat that is to be answered ends with the user's turn",
         ),
     ],
 )

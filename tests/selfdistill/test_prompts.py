@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.data.unread import Unread
+from medusa_train.data.unread import COLUMNS, Unread
 from medusa_train.errors import DataError
 from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts
 
@@ -55,9 +55,9 @@ def test_requests_of_a_batch_file_are_prompts(tmp_path: Path) -> None:
     unread = Unread()
     (prompt,) = read_prompts(jsonl(tmp_path / "batch.jsonl", request), unread=unread)
     assert (prompt.id, prompt.turns, prompt.system) == ("r-1", ("hi",), "sys")
-    assert list(unread.columns) == ["model"]
+    assert unread == {(COLUMNS, "model"): 1}
     read_prompts(jsonl(tmp_path / "batch.jsonl", request | {"foo": 3}), unread=unread)
-    assert sorted(unread.columns) == ["foo", "model"]
+    assert unread == {(COLUMNS, "model"): 2, (COLUMNS, "foo"): 1}
 
 
 def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_numbers(

@@ -27,7 +27,7 @@ def test_what_needs_trees_or_layers_is_refused(
     Qwen3_5TextConfig(num_hidden_layers=8, layer_types=None).save_pretrained(tmp_path)
     cfg = TrainConfig(
         base_model=str(tmp_path), datasets=[{"path": "x"}], output_dir="runs/x", **keys
-    ).resolved()
+    )
     with pytest.raises(ConfigError) as caught:
         check_run(cfg, 1)
     name, value = next(iter(keys.items()))
