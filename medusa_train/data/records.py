@@ -230,7 +230,9 @@ def _turns_of(
         return [{"role": "user", "content": _text(record, name)}], {name}, TurnKeys()
     found = as_list(record, column)
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
-        turns = [t if isinstance(t, Mapping) else {"role": "user", "content": t} for t in found]
+        turns: list[Any] = [
+            t if isinstance(t, Mapping) else {"role": "user", "content": t} for t in found
+        ]
         return turns, {column}, TurnKeys()
     # 2. Turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
