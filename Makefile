@@ -16,7 +16,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 smollm2-model qwen qwen-model bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model qwen qwen-model bench test test-slow docs quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -103,11 +103,15 @@ test: install ## run the tests
 test-slow: install ## run the tests that take minutes
 	$(PYTEST) -m slow
 
-quality: install ## ruff, mypy and the import layers; prints sizes
+docs: install ## build the documentation site and serve it at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+quality: install ## ruff, mypy, the import layers and the documentation site; prints sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/python .ci/sizes
 
 format: install ## format with ruff and apply its fixes

@@ -24,6 +24,7 @@ from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.pages.charts import Bar, Curve, bars, curves  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "results"
 #: Colours that are readable on a light and on a dark background, since a picture in Markdown can't
 # ask which it is on.
 STYLE = (
@@ -81,7 +82,7 @@ def main(names: Sequence[str]) -> None:
     for path in sorted(RESULTS.glob("*.json")):
         description = json.loads(path.read_text(encoding="utf-8")).get("chart")
         if description and (not names or path.stem in names):
-            replace_text(path.with_suffix(".svg"), draw(description))
+            replace_text(PAGES / f"{path.stem}.svg", draw(description))
 
 
 if __name__ == "__main__":

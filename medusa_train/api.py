@@ -62,7 +62,7 @@ def load(
         draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the
             heads, or beside them ("medusa+prompt_lookup").
         draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}`
-            (docs/configuration.md); "rest" needs a `datastore`.
+            (docs/reference/configuration.md); "rest" needs a `datastore`.
 
     Raises:
         ConfigError: no such draft or settings.

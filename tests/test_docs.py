@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from medusa_train.cli import common
+from medusa_train.cli.reference import command_page
 from medusa_train.config.paths import PROJECT_ROOT
 from tests.evaluation.tiny_model import write_backbone, write_run
 
-PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
-TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+DOCS = PROJECT_ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}
+PAGES["README.md"] = PROJECT_ROOT / "README.md"
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 MODULES = {
     "medusa-train": "train",
     "medusa-selfdistill": "selfdistill",
@@ -28,7 +32,7 @@ MODULES = {
 }
 FILES_START = "\n## Files\n"
 #: programs in bash blocks that this project does not install
-FOREIGN = {"python3", "pip", "hf", "source", "vllm", "until", "kill", "export"}
+FOREIGN = {"python3", "pip", "hf", "source", "vllm", "until", "kill", "export", "bash"}
 
 
 class Parsed(BaseException):
@@ -150,11 +154,11 @@ def test_every_command_is_checked() -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_named_paths_and_links_exist(name: str) -> None:
-    text, page = TEXTS[name], next(page for page in PAGES if page.name == name)
+    text, page = TEXTS[name], PAGES[name]
     named = set(
         re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", text)
     )
-    if name == "architecture.md":
+    if name.startswith("development/"):
         named |= set(re.findall(r"\b[a-z_]+/[a-z_/]+\.py\b", text))
     named = {path for path in named if not path.startswith(("data/bench/NAME",))}
     named -= set(re.findall(r"--output (\S+)", text))  # the commands of the page write these
@@ -183,13 +187,13 @@ def file_list() -> str:
 
 def test_the_architecture_page_lists_the_files() -> None:
     """After a file was added or removed, `python -m tests.test_docs` writes the list again."""
-    assert TEXTS["architecture.md"].split(FILES_START)[1].strip() == file_list()
+    assert TEXTS["development/architecture.md"].split(FILES_START)[1].strip() == file_list()
 
 
 def test_the_architecture_page_names_every_runner() -> None:
     code = (PROJECT_ROOT / "medusa_train" / "inference" / "runners.py").read_text(encoding="utf-8")
     runners = set(re.findall(r"^class (\w+Runner)\b", code, flags=re.MULTILINE))
-    assert set(re.findall(r"`(\w+Runner)`", TEXTS["architecture.md"])) == runners
+    assert set(re.findall(r"`(\w+Runner)`", TEXTS["development/architecture.md"])) == runners
 
 
 def texts_of_the_code() -> list[str]:
@@ -210,9 +214,10 @@ def texts_of_the_code() -> list[str]:
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     """A quoted message stands in the code, part by part between its dots."""
-    table = TEXTS["troubleshooting.md"].split("## Messages")[1].split("\n\n")[2]
-    messages = re.findall(r"^\| (?:`([^`]+)`|`` (.+) ``) \|", table, flags=re.MULTILINE)
-    assert len(messages) == len(table.splitlines()) - 2
+    page = TEXTS["reference/messages.md"].split("## Messages")[1]
+    messages = re.findall(r"^\*\*(?:`([^`]+)`|`` (.+) ``)\*\*$", page, flags=re.MULTILINE)
+    assert len(messages) == len(re.findall(r"^\*\*", page, flags=re.MULTILINE))
+    assert len(messages) >= 25
     messages = [single or double for single, double in messages]
     code = "\n".join(texts_of_the_code())
     parts = [part.strip() for message in messages for part in message.split("...")]
@@ -228,7 +233,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_links_lead_to_a_heading(name: str) -> None:
-    page = next(page for page in PAGES if page.name == name)
+    page = PAGES[name]
     lost = []
     for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", TEXTS[name]):
         path, anchor = link.split("#")
@@ -254,12 +259,28 @@ def test_pages_that_need_pytorchs_index_tell_where_its_address_is() -> None:
     assert all("https://pytorch.org/get-started/locally/" in text for text in pages)
 
 
+def test_the_site_lists_every_page() -> None:
+    """A page that the navigation lacks is found by nobody."""
+    navigation = yaml.safe_load((PROJECT_ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = re.findall(r"[\w./-]+\.md", str(navigation))
+    assert sorted(listed) == sorted(name for name in PAGES if name != "README.md")
+
+
+def test_the_page_of_the_commands_is_that_of_the_code() -> None:
+    """`python -m medusa_train.cli.reference` writes it again."""
+    assert TEXTS["reference/cli.md"] == command_page()
+
+
 def test_what_a_loop_is_stands_on_one_page() -> None:
     """Words in training data and tokens in an evaluation read like two definitions elsewhere."""
     definition = re.compile(r"\b(?:eight|8)[- ](?:words|tokens?)\b")
-    pages = {name for name, text in TEXTS.items() if definition.search(text)}
+    pages = {
+        name
+        for name, text in TEXTS.items()
+        if definition.search(text) and not name.startswith("results/")
+    }
     # the second is the description of the key `drop_looping`
-    assert pages == {"selfdistill.md", "configuration.md"}
+    assert pages == {"how-to/make-training-data.md", "reference/configuration.md"}
 
 
 @pytest.mark.parametrize("name", ["llama31_8b_eagle3", "llama31_8b_m1", "llama31_8b_m2"])
@@ -289,7 +310,7 @@ def test_an_eagle3_draft_of_a_large_model_has_one_size_of_vocabulary() -> None:
 
 
 def test_a_study_names_its_model_before_its_figures() -> None:
-    studies = TEXTS["results.md"].split("## Studies")[1].split("\n- ")[1:]
+    studies = TEXTS["explanation/results.md"].split("## Studies")[1].split("\n- ")[1:]
     models = ("SmolLM2", "coder", "test model", "tiny backbone", "demo")
     nameless = []
     for study in studies:
@@ -317,6 +338,6 @@ def test_python_blocks_run(
 
 
 if __name__ == "__main__":
-    architecture = PROJECT_ROOT / "docs" / "architecture.md"
+    architecture = DOCS / "development" / "architecture.md"
     before = architecture.read_text(encoding="utf-8").split(FILES_START)[0]
     architecture.write_text(f"{before}{FILES_START}\n\n{file_list()}\n", encoding="utf-8")

@@ -83,7 +83,7 @@ def test_train_export_import_decode(
         val_set_size=0.2,
         bf16=False,
         calibration_tokens=0,
-    ).resolved()
+    )
     console = Console(file=io.StringIO())
     assert train_stages(cfg, console, console) == 0
     exported = export_run(resolve_model(str(run), None, None), "vllm").target

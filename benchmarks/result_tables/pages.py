@@ -17,14 +17,14 @@ from result_tables import (
 
 
 class ResultPage(NamedTuple):
-    """What is written into a result page, and its line in docs/results.md."""
+    """What is written into a result page, and its line in docs/explanation/results.md."""
 
     answer: Callable[[], str]
     table: Callable[[], str]
     short: Callable[[], str]
 
 
-#: By name, in the order of docs/results.md.
+#: By name, in the order of docs/explanation/results.md.
 RESULT_PAGES = {
     "qwen_coder": ResultPage(coder.coder_answer, coder.coder_table, coder.coder_short),
     "compiled_smollm2": ResultPage(

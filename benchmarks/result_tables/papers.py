@@ -158,7 +158,7 @@ def epsilon_table() -> str:
 
 
 def published_speeds_table() -> str:
-    """The speeds of the papers' tables beside those of SmolLM2, for docs/papers.md."""
+    """The speeds of the papers' tables beside those of SmolLM2, for docs/explanation/papers.md."""
     experiments = results("papers_speed_smollm2")["experiments"]
     kangaroo = experiments["kangaroo_table1"]["rows"]
     drafts = ("Kangaroo", "REST", "Medusa", "Lookahead")
@@ -195,7 +195,7 @@ def published_speeds_table() -> str:
 
 
 def published_acceptance_table() -> str:
-    """What the papers publish where SmolLM2 was counted in tokens per step, for docs/papers.md."""
+    """What the papers publish where SmolLM2 was counted in tokens per step, for docs/explanation/papers.md."""
     counted = results("papers_smollm2")["experiments"]
     joint = results("medusa2_smollm2")["finished_heads"]["rows"].values()
     over_medusa1 = [row["over (32)"][0] for row in joint if row["over (32)"]]
@@ -233,7 +233,7 @@ def published_acceptance_table() -> str:
             "speed (Table 2): Medusa-1 2.18x, Medusa-2 2.83x. Medusa-2: 3.47 tokens per step,"
             " overhead 1.22",
             f"tokens per step: Medusa-2 makes [{min(over_medusa1):.2f} to {max(over_medusa1):.2f} of"
-            " Medusa-1's](../benchmarks/results/medusa2_smollm2.md)",
+            " Medusa-1's](../results/medusa2_smollm2.md)",
         ],
         [
             "`medusa_table2`",

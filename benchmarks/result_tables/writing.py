@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+#: The pages and pictures that are written from them.
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "results"
 Json = dict[str, Any]
 Cells = list[object]
 

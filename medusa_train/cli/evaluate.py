@@ -68,8 +68,9 @@ Measure the speed of a model with its draft heads on a bench, beside plain decod
 compare the outputs token for token. Or measure servers (--serve, --server-url), choose a tree (--calibrate), compare
 finished evaluations (--compare), or chat (--interactive).
 
-[bold]key=value[/bold] sets a key that has no option here; docs/configuration.md describes every key, docs/evaluation.md
-every figure. Running the same command again resumes an interrupted evaluation.
+[bold]key=value[/bold] sets a key that has no option here; docs/reference/configuration.md
+describes every key, docs/reference/metrics.md every metric. Running the same command again resumes
+an interrupted evaluation.
 
 [bold]Examples[/bold]
 
@@ -189,7 +190,7 @@ def evaluate(
         _chat(cfg, paths, console)
     elif calibrate:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.calibrate import calibrate as calibrate_tree
+            from medusa_train.evaluation.refit_tree import calibrate as calibrate_tree
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
         print_next(after_training(paths.base_model, paths.home), console)
     else:
@@ -284,7 +285,7 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
     options: dict[str, Any] = {
         "typical": cfg.acceptance == "typical",
-        "temperature": cfg.resolved().temperature or 0.0,
+        "temperature": cfg.temperature or 0.0,
     }
     if cfg.acceptance == "sampling":
         options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}

@@ -39,9 +39,9 @@ HELP = """
 Generate training data: a model answers the user turns of existing conversations. Draft heads are trained on the
 model's answers, because these are what they predict when the model is served.
 
-[bold]CONFIG.yaml[/bold] contains flat keys; [bold]key=value[/bold] overrides one of them. docs/configuration.md
-describes every key. The output is a JSONL file of OpenAI messages for medusa-train (type: messages). Running the same
-command again resumes an interrupted run.
+[bold]CONFIG.yaml[/bold] contains flat keys; [bold]key=value[/bold] overrides one of them.
+docs/reference/configuration.md describes every key. The output is a JSONL file of OpenAI messages for medusa-train
+(type: messages). Running the same command again resumes an interrupted run.
 
 [bold]Examples[/bold]
 

@@ -34,8 +34,8 @@ Train drafts for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGL
 medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
 [bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
-docs/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub name) and
-datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
+docs/reference/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub
+name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
 [bold]Examples[/bold]
 

@@ -1,7 +1,7 @@
 """Generate documentation of the keys: JSON Schema, Markdown tables, and the resolved values of a
 configuration.
 
-`python -m medusa_train.config.docs` rewrites `configs/schema.json` and `docs/configuration.md`.
+`python -m medusa_train.config.docs` rewrites `configs/schema.json` and `docs/reference/configuration.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIALECT = "http://json-schema.org/draft-07/schema#"
 #: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
 SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
 #: The key reference.
-REFERENCE = "docs/configuration.md"
+REFERENCE = "docs/reference/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 _NULL = {"type": "null"}
 #: pydantic's names of limits on types that are read from text -> JSON Schema's.

@@ -25,8 +25,13 @@ from medusa_train.config.problems import (
     text_problems,
 )
 from medusa_train.config.removed_keys import explain_removed
-from medusa_train.config.schema import NOT_IN_STAGE_ONE, NOT_INHERITED, TrainConfig
-from medusa_train.config.types import STAGE_ONE, Config, format_value, types_at
+from medusa_train.config.schema import (
+    NOT_IN_STAGE_ONE,
+    NOT_INHERITED,
+    TrainConfig,
+    stage_one_values,
+)
+from medusa_train.config.types import STAGE_ONE, Config, types_at
 from medusa_train.config.yaml_source import (
     KeyPath,
     Problem,
@@ -71,33 +76,30 @@ def load_config(
     # 3. All problems, those of stage one included.
     cfg, problems = _validate(cls, source)
     lines = problem_lines(problems, source)
-    if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
-        first, stage_one_lines = _stage_one(cfg, source)
+    if cls is TrainConfig and _has_stage_one(source, problems):
+        first, stage_one_lines = _stage_one(source)
         lines += stage_one_lines
-        own = set(first.ignored).intersection(source.values[STAGE_ONE])
-        source.ignored += [f"{STAGE_ONE}.{name}" for name in own]
-    if lines:
+        if first is not None:
+            own = source.values[STAGE_ONE]
+            source.ignored += [f"{STAGE_ONE}.{name}" for name in first.ignored if name in own]
+    if cfg is None or lines:
         raise ConfigError(in_order_of_file(lines, source.name))
-    return cfg.resolved()
+    return cfg
 
 
 def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
-    given = {str(path[0]) for path in cfg._source.places} or cfg.model_fields_set
-    values = cfg.model_dump(mode="json", include=given)
-    first, lines = _stage_one(cfg, replace(cfg._source, values=values))
-    if lines:
+    values = cfg.model_dump(mode="json", include=cfg.model_fields_set)
+    first, lines = _stage_one(replace(cfg._source, values=values))
+    if first is None or lines:
         raise ConfigError(lines)
     return first
 
 
 def dump_config(cfg: Config) -> str:
-    """Format the resolved values as YAML for `load_config`; keys without a value or an effect are
-    omitted.
-    """
-    cfg = cfg.resolved()
+    """Format the values as YAML for `load_config`; keys without a value or an effect are omitted."""
     return dump_yaml(
         cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     )
@@ -206,7 +208,15 @@ def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> No
             source.ignored.append(other)
 
 
-def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]:
+def _has_stage_one(source: Source, problems: list[Problem]) -> bool:
+    """Return whether there are valid keys of a stage one, which no finished one replaces."""
+    is_valid = isinstance(source.values.get(STAGE_ONE), dict) and all(
+        path != (STAGE_ONE,) for path, _ in problems
+    )
+    return is_valid and not source.values.get("lora_model_dir")
+
+
+def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[str]]:
     """Build the configuration of stage one: that of the run, then the keys of `stage_one`.
 
     Returns: It, and a line for each of its problems.
@@ -214,20 +224,22 @@ def _stage_one(cfg: TrainConfig, outer: Source) -> tuple[TrainConfig, list[str]]
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
     own = outer.values[STAGE_ONE]
-    for name, value in {**cfg.stage_one_values, **own}.items():
+    output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
+    for name, value in {**stage_one_values(str(output_dir)), **own}.items():
         source.set((name,), value, f"{outer.place((STAGE_ONE, name))}: {STAGE_ONE}")
         if name in own and name in NOT_IN_STAGE_ONE:
             source.problems.append(((name,), "is set for the whole run; remove it"))
-    _drop_contradicted(type(cfg), source, set(own))
-    first, problems = _validate(type(cfg), source)
-    first = first.resolved()
-    if first.recipe != "medusa1":
+    _drop_contradicted(TrainConfig, source, set(own))
+    first, problems = _validate(TrainConfig, source)
+    if first is not None and first.recipe != "medusa1":
         problems.append((("recipe",), "stage one trains heads on a frozen base model: medusa1"))
     return first, problem_lines(problems, source)
 
 
-def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
-    """Validate each key, then the rules between the valid ones, so that no problem hides another."""
+def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
+    """Validate each key, and the rules between those that are valid, so that no problem hides
+    another. Returns: The configuration, None with problems of keys or rules; and all problems.
+    """
     problems = [*source.problems, *text_problems(source.values, ())]
     # 1. Keys without an effect: those of other programs, and in a run's own file removed ones.
     values: dict[str, Any] = {}
@@ -242,26 +254,21 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
             source.ignored += [] if value is None else [name]
         else:
             values[name] = value
-    # 2. Each key. Where some are invalid, the rules between the others are checked all the same.
-    invalid: set[object] = set()
+    # 2. Each key; and the rules, if all keys are valid.
     try:
         cfg = cls.model_validate(values)
+        cfg._source = source
+        return cfg, problems
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += [explain(detail, cls) for detail in details]
-        invalid = {detail["loc"][0] for detail in details}
-        valid = {name: value for name, value in values.items() if name not in invalid}
-        cfg = cls.model_validate({**cls.stand_ins, **valid})
-    # 3. The rules.
-    for keys, message in cfg.violations():
-        if invalid.isdisjoint(keys):
-            name, *others = [key for key in keys if values.get(key) is not None] or keys[:1]
-            value = values.get(name, getattr(cfg, name))
-            if not isinstance(value, (dict, list)):
-                message = f"{format_value(value)}: {message}"
-            if others:
-                places = [f"{other}: {source.place((other,))}" for other in others]
-                message += f" ({', '.join(places)})"
-            problems.append(((name,), message))
-    cfg._source = source
-    return cfg, problems
+    # 3. The rules between the keys that are valid.
+    invalid = {detail["loc"][0] for detail in details if detail["type"] != "rule"}
+    required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}
+    valid = {name: value for name, value in values.items() if name not in invalid}
+    if invalid:
+        try:
+            cls.model_validate({**required, **valid})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                details += [detail] if invalid.isdisjoint(detail["ctx"]["keys"]) else []
+    return None, problems + [explain(detail, cls, source) for detail in details]

@@ -69,12 +69,14 @@ def text_problems(value: Any, path: KeyPath) -> Iterator[Problem]:
         yield from text_problems(item, (*path, name))
 
 
-def explain(detail: ErrorDetails, cls: type[Config]) -> Problem:
+def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> Problem:
     """Say what is wrong in an error of pydantic."""
     path = tuple(part for part in detail["loc"] if part != "[key]")
     name = path[-1]
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     got = f", got {format_value(value)}"
+    if kind == "rule":
+        return path, _explain_rule(detail, source)
     if kind == "extra_forbidden":
         (owner, *_) = types_at(cls, path[:-1])
         return path, _unknown(str(name), owner)
@@ -100,6 +102,17 @@ def explain(detail: ErrorDetails, cls: type[Config]) -> Problem:
     return path, detail["msg"] if kind == "problem" else detail["msg"] + got
 
 
+def _explain_rule(detail: ErrorDetails, source: Source) -> str:
+    """Say which rule is broken, by which value, and where the others were set that it reads."""
+    name, message = str(detail["loc"][0]), detail["msg"]
+    value = source.values.get(name, detail["input"])
+    if not isinstance(value, (dict, list)):
+        message = f"{format_value(value)}: {message}"
+    set_keys = [key for key in detail["ctx"]["keys"] if source.values.get(key) is not None]
+    others = [f"{key}: {source.place((key,))}" for key in set_keys if key != name]
+    return f"{message} ({', '.join(others)})" if others else message
+
+
 def _switches(cls: type[Config]) -> list[str]:
     return [name for name, field in cls.model_fields.items() if field.annotation is bool]
 
@@ -112,7 +125,7 @@ def _unknown(name: str, owner: type[Section]) -> str:
     meant = [key for key in COMMON_NAMES.get(name.lower(), ()) if key in owner.model_fields]
     for suggested in meant or nearest:
         return f"unknown key; did you mean {suggested}?"
-    return "unknown key; see docs/configuration.md"
+    return "unknown key; see docs/reference/configuration.md"
 
 
 def problem_lines(problems: Iterable[Problem], source: Source) -> list[str]:

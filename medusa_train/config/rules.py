@@ -17,7 +17,7 @@ from medusa_train.config.types import Violation
 CODE_BENCH = (
     "scoring this bench runs code that the model writes; set allow_code_execution=true, or"
     " score=false to only decode"
-    " (docs/evaluation.md, Quality), or choose another bench"
+    " (docs/how-to/score-answers.md), or choose another bench"
 )
 #: Keys of which one at most may be set. On the command line one replaces the other of a file.
 EXCLUSIVE = (
@@ -71,11 +71,6 @@ def implies_joint_training(cfg: Any) -> bool:
     return bool(cfg.adapter or cfg.medusa_num_unfreeze_layers or cfg.medusa_self_distillation)
 
 
-def _is_joint(cfg: Any) -> bool:
-    """Return whether the base model is trained with the heads; `cfg` need not be resolved."""
-    return implies_joint_training(cfg) if cfg.recipe is None else cfg.recipe == "medusa2"
-
-
 def _trains_lm_head(cfg: Any) -> bool:
     """Return whether joint training trains the base model's lm_head, in full or by an adapter."""
     targets = cfg.lora_target_modules
@@ -94,8 +89,8 @@ def _has_validation(cfg: Any) -> bool:
 
 
 def train_violations(cfg: Any) -> Iterator[Violation]:
-    """Yield the rules of `medusa-train` that are broken; `cfg` need not be resolved."""
-    is_joint = _is_joint(cfg)
+    """Yield the rules of `medusa-train` that are broken."""
+    is_joint = cfg.recipe == "medusa2"
     is_quantized = cfg.load_in_4bit or cfg.load_in_8bit
     exported = set(cfg.export or ())
     draft = DRAFT_CONFIGS[cfg.draft]
@@ -133,13 +128,13 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
             "quantized layers cannot be trained; use an adapter, or load the base model unquantized",
         )
-    if cfg.recipe and cfg.medusa_only_heads is (cfg.recipe == "medusa2"):
+    if cfg.medusa_only_heads is is_joint:
         yield (
             ("recipe", "medusa_only_heads"),
             "medusa1 means medusa_only_heads: true, medusa2 means false; remove one of the two"
             " keys",
         )
-    if (cfg.recipe == "medusa1" or cfg.medusa_only_heads) and cfg.medusa_num_unfreeze_layers:
+    if (not is_joint or cfg.medusa_only_heads) and cfg.medusa_num_unfreeze_layers:
         yield (
             ("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
             "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
@@ -230,7 +225,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             " depend on the token before; remove export, or train without it",
         )
     # 4. The course of the run.
-    if cfg.test_datasets and cfg.val_set_size and "val_set_size" in cfg.model_fields_set:
+    if cfg.test_datasets and cfg.val_set_size:
         yield (
             ("val_set_size", "test_datasets"),
             "test_datasets are the data for evaluation; remove one of the two",
@@ -258,7 +253,7 @@ def _describe_exports() -> str:
 
 
 def ineffective_train_keys(cfg: Any) -> Iterator[str]:
-    """Yield the keys that have no effect given the values of the others; `cfg` must be resolved."""
+    """Yield the keys that have no effect given the values of the others."""
     if cfg.draft in SECTIONS:
         yield from _MEDUSA_KEYS
     if cfg.recipe == "medusa1":
@@ -451,11 +446,9 @@ def _is_number(text: str) -> bool:
 
 
 def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
-    """Yield the rules of `medusa-selfdistill` that are broken; an address without `engine` means a
-    server.
-    """
+    """Yield the rules of `medusa-selfdistill` that are broken."""
     has_server = cfg.server_url is not None
-    uses_server = cfg.engine == "openai" or (cfg.engine is None and has_server)
+    uses_server = cfg.engine == "openai"
     if _is_number(cfg.seed_dataset) and resolve_path(cfg.seed_dataset) is None:
         yield ("seed_dataset",), "names the prompts; for the random seed write seed=N"
     if cfg.engine == "openai" and not has_server:
@@ -470,9 +463,7 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
             ("engine", "server_url", "base_model"),
             "requests need a model name; set base_model to the name that the server uses",
         )
-    has_model = cfg.base_model is not None or cfg.heads is not None or uses_server
-    # the test model's own prompts are for trying the command
-    if not has_model and cfg.seed_dataset != "tiny":
+    if not uses_server and cfg.base_model is None and cfg.heads is None:
         yield (
             ("seed_dataset", "base_model", "heads", "engine", "server_url"),
             "needs the model that is to answer: add --model NAME, its directory or hub name"

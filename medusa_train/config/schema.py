@@ -269,7 +269,6 @@ class TrainConfig(Config):
         "resume_from_checkpoint": "--resume",
     }
     ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
-    stand_ins: ClassVar = {"base_model": "?", "datasets": "?"}
 
     # Base model
     base_model: Text = key(
@@ -606,16 +605,10 @@ class TrainConfig(Config):
         """The run, if it exists, whose heads, and adapter if it has one, this one starts from."""
         name = self.lora_model_dir
         if self.trains_stage_one:
-            name = self.stage_one_values["output_dir"]
+            name = stage_one_values(self.output_dir)["output_dir"]
         if name is None:
             return None
         return resolve_path(name)
-
-    @property
-    def stage_one_values(self) -> dict[str, Any]:
-        """Values that stage one always has: its recipe, its directory, and no tree."""
-        directory = str(Path(self.output_dir) / STAGE_ONE)
-        return {"recipe": "medusa1", "output_dir": directory, "calibration_tokens": 0}
 
     @property
     def heads_keys(self) -> dict[str, Any]:
@@ -681,29 +674,34 @@ class TrainConfig(Config):
     def _lr_multiplier(self) -> float:
         return self.medusa_lr_multiplier or DRAFT_CONFIGS[self.draft].lr_multiplier
 
-    def resolved(self) -> TrainConfig:
-        """Return a copy with derived values filled in.
+    def derived(self) -> dict[str, Any]:
+        """Return what follows from other keys.
 
         `recipe` and `medusa_only_heads` follow from each other or from the keys of joint training.
         `chat_template` follows from the datasets if all have the same `conversation`, so that
         decoding uses the template of training. The section of `draft` gets its defaults.
         """
         recipe = self.recipe or ("medusa2" if rules.implies_joint_training(self) else "medusa1")
-        template = self.chat_template or None
-        templates = {dataset.conversation for dataset in self.datasets}
-        if template is None and len(templates) == 1:
-            template = templates.pop()
         derived: dict[str, Any] = {
             "recipe": recipe,
-            "medusa_only_heads": recipe == "medusa1",
-            "chat_template": template,
             "medusa_lr_multiplier": self._lr_multiplier,
         }
-        if self.test_datasets is not None:
+        if self.medusa_only_heads is None:
+            derived["medusa_only_heads"] = recipe == "medusa1"
+        templates = {dataset.conversation for dataset in self.datasets}
+        if self.chat_template is None and len(templates) == 1:
+            derived["chat_template"] = templates.pop()
+        if self.test_datasets is not None and "val_set_size" not in self.model_fields_set:
             derived["val_set_size"] = 0.0  # its default would be a second set in config.yaml
         if self.draft in SECTIONS:
             derived[self.draft] = self.draft_config
-        return self.model_copy(update=derived)
+        return derived
+
+
+def stage_one_values(output_dir: str) -> dict[str, Any]:
+    """Return what stage one of a run always has: its recipe, its directory, and no tree."""
+    directory = str(Path(output_dir) / STAGE_ONE)
+    return {"recipe": "medusa1", "output_dir": directory, "calibration_tokens": 0}
 
 
 #: Keys that decide which examples there are: stages with equal values share the data.
@@ -918,11 +916,11 @@ class EvalConfig(Config):
         """
         return tuple(rules.ineffective_eval_keys(self))
 
-    def resolved(self) -> EvalConfig:
-        """Fill in the temperature of sampling and typical acceptance."""
+    def derived(self) -> dict[str, Any]:
+        """Return the temperature of sampling and typical acceptance."""
         if self.acceptance == "greedy" or self.temperature is not None:
-            return self
-        return self.model_copy(update={"temperature": 0.7})
+            return {}
+        return {"temperature": 0.7}
 
 
 class SelfDistillConfig(Config):
@@ -1047,13 +1045,16 @@ class SelfDistillConfig(Config):
         """Yield the rules of self-distillation that are broken."""
         return rules.selfdistill_violations(self)
 
-    def resolved(self) -> SelfDistillConfig:
-        """Fill in `engine` (openai if `server_url` is set) and `base_model` (data/tiny, unless
-        `heads` is set).
+    def derived(self) -> dict[str, Any]:
+        """Return `engine` (openai if `server_url` is set), and for the prompts `tiny` the test model
+        as `base_model`.
         """
         engine = self.engine or ("openai" if self.server_url else "local")
-        base = self.base_model or ("data/tiny" if self.heads is None else None)
-        return self.model_copy(update={"engine": engine, "base_model": base})
+        derived: dict[str, Any] = {"engine": engine}
+        names_model = self.base_model is not None or self.heads is not None
+        if engine == "local" and not names_model and self.seed_dataset == "tiny":
+            derived["base_model"] = "data/tiny"
+        return derived
 
 
 class ExportConfig(Config):

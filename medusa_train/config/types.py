@@ -33,10 +33,11 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
 from medusa_train.config.yaml_source import Source
@@ -437,7 +438,8 @@ class Section(BaseModel):
 class Config(Section):
     """Base class of the configurations of commands, read by `load_config`.
 
-    The constructor validates single values; `load_config` also checks the rules between keys.
+    One that exists is complete: values that follow from other keys are filled in, and no rule
+    between keys is broken.
     """
 
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
@@ -446,11 +448,21 @@ class Config(Section):
     replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: Options whose names differ from those of their keys.
     options: ClassVar[Mapping[str, str]] = {}
-    #: Keys for which the rules are checked although they have no valid value: any valid ones.
-    stand_ins: ClassVar[Mapping[str, Any]] = {}
 
     #: What was read: where each key was set, and what of it is ignored.
     _source: Source = PrivateAttr(default_factory=lambda: Source("configuration"))
+
+    @model_validator(mode="after")
+    def _complete(self: Self) -> Self:
+        self.__dict__.update(self.derived())
+        broken = []
+        for keys, message in self.violations():
+            name = next((key for key in keys if key in self.model_fields_set), keys[0])
+            error = PydanticCustomError("rule", "{text}", {"text": message, "keys": keys})
+            broken.append(InitErrorDetails(type=error, loc=(name,), input=getattr(self, name)))
+        if broken:
+            raise ValidationError.from_exception_data(type(self).__name__, broken)
+        return self
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -484,13 +496,13 @@ class Config(Section):
         """Keys that have no effect given the values of the others; `dump_config` omits them."""
         return ()
 
+    def derived(self) -> dict[str, Any]:
+        """Return the values that follow from other keys, by name."""
+        return {}
+
     def violations(self) -> Iterable[Violation]:
         """Yield the rules between keys that the values break."""
         return ()
-
-    def resolved(self: Self) -> Self:
-        """Return a copy with the values filled in that are derived from other keys."""
-        return self
 
 
 #: The keys that a broken rule is about, and what is wrong. It is reported at the first of the keys

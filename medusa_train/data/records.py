@@ -230,10 +230,11 @@ def _turns_of(
         return [{"role": "user", "content": _text(record, name)}], {name}, TurnKeys()
     found = as_list(record, column)
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
-        turns: list[Any] = [
-            t if isinstance(t, Mapping) else {"role": "user", "content": t} for t in found
+        prompts: list[Any] = [
+            turn if isinstance(turn, Mapping) else {"role": "user", "content": turn}
+            for turn in found
         ]
-        return turns, {column}, TurnKeys()
+        return prompts, {column}, TurnKeys()
     # 2. Turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
         format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)

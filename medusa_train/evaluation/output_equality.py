@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.evaluation.figures import first_difference
-from medusa_train.evaluation.measured_answers import TurnRecord, Verdict
+from medusa_train.evaluation.turns import Turn, Verdict
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.models.backbone import Backbone
 
@@ -27,7 +27,7 @@ LEAST_COMPARED = 8
 ALL_WITHIN = 60.0
 
 
-def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dtype: str) -> None:
+def compare_timed_answers(records: Sequence[Turn], backbone: Backbone, dtype: str) -> None:
     """Compare the answers that were timed in `dtype`; results go to `record.exact`."""
     for record in records:
         if record.tree is not None:
@@ -41,7 +41,7 @@ def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dty
 
 
 def compare_regenerated_answers(
-    records: Sequence[TurnRecord],
+    records: Sequence[Turn],
     model: LoadedModel,
     dtype: str,
     max_new_tokens: int,
@@ -104,6 +104,17 @@ def compare_answers(
     candidates = (tree[position], plain[position])
     gaps = logit_gaps(backbone, prompt_ids, plain[:position], candidates)
     return Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Return the index of the first token in which two answers differ; None if they are equal.
+
+    If one answer is a prefix of the other, that is the index just after its end.
+    """
+    for index, (left, right) in enumerate(zip_longest(first, second)):
+        if left != right:
+            return index
+    return None
 
 
 @torch.no_grad()

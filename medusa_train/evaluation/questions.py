@@ -323,7 +323,9 @@ def read_questions(
             "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's"
             " keys; chats"
         )
-        raise DataError("\n".join([*first_problems(problems), f"{expected} (docs/evaluation.md)"]))
+        raise DataError(
+            "\n".join([*first_problems(problems), f"{expected} (docs/how-to/measure-a-draft.md)"])
+        )
     if not questions:
         raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
     return tuple(questions)

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
-from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.machine_load import MachineLoad
-from medusa_train.evaluation.measured_answers import SkippedTurn, TurnRecord
+from medusa_train.evaluation.metrics import Metrics, by_category, metrics
 from medusa_train.evaluation.report_page import html_page, sections_of
+from medusa_train.evaluation.turns import Turn
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
 from medusa_train.tree_search.fit import Trace, node_acceptance
@@ -36,14 +36,14 @@ class Report:
     """
 
     meta: dict[str, Any]
-    overall: Figures
-    categories: dict[str, Figures]
+    overall: Metrics
+    categories: dict[str, Metrics]
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_records(
         cls,
-        records: Sequence[TurnRecord],
+        records: Sequence[Turn],
         meta: dict[str, Any],
         tree: Tree | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -59,7 +59,7 @@ class Report:
                     "accepted": shares,
                 }
         parts.update(extra or {})
-        return cls(meta, summarize(records), by_category(records), parts)
+        return cls(meta, metrics(records), by_category(records), parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of report.json; `baselines` also stand at the top level."""
@@ -77,26 +77,26 @@ class Report:
         return self.overall["tokens_per_s"] is not None
 
 
-def write_report(
-    report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
-) -> list[Path]:
+def write_report(report: Report, turns: Sequence[Turn], directory: Path) -> list[Path]:
     """Write report.json, report.md, report.html, answers.jsonl and FastChat's
     model_answer/MODEL.jsonl.
 
     With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
     `Trace.ranks`.
     """
-    # 1. one line per turn
+    # 1. one line per turn, the skipped ones last
+    records = [turn for turn in turns if not turn.skipped]
     answers = [_answer_line(record) for record in records]
-    for turn in skipped:
-        answers.append(
-            {
-                "question_id": turn.question_id,
-                "turn": turn.turn,
-                "prompt_tokens": turn.prompt_tokens,
-                "skipped": True,
-            }
-        )
+    for turn in turns:
+        if turn.skipped:
+            answers.append(
+                {
+                    "question_id": turn.question_id,
+                    "turn": turn.turn,
+                    "prompt_tokens": len(turn.prompt_ids),
+                    "skipped": True,
+                }
+            )
     ranks = [_ranks_line(record, record.trace) for record in records if record.trace is not None]
 
     # 2. the pages
@@ -116,7 +116,7 @@ def write_report(
     return write_files(directory, files)
 
 
-def _ranks_line(record: TurnRecord, trace: Trace) -> dict[str, Any]:
+def _ranks_line(record: Turn, trace: Trace) -> dict[str, Any]:
     line: dict[str, Any] = {
         "question_id": record.question_id,
         "turn": record.turn,
@@ -132,11 +132,9 @@ def model_id(meta: Mapping[str, Any]) -> str:
     return Path(meta["model"] or meta["base_model"]).resolve().name
 
 
-def _answer_line(record: TurnRecord) -> dict[str, Any]:
+def _answer_line(record: Turn) -> dict[str, Any]:
     answer = record.answer
-    seconds = {"tree": None if record.tree is None else record.tree.seconds}
-    for name, baseline in record.baselines.items():
-        seconds[name] = baseline.seconds
+    seconds = {"tree": None} | {name: one.seconds for name, one in record.answers.items()}
     return {
         "question_id": record.question_id,
         "category": record.category,
@@ -183,7 +181,7 @@ def _terms_of(report: Report) -> list[str]:
 SUMMARIZED = ("answers", "correct", "loops")
 
 
-def _cells(figures: Figures) -> dict[str, str]:
+def _cells(figures: Metrics) -> dict[str, str]:
     """Return the cells of a category by the titles of their columns."""
     return {
         "answers": number(figures["answers"], 0),
@@ -201,7 +199,7 @@ def _cells(figures: Figures) -> dict[str, str]:
     }
 
 
-def equal_cell(figures: Figures) -> str:
+def equal_cell(figures: Metrics) -> str:
     """Format equal answers in float32 out of those compared, with ties as "+n"; older reports lack
     them.
     """
@@ -214,21 +212,21 @@ def equal_cell(figures: Figures) -> str:
     return f"{equal}/{compared_answers(figures)}"
 
 
-def _equal_bf16_cell(figures: Figures) -> str:
+def _equal_bf16_cell(figures: Metrics) -> str:
     equal = figures["equal_answers_bf16"]
     if equal is None:
         return "-"
     return f"{equal}/{compared_answers(figures, '_bf16')}"
 
 
-def compared_answers(figures: Figures, suffix: str = "") -> int:
+def compared_answers(figures: Metrics, suffix: str = "") -> int:
     """Return how many answers were compared in float32 (`_bf16`: bfloat16); older reports compared
     all.
     """
     return int(figures.get(f"compared_answers{suffix}") or figures["answers"])
 
 
-def _correct_cell(figures: Figures) -> str:
+def _correct_cell(figures: Metrics) -> str:
     """Format correct answers out of those scored: the tree's, and plain decoding's if their number
     differs.
     """
@@ -264,7 +262,7 @@ def figures_table(report: Report, left_out: Collection[str] = ()) -> Table:
 def decoders_table(report: Report) -> Table:
     """Return the tree and all baselines on the whole bench."""
     overall = report.overall
-    decoders: dict[str, Figures] = {}
+    decoders: dict[str, Metrics] = {}
     if report.has_tree:
         decoders["tree"] = {
             "tokens_per_s": overall["tokens_per_s"],
@@ -321,7 +319,7 @@ def summary_of(report: Report) -> list[str]:
     return lines
 
 
-def _speed_note(overall: Figures) -> str:
+def _speed_note(overall: Metrics) -> str:
     """Say how fast the tree is, beside the fastest of plain decoding and `generate`."""
     interval = overall["intervals"].get("speedup_over_fastest")
     speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
@@ -392,7 +390,7 @@ def _output_note(report: Report) -> str:
     return f"Output: {output} Speed was measured in {report.meta['dtype']}."
 
 
-def _float32_note(overall: Figures, outcome: str | None) -> str:
+def _float32_note(overall: Metrics, outcome: str | None) -> str:
     equal = overall["equal_answers"]
     if equal is None:
         return _not_compared(outcome)
@@ -407,7 +405,7 @@ def _float32_note(overall: Figures, outcome: str | None) -> str:
     return note
 
 
-def _bfloat16_note(overall: Figures, outcome: str | None) -> str:
+def _bfloat16_note(overall: Metrics, outcome: str | None) -> str:
     equal = overall["equal_answers_bf16"]
     if equal is None:
         return _not_compared(outcome)

@@ -33,33 +33,31 @@ from medusa_train.evaluation.answer_scores import (
     score_answers,
 )
 from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
-from medusa_train.evaluation.calibrate import (
-    describe_misfit,
-    is_compiled,
-    load_with_progress,
-)
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
-from medusa_train.evaluation.measured_answers import (
-    MeasurementLog,
-    SkippedTurn,
-    TimedAnswer,
-    Turn,
-    TurnRecord,
-    completed_turns,
-    turn_log,
-)
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
     compare_timed_answers,
 )
 from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.refit_tree import (
+    describe_misfit,
+    is_compiled,
+    load_with_progress,
+)
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.report_page import size_figures
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
+from medusa_train.evaluation.turns import (
+    TURN,
+    Answer,
+    MeasurementLog,
+    Turn,
+    completed_turns,
+)
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
@@ -127,8 +125,7 @@ class Timed:
     """The timed part of an evaluation.
 
     Attributes:
-        records: the turns that were measured.
-        skipped: those that did not fit the context.
+        turns: all of them; those that did not fit the context have no answers.
         paths: of the model; they name another tree where one was fitted again.
         dtype: in which the turns were measured.
         log: their file; removed when the report is complete.
@@ -136,13 +133,17 @@ class Timed:
         other_cores: how many cores other processes used meanwhile, on average.
     """
 
-    records: list[TurnRecord]
-    skipped: list[SkippedTurn]
+    turns: list[Turn]
     paths: ModelPaths
     dtype: str
     log: MeasurementLog[Turn]
     plain_steps: list[float]
     other_cores: float
+
+    @property
+    def records(self) -> list[Turn]:
+        """The turns that have answers."""
+        return [turn for turn in self.turns if not turn.skipped]
 
 
 @dataclasses.dataclass
@@ -168,9 +169,8 @@ class ReportInProgress:
         seconds = self.progress.seconds
         self.meta["seconds"] = round(self.progress.total_seconds, 1)
         self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
-        records = self.timed.records
-        report = Report.from_records(records, self.meta, self.tree, self.parts)
-        return report, write_report(report, records, self.timed.skipped, self.directory)
+        report = Report.from_records(self.timed.records, self.meta, self.tree, self.parts)
+        return report, write_report(report, self.timed.turns, self.directory)
 
     def add(self, part: str, value: Any) -> None:
         """Add a part, and write the files."""
@@ -240,7 +240,7 @@ class Evaluation:
         # 5. the finished report
         finished, written = report.write()
         timed.log.remove()
-        _print_results(finished, timed.skipped, progress)
+        _print_results(finished, progress)
         return finished, written
 
     def _first_report(self, model: LoadedModel, timed: Timed, command: str) -> ReportInProgress:
@@ -251,8 +251,7 @@ class Evaluation:
             model,
             timed.paths,
             timed.dtype,
-            timed.records,
-            timed.skipped,
+            timed.turns,
             command,
         )
         meta["machine_load"] = MachineLoad(
@@ -336,7 +335,7 @@ class Evaluation:
             # 4. time
             others = OtherProcesses()
             plain_steps = self._repeat_plain_steps(model)
-            records, skipped = self._time_bench(model, dtype, log)
+            turns = self._time_bench(model, dtype, log)
             plain_steps += self._repeat_plain_steps(model)
             other_cores = others.cores()
         if caught:
@@ -346,13 +345,14 @@ class Evaluation:
                 " measure on a larger device."
             )
         # 5. trace
-        trace_records(records, model, progress)
-        return model, Timed(records, skipped, paths, dtype, log, plain_steps, other_cores)
+        timed = Timed(turns, paths, dtype, log, plain_steps, other_cores)
+        trace_records(timed.records, model, progress)
+        return model, timed
 
     def _open_log(self, paths: ModelPaths) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
         settings = measurement_settings(self.cfg, self.bench, paths)
-        log = turn_log(self.directory / "turns.jsonl", settings)
+        log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
         resumption = log.resumption("evaluation", "turns", len(log.entries))
         if resumption is not None:
             self.progress.print(resumption)
@@ -368,12 +368,8 @@ class Evaluation:
         prompt = self._chat_encoder(model).prompt(self.bench.questions[0].opening)
         return plain_step_rounds(model.backbone, prompt, self.cfg.batch_size, SPREAD_TOKENS)
 
-    def _time_bench(
-        self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]
-    ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-        """Time every decoder on every turn of the bench, and log each turn; return the measured and
-        the skipped ones.
-        """
+    def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> list[Turn]:
+        """Time every decoder on every turn of the bench, and log each turn."""
         cfg, questions, progress = self.cfg, self.bench.questions, self.progress
         # 1. the decoders
         compared = self.paths.tree_mode != NO_TREE
@@ -419,12 +415,12 @@ class Evaluation:
         left = [question for question in questions if question.question_id not in completed]
         count = sum(len(question.turns) for question in left) * len(test.names)
 
-        def on_turn(turn: TurnRecord | SkippedTurn) -> None:
+        def on_turn(turn: Turn) -> None:
             log.append(turn)
-            if isinstance(turn, SkippedTurn):
+            if turn.skipped:
                 timing.advance(len(test.names))
 
-        def on_answer(answer: TimedAnswer) -> None:
+        def on_answer(answer: Answer) -> None:
             timing.advance(tokens=len(answer.tokens))
 
         try:
@@ -451,8 +447,7 @@ class Evaluation:
 
         budget = None
         if self.cfg.equality == "auto":
-            answers = [answer for record in records for answer in record.baselines.values()]
-            answers += [record.tree for record in records if record.tree is not None]
+            answers = [answer for turn in timed.turns for answer in turn.answers.values()]
             budget = sum(answer.seconds for answer in answers) / 2
 
         def compare() -> None:
@@ -478,9 +473,7 @@ class Evaluation:
 
         return _compared(records, dtype, compare)
 
-    def _grade(
-        self, judge: Judge, records: Sequence[TurnRecord], model_name: str
-    ) -> dict[str, Any]:
+    def _grade(self, judge: Judge, records: Sequence[Turn], model_name: str) -> dict[str, Any]:
         """Have the judge grade the answers."""
         name = re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
@@ -538,7 +531,7 @@ def plain_step_rounds(
     return rounds
 
 
-def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:
+def trace_records(records: Sequence[Turn], model: LoadedModel, progress: RunProgress) -> None:
     """Fill in `pieces` and, with a draft, `trace` of every record.
 
     A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If
@@ -580,7 +573,7 @@ def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
 
 
-def _compared(records: Sequence[TurnRecord], dtype: str, compare: Callable[[], None]) -> str:
+def _compared(records: Sequence[Turn], dtype: str, compare: Callable[[], None]) -> str:
     """Call `compare`, which fills in `exact` of the records; return COMPARED or NO_MEMORY."""
     outcome = NO_MEMORY
     try:
@@ -635,14 +628,15 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
     return judge
 
 
-def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:
+def _print_results(report: Report, progress: RunProgress) -> None:
     """Print the closing tables and what could not be measured."""
     progress.console.print(terminal_report(report))
     for dtype, outcome in (report.meta["exactness"] or {}).items():
         if outcome in (NO_MEMORY, EMULATED):
             progress.print(f"answers were not compared in {dtype}: {outcome}")
+    skipped = report.meta["skipped_turns"]
     if skipped:
         progress.print(
-            f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context"
+            f"{skipped} turns were skipped: prompt and answer do not fit the model's context"
         )
     progress.console.print(progress.table())

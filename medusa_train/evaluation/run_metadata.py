@@ -21,11 +21,10 @@ from medusa_train.checkpoint.resolve import FIXED, ModelPaths, find_heads
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
-from medusa_train.evaluation.figures import first_difference
-from medusa_train.evaluation.measured_answers import SkippedTurn, TurnRecord
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
+from medusa_train.evaluation.timed_decoders import describe_baseline, reference_decoders
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Turn
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
@@ -40,8 +39,7 @@ def collect_metadata(
     model: LoadedModel,
     paths: ModelPaths,
     dtype: str,
-    records: Sequence[TurnRecord],
-    skipped: Sequence[SkippedTurn],
+    turns: Sequence[Turn],
     command: str,
 ) -> dict[str, Any]:
     """Return `meta` of report.json after the timed pass: plain JSON values.
@@ -55,7 +53,7 @@ def collect_metadata(
         "bench": bench.name,
         "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
-        "skipped_turns": len(skipped),
+        "skipped_turns": sum(turn.skipped for turn in turns),
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": _public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
@@ -63,7 +61,7 @@ def collect_metadata(
         "decoding": mode.as_json,
         **_describe_backbone(model, paths, dtype),
         **_describe_draft(model, paths),
-        **_describe_baselines(cfg, model, records, mode),
+        **_describe_baselines(cfg, model, turns, mode),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
@@ -136,26 +134,24 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
 
 
 def _describe_baselines(
-    cfg: EvalConfig, model: LoadedModel, records: Sequence[TurnRecord], mode: DecodingMode
+    cfg: EvalConfig, model: LoadedModel, turns: Sequence[Turn], mode: DecodingMode
 ) -> dict[str, Any]:
     """Return what the tree is compared with, and how answers are."""
     greedy = mode.acceptance == "greedy"
     references = reference_decoders(model)
-    pairs = []
-    for record in records:
-        if record.generate is not None:
-            pairs.append((record.plain.tokens, record.generate.tokens))
+    answered = [turn.answers for turn in turns if not turn.skipped]
+    pairs = [(one[PLAIN], one[GENERATE]) for one in answered if GENERATE in one]
     baselines = {"baseline_tokens_per_s": "the same decoding loop with the empty tree"}
     if pairs:
         baselines["generate_tokens_per_s"] = describe_baseline(GENERATE, None, mode)
     for name, reference in references.items():
         baselines[name] = reference.description
-    for name in records[0].others:
-        if name not in references:
+    for name in answered[0]:
+        if name not in (TREE, PLAIN, GENERATE, *references):
             baselines[name] = describe_baseline(name, cfg.assistant_model, mode)
     plain_equal_generate = None
     if greedy and pairs:
-        plain_equal_generate = sum(first_difference(*pair) is None for pair in pairs)
+        plain_equal_generate = sum(plain.tokens == other.tokens for plain, other in pairs)
     exactness = None
     if greedy and model.proposer is not None:
         exactness = dict.fromkeys(EQUALITY_DTYPES, "not compared")
@@ -172,6 +168,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     """
     mode = DecodingMode.from_config(cfg)
     settings: dict[str, Any] = {
+        "format": 2,  # of the log's lines
         **bench_settings(bench),
         **model_settings(paths),
         "draft": None,

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.measured_answers import TimedAnswer
+from medusa_train.evaluation.turns import GENERATE, Answer
 from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
@@ -26,9 +26,6 @@ from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
-PLAIN = "plain"
-TREE = "tree"
-GENERATE = "generate"
 PROMPT_LOOKUP = "prompt_lookup"
 ASSISTED = "assisted"
 #: Measured beside dynamic trees.
@@ -46,7 +43,7 @@ GREEDY = DecodingMode()
 class TimedDecoder(Protocol):
     """A decoder that answers prompts in the same passes and measures them."""
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
 
 
@@ -65,7 +62,7 @@ class LoopDecoder:
         self._mode = mode
         self._rule = rule
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
         decoder = self._decoder
         generators = self._mode.generators(prompts, self._rule)
@@ -92,7 +89,7 @@ class LoopDecoder:
         seconds = (time.perf_counter() - started) / count
         prefill = max(output.prefill_seconds for output in outputs) / count
         return [
-            TimedAnswer(
+            Answer(
                 tokens=tuple(output.tokens),
                 seconds=seconds,
                 prefill_seconds=prefill,
@@ -155,7 +152,7 @@ class GenerateDecoder:
         self._options = options
         backbone.model.generation_config = _bare_config(backbone, mode)
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts
         are padded before.
         """
@@ -182,10 +179,10 @@ class GenerateDecoder:
         answers = [self._until_eos(tokens) for tokens in output[:, longest:].tolist()]
         seconds = (time.perf_counter() - started) / len(answers)
         if passes is None or not passes.sizes:
-            return [TimedAnswer(tokens, seconds, rows=len(answers)) for tokens in answers]
+            return [Answer(tokens, seconds, rows=len(answers)) for tokens in answers]
         (tokens,) = answers  # drafts are verified for a single row only
         return [
-            TimedAnswer(
+            Answer(
                 tokens,
                 seconds,
                 steps=len(passes.sizes) - 1,

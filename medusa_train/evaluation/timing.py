@@ -1,30 +1,28 @@
 """Ask questions and time every decoder on every turn, alone or in batches.
 
 Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that
-rotates, so that a busy machine slows all of them alike.
+rotates, so that a busy machine slows all of them equally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
-from medusa_train.evaluation.measured_answers import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.timed_decoders import (
-    GENERATE,
     GREEDY,
-    PLAIN,
-    TREE,
     GenerateDecoder,
     LoopDecoder,
     TimedDecoder,
     reference_decoders,
 )
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
@@ -35,17 +33,7 @@ from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64
 
-Turns = Sequence[TurnRecord | SkippedTurn]
 T = TypeVar("T")
-
-
-class _Asked(NamedTuple):
-    """A turn that all decoders answer."""
-
-    question: Question
-    turn: int  # 1-based
-    prompt: list[int]
-    opened: str  # the beginning of a reasoning part that the template opened
 
 
 class SpeedTest:
@@ -70,29 +58,28 @@ class SpeedTest:
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._batch_size = mode.batch_size
-        self._shared = model.backbone.new_slots()
         if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
-        self._decoders: dict[str, TimedDecoder] = {
-            PLAIN: LoopDecoder(self._new_decoder(), mode, mode.baseline_rule)
-        }
+        shared = model.backbone.new_slots()
+
+        def loop(proposer: Proposer | None, tree: Tree | None) -> LoopDecoder:
+            rule = mode.baseline_rule if proposer is None else mode.rule
+            if mode.batch_size > 1:
+                return LoopDecoder(BatchDecoder(model.backbone, proposer, tree), mode, rule)
+            # single rows share their memory, since their decoders answer in turns
+            return LoopDecoder(Decoder(model.backbone, proposer, tree, shared), mode, rule)
+
+        # in the order of the report
+        self._decoders: dict[str, TimedDecoder] = {}
+        if model.proposer is not None:
+            self._decoders[TREE] = loop(model.proposer, model.tree)
+        self._decoders[PLAIN] = loop(None, None)
         if generate:
             self._decoders[GENERATE] = GenerateDecoder(model.backbone, mode)
-        self._decoders.update(extra or {})
+        others = dict(extra or {})
         for name, reference in reference_decoders(model).items():
-            decoder = self._new_decoder(reference.proposer, reference.tree)
-            self._decoders[name] = LoopDecoder(decoder, mode, mode.rule)
-        if model.proposer is not None:
-            decoder = self._new_decoder(model.proposer, model.tree)
-            self._decoders[TREE] = LoopDecoder(decoder, mode, mode.rule)
-
-    def _new_decoder(
-        self, proposer: Proposer | None = None, tree: Tree | None = None
-    ) -> Decoder | BatchDecoder:
-        """Return a decoder; those of single rows share their memory, since they answer in turns."""
-        if self._batch_size > 1:
-            return BatchDecoder(self._backbone, proposer, tree)
-        return Decoder(self._backbone, proposer, tree, self._shared)
+            others[name] = loop(reference.proposer, reference.tree)
+        self._decoders.update(sorted(others.items()))
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +117,7 @@ class SpeedTest:
                 messages += [Message("assistant", "."), Message("user", turn)]
             answers = len(question.turns) * self._max_new_tokens
             longest = max(longest, len(self._chat.prompt(messages)) + answers)
-        longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
+        longest += KEY_BLOCK  # an answer may have more tokens as a part of the next prompt
         positions = min(longest, self._backbone.max_context)
         loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
         # the largest first, since they share memory
@@ -140,11 +127,11 @@ class SpeedTest:
     def run(
         self,
         questions: Sequence[Question],
-        on_turn: Callable[[TurnRecord | SkippedTurn], None],
-        completed: Mapping[int | str, Turns] | None = None,
-        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
-    ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-        """Time every decoder on every turn of every question.
+        on_turn: Callable[[Turn], None],
+        completed: Mapping[int | str, Sequence[Turn]] | None = None,
+        on_answer: Callable[[Answer], None] = lambda answer: None,
+    ) -> list[Turn]:
+        """Time every decoder on every turn of every question; return the turns by question.
 
         The plain answer becomes the history of later turns for all decoders, so that all get the
         same prompts. A turn whose prompt and longest answer do not fit the context is skipped, and
@@ -156,96 +143,88 @@ class SpeedTest:
             completed: turns of questions that an interrupted evaluation has measured; these are not
                 asked again.
             on_answer: called with each answer of each decoder, between two measurements.
+
+        Raises:
+            DataError: no question fits.
         """
-        measured: list[list[TurnRecord | SkippedTurn]] = [
-            list((completed or {}).get(question.question_id, ())) for question in questions
-        ]
-        remaining = [index for index, turns in enumerate(measured) if not turns]
-        rotation = sum(isinstance(turn, TurnRecord) for turns in measured for turn in turns)
-        for wave in _waves(remaining, self._batch_size):
-            # the conversation so far of each question of the batch that still fits
-            histories = {index: questions[index].opening[:-1] for index in wave}
-            last_turn = max(len(questions[index].turns) for index in wave)
-            for turn in range(1, last_turn + 1):
-                # 1. ask the next message of each; what no longer fits is skipped to its end
-                asked: dict[int, _Asked] = {}
-                for index, history in list(histories.items()):
-                    question = questions[index]
-                    if turn > len(question.turns):
+        done: dict[int | str, list[Turn]] = {
+            question.question_id: list((completed or {}).get(question.question_id, ()))
+            for question in questions
+        }
+        rotation = sum(not turn.skipped for turns in done.values() for turn in turns)
+
+        def finish(turn: Turn) -> None:
+            done[turn.question_id].append(turn)
+            on_turn(turn)
+
+        left = [question for question in questions if not done[question.question_id]]
+        for wave in _waves(left, self._batch_size):
+            # the conversation so far of each question that still fits
+            chats = {question.question_id: question.opening[:-1] for question in wave}
+            for number in range(1, 1 + max(len(question.turns) for question in wave)):
+                # 1. ask the next message of each; a question that no longer fits is skipped
+                asked: list[Turn] = []
+                for question in wave:
+                    if number > len(question.turns) or question.question_id not in chats:
                         continue
-                    history.append(Message("user", question.turns[turn - 1]))
-                    prompt = self._chat.prompt(history)
-                    if self._fits(prompt):
-                        opened = self._chat.opened_reasoning(history)
-                        asked[index] = _Asked(question, turn, prompt, opened)
+                    turn = self._ask(question, number, chats[question.question_id])
+                    if self._fits(turn.prompt_ids):
+                        asked.append(turn)
                         continue
-                    del histories[index]
-                    for later in range(turn, len(question.turns) + 1):
-                        skipped_turn = SkippedTurn(question.question_id, later, len(prompt))
-                        measured[index].append(skipped_turn)
-                        on_turn(skipped_turn)
+                    del chats[question.question_id]
+                    for later in range(number, 1 + len(question.turns)):
+                        finish(replace(turn, turn=later, asked=question.turns[later - 1]))
                 if not asked:
                     continue
                 # 2. every decoder answers all of them
-                answered = self._measure(list(asked.values()), rotation, on_answer)
-                # 3. the plain answer goes on the conversation
-                for index, record in zip(asked, answered, strict=True):
-                    measured[index].append(record)
-                    on_turn(record)
-                    histories[index].append(Message("assistant", record.history))
+                self._measure(asked, rotation, on_answer)
                 rotation += 1
-        records = [turn for turns in measured for turn in turns if isinstance(turn, TurnRecord)]
-        skipped = [turn for turns in measured for turn in turns if isinstance(turn, SkippedTurn)]
-        if not records:
-            shortest = min(turn.prompt_tokens for turn in skipped)
+                # 3. the plain answer continues the conversation
+                for turn in asked:
+                    finish(turn)
+                    chats[turn.question_id].append(Message("assistant", turn.history))
+        turns = [turn for question in questions for turn in done[question.question_id]]
+        if all(turn.skipped for turn in turns):
+            shortest = min(len(turn.prompt_ids) for turn in turns)
             raise DataError(
                 f"no question fits the context of {self._backbone.max_context} tokens:"
                 f" {self._max_new_tokens} are reserved for the answer, and the shortest prompt has"
                 f" {shortest}.\nSet --max-new-tokens lower, or use shorter questions."
             )
-        return records, skipped
+        return turns
 
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) + self._max_new_tokens <= self._backbone.max_context
 
+    def _ask(self, question: Question, number: int, chat: list[Message]) -> Turn:
+        """Add a message of the user to a conversation; return its turn, not answered yet."""
+        asked = question.turns[number - 1]
+        chat.append(Message("user", asked))
+        return Turn(
+            question.question_id,
+            question.category,
+            number,
+            tuple(self._chat.prompt(chat)),
+            asked=asked,
+            opened=self._chat.opened_reasoning(chat),
+        )
+
     def _measure(
-        self, asked: Sequence[_Asked], rotation: int, on_answer: Callable[[TimedAnswer], None]
-    ) -> list[TurnRecord]:
-        """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
+        self, asked: Sequence[Turn], rotation: int, on_answer: Callable[[Answer], None]
+    ) -> None:
+        """Let every decoder answer the same turns, in an order that starts at `rotation`."""
         names = self.names
         first = rotation % len(names)
-        prompts = [turn.prompt for turn in asked]
-        timed: dict[str, list[TimedAnswer]] = {}
+        prompts = [turn.prompt_ids for turn in asked]
+        timed: dict[str, list[Answer]] = {}
         for name in names[first:] + names[:first]:
             timed[name] = self._decoders[name].answer(prompts, self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)
-        return [
-            self._record(turn, {name: answers[row] for name, answers in timed.items()})
-            for row, turn in enumerate(asked)
-        ]
-
-    def _record(self, asked: _Asked, answers: dict[str, TimedAnswer]) -> TurnRecord:
-        """Return the record of one turn from the answer of each decoder."""
-        others = {
-            name: answer for name, answer in answers.items() if name not in (TREE, PLAIN, GENERATE)
-        }
-        plain = answers[PLAIN]
-        shown = answers.get(TREE, plain)
-        return TurnRecord(
-            question_id=asked.question.question_id,
-            category=asked.question.category,
-            turn=asked.turn,
-            prompt_ids=tuple(asked.prompt),
-            tree=answers.get(TREE),
-            plain=plain,
-            generate=answers.get(GENERATE),
-            text=asked.opened + self._text(shown.tokens),
-            history=self._text(plain.tokens),
-            opened=asked.opened,
-            others=others,
-            asked=asked.question.turns[asked.turn - 1],
-        )
+        for row, turn in enumerate(asked):
+            turn.answers = {name: timed[name][row] for name in self._decoders}
+            turn.text = turn.opened + self._text(turn.answer.tokens)
+            turn.history = self._text(turn.plain.tokens)
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer, without the token that ended it."""

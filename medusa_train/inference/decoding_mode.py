@@ -40,7 +40,6 @@ class DecodingMode:
     @classmethod
     def from_config(cls, cfg: EvalConfig) -> DecodingMode:
         """Return the mode that the keys describe."""
-        cfg = cfg.resolved()
         return cls(
             acceptance=cfg.acceptance,
             temperature=cfg.temperature or 0.0,

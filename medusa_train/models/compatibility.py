@@ -101,7 +101,7 @@ def _refusal(name: str, architecture: str, reasons: list[str]) -> str:
     lines = "".join(f"\n  {reason}" for reason in reasons)
     return (
         f"base_model {name}: {architecture} is not supported:{lines}\n"
-        f"Supported: {_FAMILIES}; see docs/training.md, Backbones"
+        f"Supported: {_FAMILIES}; see docs/reference/models.md"
     )
 
 

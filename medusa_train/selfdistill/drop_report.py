@@ -91,4 +91,4 @@ def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
         return "the chat template rejects these chats; choose another by chat_template"
     if reason == "empty":
         return "the model ends at once; it may need another chat_template"
-    return "see docs/selfdistill.md"
+    return "see docs/how-to/make-training-data.md"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
-from medusa_train.evaluation.measured_answers import MeasurementLog
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings
+from medusa_train.evaluation.turns import MeasurementLog
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import ServerSampling
@@ -79,8 +78,7 @@ def measure_servers(
         log = MeasurementLog(
             directory / "blocks.jsonl",
             settings(cfg, bench, mode, paths, servers),
-            BLOCK_ENTRY.validate_python,
-            partial(BLOCK_ENTRY.dump_python, mode="json"),
+            BLOCK_ENTRY,
         )
         run = BenchRun(cfg, bench, options, log, progress)
         return _measure_into(directory, run, servers, mode, command)

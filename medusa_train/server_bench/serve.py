@@ -200,7 +200,7 @@ class VLLMServer:
                 " less."
             )
         elif errors and not self._ready and self.name != PLAIN:
-            lines.append("If it refuses these heads: see docs/export.md, vLLM.")
+            lines.append("If it refuses these heads: see docs/how-to/serve-with-vllm.md.")
         lines.append(f"The last lines of {self.log}:\n{self._tail()}")
         return "\n".join(lines)
 

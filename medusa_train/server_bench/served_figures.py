@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_train.evaluation.figures import Counts, Interval, block_interval
+from medusa_train.evaluation.metrics import Counts, Interval, block_interval
 from medusa_train.server_bench.request_blocks import (
     ALONE,
     PLAIN,

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
-from medusa_train.training.deepspeed_engine_config import search_path, stage_of
+from medusa_train.training.deepspeed_config import search_path, stage_of, unknown_entry
 from medusa_train.training.distributed import World
 from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
@@ -79,7 +81,7 @@ class DeepSpeedStrategy(Strategy):
         Args:
             draft, backbone: all weights that a step reads; rank 0's are broadcast.
             read_directly: parameters that losses read without calling the module they belong to.
-            config: from `deepspeed_engine_config.complete_config`.
+            config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._world = world
@@ -249,7 +251,22 @@ class DeepSpeedStrategy(Strategy):
         return gathered if self._world.is_main else {}
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load this process's partition of what `_gather_optimizer` returned."""
+        """Load this process's partition of what `_gather_optimizer` returned.
+
+        ZeRO flattens each parameter group and cuts it into equal parts, one for each process. Of
+        two groups with the parameters a, b, c and d, and two processes:
+
+            group 1          a a a a b b|b b b . . .      . is padding
+            group 2          c c c d|d d d .
+            process 0 has    a a a a b b  c c c d
+            process 1 has    b b b . . .  d d d .         one flat tensor for each group
+
+        The optimizer updates these flat tensors, so its state has one entry for each of them. At
+        stage 3 every parameter is cut by itself, and a flat tensor joins the parts of its group:
+
+            process 0 has    a a b b b  c c d d           each part padded to equal sizes
+            process 1 has    a a b b .  c . d d
+        """
         if not saved:
             return
         if set(saved) != set(range(len(self.parameters))):
@@ -258,7 +275,7 @@ class DeepSpeedStrategy(Strategy):
             )
         entry = saved[0]
         elementwise = [key for key, value in entry.items() if _is_elementwise(value)]
-        # 1. A state for each flat partition; fused optimizers want their counters on its device.
+        # 1. A state of zeros for each flat tensor; fused optimizers want their counters on its device.
         fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for flat in self._flat_groups():
             state = {}
@@ -268,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
                 else:
                     state[key] = _counter(value, flat if fused else None)
             self.optimizer.state[flat] = state
-        # 2. The values of each parameter, in its slice of a partition.
+        # 2. The values of each parameter, in its slice of a flat tensor.
         self._link_optimizer_state()
         for number, parameter in enumerate(self.parameters):
             for key in elementwise:
@@ -319,10 +336,33 @@ def _counter(value: Any, like: Tensor | None) -> Any:
     return copy.to(like.device)
 
 
+def check_zero(config: Mapping[str, Any]) -> None:
+    """Check the entries of `zero_optimization` with DeepSpeed's own model; ConfigError lists all
+    problems.
+
+    Args:
+        config: from `deepspeed_config.check_deepspeed`.
+    """
+    with _quiet():
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    try:
+        DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors():
+            name = ".".join(map(str, ("zero_optimization", *detail["loc"])))
+            problem = f"{name}: {detail['msg']}, got {detail['input']!r}"
+            if detail["type"] == "extra_forbidden":
+                entries = DeepSpeedZeroConfig.model_fields
+                problem = unknown_entry(name, [f"zero_optimization.{entry}" for entry in entries])
+            problems.append(f"deepspeed: {problem}")
+        raise ConfigError(problems) from error
+
+
 @contextlib.contextmanager
 def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     """Partition the models that transformers loads in this block, see
-    `deepspeed_engine_config.loading_config`.
+    `deepspeed_config.loading_config`.
 
     Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing
     with None.

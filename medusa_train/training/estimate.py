@@ -103,7 +103,7 @@ class Estimate:
     """
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
-        self._cfg = cfg.resolved()
+        self._cfg = cfg
         self._text = model_config.get_text_config()
         self._model = model_without_weights(model_config, trust_remote_code=cfg.trust_remote_code)
         self._section = cfg.draft_config

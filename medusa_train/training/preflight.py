@@ -19,8 +19,7 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
 from medusa_train.models.hf_config import check_exit_layer, quantization_of
 from medusa_train.models.model_files import find_backbone, read_adapter_config
-from medusa_train.training.deepspeed_checks import check_deepspeed
-from medusa_train.training.deepspeed_engine_config import check_compiler, stage_of
+from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
 
 
 def check_files(cfg: TrainConfig, processes: int = 1) -> None:
@@ -58,13 +57,17 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     its config.
     """
     import torch
+    from transformers.integrations import is_deepspeed_available
 
     from medusa_train.models.loading import resolve_backbone
+    from medusa_train.training.deepspeed_strategy import check_zero
 
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     # 1. The processes, and the weights to start from.
-    zero_stage = stage_of(check_deepspeed(cfg, processes))
-    check_8bit_states(cfg, config, zero_stage, processes)
+    deepspeed = check_deepspeed(cfg, processes)
+    if cfg.deepspeed is not None and is_deepspeed_available():
+        check_zero(deepspeed)
+    check_8bit_states(cfg, config, stage_of(deepspeed), processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg, config)

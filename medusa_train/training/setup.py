@@ -43,7 +43,7 @@ from medusa_train.models.partitioned import full_shape, gathered, gathering_modu
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
-from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
+from medusa_train.training.deepspeed_config import engine_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
     choose_checkpointing,
@@ -410,7 +410,7 @@ def build_strategy(
     if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     backbone = recipe.backbone
-    config = complete_config(cfg, world.size, backbone.hidden_size)
+    config = engine_config(cfg, world.size, backbone.hidden_size)
     default = ""
     if cfg.deepspeed is None:
         default = " (default, deepspeed is not set)"

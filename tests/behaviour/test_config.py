@@ -327,7 +327,7 @@ def test_all_problems_at_once_with_line_value_and_nearest_key(tmp_path: Path) ->
         ("medusa_scheduler: sine_2", ["medusa_scheduler", "sine_2"]),
         ("lr: 1", ["lr", "learning_rate"]),
         ("heads: 1", ["heads", "medusa_num_heads"]),
-        ("gibberish_xyz: 1", ["gibberish_xyz", "docs/configuration.md"]),
+        ("gibberish_xyz: 1", ["gibberish_xyz", "docs/reference/configuration.md"]),
         ("hydra: 3", ["hydra", "key: value"]),
         ("chat_template_kwargs: {messages: []}", ["chat_template_kwargs", "messages"]),
         ("reasoning_tags: [<r>]", ["reasoning_tags", "two"]),

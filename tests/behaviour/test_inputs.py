@@ -1,5 +1,5 @@
 """What is read of data, records, prompts and configurations, and what becomes of the rest: the rows
-of docs/inputs.md, one by one.
+of docs/reference/inputs.md, one by one.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
     [("1.5B", 64, 1.6), ("1.5B", 128, 2.2), ("8B", 64, 7.6), ("8B", 128, 10.4)],
 )
 def test_floors_are_those_of_the_page(name: str, rows: int, milliseconds: float) -> None:
-    """docs/gpu.md has them for 3.09 TB/s; the matrix rate does not bind."""
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    """docs/development/gpu.md has them for 3.09 TB/s; the matrix rate does not bind."""
+    page = (Path(__file__).parents[2] / "docs" / "development" / "gpu.md").read_text()
     sizes = Shape.of(name).sizes
     size = 2 * (sizes.read + sizes.cached(1024, rows))
     floor = RATES.floor(size, sizes.step_operations(1, 1024, rows), "bfloat16")

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import page
 import pytest
 
-PAGES = sorted(page.RESULTS.glob("*.md"))
+PAGES = sorted(page.PAGES.glob("*.md"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -24,7 +24,7 @@ def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_picture_shows_the_values_of_the_json(path: Path) -> None:
-    chart = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["chart"]
+    chart = json.loads((page.RESULTS / f"{path.stem}.json").read_text(encoding="utf-8"))["chart"]
     assert path.with_suffix(".svg").read_text(encoding="utf-8") == page.draw(chart)
 
 

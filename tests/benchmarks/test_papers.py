@@ -92,7 +92,9 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     assert all(
         run.after is None or run.after in experiment.runs for run in experiment.runs.values()
     )
-    assert f"| `{name}` |" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (papers.ROOT / "docs" / "explanation" / "papers.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.usefixtures("shape")
@@ -267,7 +269,7 @@ def test_every_experiment_writes_its_page_and_repeats_nothing(
 def test_steps_are_simulated_along_the_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls: list[list[str]]
 ) -> None:
-    monkeypatch.setattr("medusa_train.evaluation.figures.LEAST_QUESTIONS", 2)
+    monkeypatch.setattr("medusa_train.evaluation.metrics.LEAST_QUESTIONS", 2)
     assert (
         papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)])
         == 0

@@ -12,7 +12,7 @@ from medusa_train.config.schema import TrainConfig
 def config(**keys: object) -> TrainConfig:
     return TrainConfig(
         **{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": "out", **keys}
-    ).resolved()
+    )
 
 
 def test_only_keys_behind_the_weights_are_listed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.full_disk import full_disk
 def config(out: Path, **keys: object) -> TrainConfig:
     return TrainConfig(
         **{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": str(out), **keys}
-    ).resolved()
+    )
 
 
 def test_a_file_in_the_way_is_named_before_anything_loads(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     }
     keys["chat_template"] = "mine.jinja"
     keys["test_datasets"] = [first]
-    write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys).resolved(), tmp_path)
+    write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys), tmp_path)
     monkeypatch.chdir("/")
     saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
     assert [source.path for source in saved.datasets] == [

@@ -183,8 +183,8 @@ def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
             "lora_target_modules: [1.5]",
             "lora_target_modules[0]: expected text (put it in quotes), got 1.5",
         ),
-        ("gibberish_xyz: 3", "gibberish_xyz: unknown key; see docs/configuration.md"),
-        ("3: 4", "3: unknown key; see docs/configuration.md"),
+        ("gibberish_xyz: 3", "gibberish_xyz: unknown key; see docs/reference/configuration.md"),
+        ("3: 4", "3: unknown key; see docs/reference/configuration.md"),
     ],
 )
 def test_bad_values_say_what_is_allowed(tmp_path: Path, line: str, message: str) -> None:
@@ -440,7 +440,7 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
     assert sorted(caught.value.problems) == [
         "--max-new-tokens: must be 1 or more, got 0",
         "override '=3': overrides are written key=value, or a.b=value",
-        "override 'a.b=1': a: unknown key; see docs/configuration.md",
+        "override 'a.b=1': a: unknown key; see docs/reference/configuration.md",
         "override 'bench.x=1': bench: expected text (put it in quotes), got a mapping",
         "override 'limt=3': limt: unknown key; did you mean limit?",
         "override 'seed': overrides are written key=value, or a.b=value",

@@ -88,7 +88,7 @@ def test_a_step_a_validation_and_a_checkpoint(
     }
     keys |= {"optimizer": "adamw_torch", **CASES[case]}
     console = Console(file=io.StringIO(), width=200)
-    cfg = TrainConfig.model_validate(keys).resolved()
+    cfg = TrainConfig.model_validate(keys)
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
     assert trainer.recipe.backbone.device.type == "cuda"
     trainer.recipe.train()

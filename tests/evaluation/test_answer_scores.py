@@ -18,8 +18,9 @@ from medusa_train.evaluation.answer_scores import (
     wilson_interval,
 )
 from medusa_train.evaluation.code_sandbox import Outcome
-from medusa_train.evaluation.measured_answers import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import FunctionTest, Question
+from medusa_train.evaluation.turns import Answer, Score, Turn
+from tests.evaluation.make_turn import make_turn
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,9 @@ class Words:
         return " ".join(self.words[token] for token in token_ids)
 
 
-def turn(question: int | str, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> TurnRecord:
-    timed = None if tree is None else TimedAnswer(tree, 1.0)
-    return TurnRecord(
-        question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0)
-    )
+def turn(question: int | str, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> Turn:
+    timed = None if tree is None else Answer(tree, 1.0)
+    return make_turn(question, "gsm8k", 1, (1,), timed, Answer(plain, 1.0), Answer(plain, 1.0))
 
 
 QUESTIONS = [

@@ -30,7 +30,6 @@ def write_run(
     write_report(
         Report.from_records(records, meta(bench=bench, **changes), TREE),
         records,
-        [],
         run / "eval" / bench,
     )
     return run

@@ -17,9 +17,10 @@ from medusa_train.evaluation.judge import (
     model_answers,
     parse_grade,
 )
-from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.turns import Answer, Turn
 from medusa_train.servers.client import OpenAIClient
+from tests.evaluation.make_turn import make_turn
 from tests.evaluation.test_run_bench import run as evaluate
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 from tests.servers.test_client import newer_model
@@ -48,12 +49,12 @@ QUESTIONS = [
 ]
 
 
-def records(text: str = "Roses.") -> list[TurnRecord]:
-    answer = TimedAnswer((1,), 1.0)
+def records(text: str = "Roses.") -> list[Turn]:
+    answer = Answer((1,), 1.0)
     return [
-        TurnRecord(81, "writing", 1, (1,), answer, answer, answer, text, history=text),
-        TurnRecord(81, "writing", 2, (1,), answer, answer, answer, "Rose."),
-        TurnRecord(111, "math", 1, (1,), answer, answer, answer, "4"),
+        make_turn(81, "writing", 1, (1,), answer, answer, answer, text, history=text),
+        make_turn(81, "writing", 2, (1,), answer, answer, answer, "Rose."),
+        make_turn(111, "math", 1, (1,), answer, answer, answer, "4"),
     ]
 
 
@@ -299,15 +300,15 @@ def test_a_judge_that_takes_no_temperature_is_asked_without_before_anything_is_d
 
 
 def test_a_question_is_one_line_with_all_its_turns() -> None:
-    answer = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
+    answer = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
     # an eos among the drafted tokens ends a step before the backbone's own one
-    cut = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
+    cut = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
     made = [
-        TurnRecord(81, "writing", turn, (1,), one, cut, cut, str(turn))
+        make_turn(81, "writing", turn, (1,), one, cut, cut, str(turn))
         for turn, one in ((1, answer), (2, cut))
     ]
     first, second = model_answers(
-        [*made, TurnRecord("x", "math", 1, (1,), None, answer, answer, "Three.")], "mine"
+        [*made, make_turn("x", "math", 1, (1,), None, answer, answer, "Three.")], "mine"
     )
     assert set(first) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
     assert (first["question_id"], first["model_id"]) == (81, "mine")

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
 from medusa_train.evaluation.output_equality import (
     compare_answers,
     compare_regenerated_answers,
     compare_timed_answers,
+    first_difference,
     logit_gaps,
 )
+from medusa_train.evaluation.turns import Answer, Turn, Verdict
 from medusa_train.trees.tree import Tree
+from tests.evaluation.make_turn import make_turn
 from tests.families import random_backbone
 
 
@@ -83,10 +85,8 @@ def test_logits_are_compared_where_the_token_was_chosen() -> None:
     assert expected[1] == 0.0
 
 
-def record(tree: tuple[int, ...]) -> TurnRecord:
-    return TurnRecord(
-        1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0)
-    )
+def record(tree: tuple[int, ...]) -> Turn:
+    return make_turn(1, "a", 1, PROMPT, Answer(tree, 1.0), Answer(PLAIN, 1.0), Answer(PLAIN, 1.0))
 
 
 def test_timed_answers_are_compared_without_decoding() -> None:
@@ -142,3 +142,17 @@ def test_a_long_comparison_takes_as_many_answers_as_fit_into_its_seconds(
     chosen = [bool(found.exact) for found in records]
     assert sum(chosen) == compared
     assert compared == 30 or not all(chosen[:compared])  # at random, not the first
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([], [], None),
+        ([], [5], 0),
+    ],
+)
+def test_first_difference(first: list[int], second: list[int], place: int | None) -> None:
+    assert first_difference(first, second) == place

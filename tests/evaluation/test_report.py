@@ -3,14 +3,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_train.evaluation.measured_answers import (
+from medusa_train.evaluation.report import Report, figures_table, summary_of, write_report
+from medusa_train.evaluation.turns import (
+    Answer,
     Score,
-    SkippedTurn,
-    TimedAnswer,
-    TurnRecord,
+    Turn,
     Verdict,
 )
-from medusa_train.evaluation.report import Report, figures_table, summary_of, write_report
+from tests.evaluation.make_turn import make_turn
 
 
 def markdown(report: Report) -> str:
@@ -35,13 +35,13 @@ def meta(**changes: Any) -> dict[str, Any]:
     }
 
 
-def records(with_tree: bool = True) -> list[TurnRecord]:
+def records(with_tree: bool = True) -> list[Turn]:
     tokens = tuple(range(11))
-    tree = TimedAnswer(tokens, 2.0, 1.0, 4, (3, 3, 0, 0)) if with_tree else None
+    tree = Answer(tokens, 2.0, 1.0, 4, (3, 3, 0, 0)) if with_tree else None
     exact = {"float32": Verdict.TIE, "bfloat16": Verdict.EQUAL} if with_tree else {}
-    plain, generate = TimedAnswer(tokens, 3.0, 1.0, 10), TimedAnswer(tokens, 2.2)
+    plain, generate = Answer(tokens, 3.0, 1.0, 10), Answer(tokens, 2.2)
     return [
-        TurnRecord(
+        make_turn(
             7,
             category,
             1,
@@ -57,7 +57,7 @@ def records(with_tree: bool = True) -> list[TurnRecord]:
 
 
 def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Path) -> None:
-    write_report(Report.from_records(records(), meta()), records(), [], tmp_path / "eval" / "tiny")
+    write_report(Report.from_records(records(), meta()), records(), tmp_path / "eval" / "tiny")
     page = (tmp_path / "eval" / "tiny" / "report.md").read_text(encoding="utf-8")
     assert "| math |" in page
     assert "## Answers" not in page
@@ -75,7 +75,9 @@ def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Pa
 
 def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_path: Path) -> None:
     write_report(
-        Report.from_records(records(), meta()), records(), [SkippedTurn(9, 2, 5000)], tmp_path
+        Report.from_records(records(), meta()),
+        [*records(), Turn(9, "math", 2, (1,) * 5000)],
+        tmp_path,
     )
     lines = [
         json.loads(line)
@@ -150,12 +152,12 @@ def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
     assert "seems to have been busy: other processes used 1.5 of 2 cores meanwhile. " in text
     fast = records()
     for record in fast:
-        record.tree = TimedAnswer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
+        record.answers["tree"] = Answer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
     text = markdown(Report.from_records(fast, meta(machine_load=quiet)))
     assert "busy: overhead 0.50, though a step with a tree costs no less than a plain one" in text
 
 
-def scored(tree: bool, plain: bool, with_tree: bool = True, questions: int = 5) -> list[TurnRecord]:
+def scored(tree: bool, plain: bool, with_tree: bool = True, questions: int = 5) -> list[Turn]:
     scores = {"tree": Score("exact match", tree, "12"), "plain": Score("exact match", plain, "12")}
     if not with_tree:
         del scores["tree"]
@@ -184,7 +186,7 @@ def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> 
         scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None)
     )
     assert "Quality: exact match 0 of 5 (0.0%, 95 % interval 0.0% to 43.4%)." in markdown(alone)
-    write_report(equal, scored(True, True), [], tmp_path)
+    write_report(equal, scored(True, True), tmp_path)
     line = json.loads((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert line["scores"]["plain"] == {"metric": "exact match", "correct": True, "detail": "12"}
     content = json.loads((tmp_path / "report.json").read_text())

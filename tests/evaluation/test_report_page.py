@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.measured_answers import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
 from medusa_train.evaluation.report_page import (
     answers_section,
@@ -14,27 +13,29 @@ from medusa_train.evaluation.report_page import (
     proposing_heads,
     sections_of,
 )
+from medusa_train.evaluation.turns import Answer, Score, Turn
 from medusa_train.tree_search.fit import Trace
 from medusa_train.trees.tree import Tree
+from tests.evaluation.make_turn import make_turn
 from tests.evaluation.test_report import meta
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 
 
-def record(question: int, category: str, with_tree: bool = True) -> TurnRecord:
+def record(question: int, category: str, with_tree: bool = True) -> Turn:
     tokens = tuple(range(7))
-    tree = TimedAnswer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
+    tree = Answer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
     trace = Trace(
         [[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 2, 1, 0]
     )
-    return TurnRecord(
+    return make_turn(
         question,
         category,
         1,
         (1,),
         tree,
-        TimedAnswer(tokens, 2.0, 0.5, 6),
-        TimedAnswer(tokens, 2.5),
+        Answer(tokens, 2.0, 0.5, 6),
+        Answer(tokens, 2.5),
         asked="What is <b>?",
         text="a<i>b & c",
         pieces=("a", "<", "i>", "b", " &", " ", "c"),
@@ -42,7 +43,7 @@ def record(question: int, category: str, with_tree: bool = True) -> TurnRecord:
     )
 
 
-def answer(record: TurnRecord) -> dict[str, Any]:
+def answer(record: Turn) -> dict[str, Any]:
     return {
         "question_id": record.question_id,
         "category": record.category,
@@ -56,7 +57,7 @@ def answer(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-def page(records: list[TurnRecord], **changes: Any) -> str:
+def page(records: list[Turn], **changes: Any) -> str:
     tree = TREE if records[0].tree is not None else None
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = Report.from_records(records, meta(**changes), tree, extra)
@@ -111,7 +112,7 @@ def test_a_bench_of_one_category_is_shown_once() -> None:
 
 def test_it_compares_the_decoders() -> None:
     one = record(1, "math")
-    one.others["prompt_lookup"] = TimedAnswer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
+    one.answers["prompt_lookup"] = Answer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
     assert decoders_table(Report.from_records([one], meta())).rows == [
         ["tree", "6", "2.00", "-", "-"],
         ["plain", "4", "1.00", "1.82x", "1"],

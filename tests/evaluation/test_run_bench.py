@@ -17,12 +17,12 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
-from medusa_train.evaluation import answer_scores, calibrate
+from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
-from medusa_train.evaluation.measured_answers import TurnRecord
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
+from medusa_train.evaluation.turns import Turn
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
@@ -417,11 +417,11 @@ def test_an_interrupted_evaluation_is_resumed(
     asked: list[int | str] = []
     measure = SpeedTest._measure
 
-    def stops(self: SpeedTest, asking: Any, *args: Any, **keys: Any) -> list[TurnRecord]:
-        asked.extend(one.question.question_id for one in asking)
+    def stops(self: SpeedTest, asking: Any, *args: Any, **keys: Any) -> None:
+        asked.extend(one.question_id for one in asking)
         if asked == [1, 1, 2]:
             raise KeyboardInterrupt
-        return measure(self, asking, *args, **keys)
+        measure(self, asking, *args, **keys)
 
     monkeypatch.setattr(SpeedTest, "_measure", stops)
     with pytest.raises(KeyboardInterrupt):
@@ -507,7 +507,7 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
     loaded, alive = [], []
 
     def load_with_progress(*args: Any, **keys: Any) -> Any:
-        model = calibrate.load_with_progress(*args, **keys)
+        model = refit_tree.load_with_progress(*args, **keys)
         loaded.append(weakref.ref(model.backbone.model))
         return model
 
@@ -526,7 +526,7 @@ def test_an_interruption_during_the_comparison_keeps_the_timed_results(
 ) -> None:
     compare_regenerated_answers = module.compare_regenerated_answers
 
-    def interrupted(records: list[TurnRecord], *args: Any, **keys: Any) -> None:
+    def interrupted(records: list[Turn], *args: Any, **keys: Any) -> None:
         compare_regenerated_answers(records[:1], *args, **keys)
         raise KeyboardInterrupt
 
@@ -545,7 +545,7 @@ def test_an_interruption_during_the_comparison_keeps_the_timed_results(
 def test_without_memory_for_timing_the_error_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_train.evaluation.calibrate.load_for_decoding", no_memory)
+    monkeypatch.setattr("medusa_train.evaluation.refit_tree.load_for_decoding", no_memory)
     with pytest.raises(
         BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"
     ):

@@ -9,9 +9,9 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
-from medusa_train.evaluation.measured_answers import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.timing import SpeedTest
+from medusa_train.evaluation.turns import Answer, Turn
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
@@ -28,13 +28,18 @@ def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
     return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens)
 
 
+def split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """Return the turns that were answered, and those that were skipped."""
+    return [turn for turn in turns if not turn.skipped], [turn for turn in turns if turn.skipped]
+
+
 def test_every_decoder_answers_every_turn_and_all_agree(
     subject: LoadedModel, bench_file: Path
 ) -> None:
     turns_seen: list[Any] = []
     test = speed_test(subject, 24)
     test.warm_up(load_bench(str(bench_file)).questions)
-    records, skipped = test.run(load_bench(str(bench_file)).questions, turns_seen.append)
+    records, skipped = split(test.run(load_bench(str(bench_file)).questions, turns_seen.append))
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),
         (1, 2),
@@ -45,15 +50,13 @@ def test_every_decoder_answers_every_turn_and_all_agree(
         assert record.tree is not None
         # the checkpoint's generation config holds a repetition penalty, which must not reach
         # `generate`
-        assert record.tree.tokens == record.plain.tokens == record.generate.tokens
+        assert record.tree.tokens == record.plain.tokens == record.answers["generate"].tokens
         assert len(record.plain.tokens) == 24
         assert record.plain.steps == 23
         assert sum(record.tree.accepted) + record.tree.steps == 23
         assert 0 < record.plain.prefill_seconds < record.plain.seconds
-    assert skipped == [
-        SkippedTurn(3, 1, skipped[0].prompt_tokens),
-        SkippedTurn(3, 2, skipped[0].prompt_tokens),
-    ]
+    assert [(turn.question_id, turn.turn) for turn in skipped] == [(3, 1), (3, 2)]
+    assert skipped[0].prompt_ids == skipped[1].prompt_ids
     assert turns_seen == [*records, *skipped]
 
 
@@ -62,7 +65,7 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(
 ) -> None:
     first, second = speed_test(subject, 12).run(
         load_bench(str(bench_file)).questions[:1], lambda turn: None
-    )[0]
+    )
     tokenizer = subject.backbone.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
     assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(
@@ -73,7 +76,7 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(
 
 def test_a_system_message_begins_every_prompt_of_its_chat() -> None:
     question = Question(1, "c", ("ab", "c"), "", system="xyz")
-    records = stub_test(99, [], ("plain", "tree")).run([question], lambda turn: None)[0]
+    records = stub_test(99, [], ("plain", "tree")).run([question], lambda turn: None)
     assert [len(record.prompt_ids) for record in records] == [5, 5 + 1 + len(records[0].history)]
 
 
@@ -97,9 +100,9 @@ def stub_test(
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def answer(self, prompts: Any, max_new_tokens: int) -> list[TimedAnswer]:
+        def answer(self, prompts: Any, max_new_tokens: int) -> list[Answer]:
             order.append(self.name)
-            return [TimedAnswer((answers or {}).get(self.name, (5,)), 1.0) for _ in prompts]
+            return [Answer((answers or {}).get(self.name, (5,)), 1.0) for _ in prompts]
 
     special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
     tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)
@@ -115,7 +118,7 @@ def test_the_reported_text_begins_with_the_reasoning_tag_that_the_prompt_opened(
     test = stub_test(99, [], ("plain", "tree"))
     test._chat.opened_reasoning = lambda messages: "<think>\n"
     question = Question(1, "c", ("a", "b"), "")
-    for record in test.run([question], lambda turn: None)[0]:
+    for record in test.run([question], lambda turn: None):
         assert (record.opened, record.text, record.history) == ("<think>\n", "<think>\nab", "ab")
 
 
@@ -132,14 +135,13 @@ def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() 
         return prompt(test._chat, messages)  # type: ignore[arg-type]
 
     test._chat.prompt = ask  # type: ignore[method-assign]
-    first, second, third = test.run([Question(1, "a", ("q", "r", "s"), "")], lambda turn: None)[0]
+    first, second, third = test.run([Question(1, "a", ("q", "r", "s"), "")], lambda turn: None)
     assert seen == [["q"], ["q", "123", "r"], ["q", "123", "r", "123", "s"]]
     for record in (first, second, third):
         assert record.tree is not None
-        assert record.generate is not None
         assert (record.text, record.history) == ("4", "123")
         assert (record.tree.tokens, record.plain.tokens) == ((4,), (1, 2, 3))
-        assert (record.generate.tokens, record.others["other"].tokens) == ((5, 6), (7,))
+        assert (record.answers["generate"].tokens, record.answers["other"].tokens) == ((5, 6), (7,))
     assert [record.asked for record in (first, second, third)] == ["q", "r", "s"]
 
 
@@ -157,10 +159,17 @@ def test_the_decoders_take_turns_in_an_order_that_rotates() -> None:
 def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
     # turn 1 has 6 tokens, turn 2 has 6 + 2 (the answer) + 3; answers take 4
     question = Question(1, "a", ("x" * 6, "y" * 3), "")
-    records, skipped = stub_test(15, [], ("plain", "generate")).run([question], lambda turn: None)
+    records, skipped = split(
+        stub_test(15, [], ("plain", "generate")).run([question], lambda turn: None)
+    )
     assert (len(records), skipped) == (2, [])
-    records, skipped = stub_test(14, [], ("plain", "generate")).run([question], lambda turn: None)
-    assert (len(records), skipped) == (1, [SkippedTurn(1, 2, 11)])
+    records, skipped = split(
+        stub_test(14, [], ("plain", "generate")).run([question], lambda turn: None)
+    )
+    assert [(turn.turn, turn.skipped, len(turn.prompt_ids)) for turn in (*records, *skipped)] == [
+        (1, False, 6),
+        (2, True, 11),
+    ]
 
 
 def test_if_no_question_fits_the_error_says_why() -> None:
@@ -174,15 +183,16 @@ def test_completed_questions_are_not_asked_again() -> None:
     order: list[str] = []
     questions = [Question(number, "a", ("q",), "") for number in (1, 2, 3)]
     test = stub_test(100, order, ("plain", "generate"))
-    whole = test.run(questions, lambda turn: None)[0]
+    whole = test.run(questions, lambda turn: None)
     order.clear()
     turns_seen: list[Any] = []
-    records, skipped = test.run(
-        questions, turns_seen.append, {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]}
+    unanswered = Turn(3, "a", 1, (1,) * 50)
+    records, skipped = split(
+        test.run(questions, turns_seen.append, {2: [whole[1]], 3: [unanswered]})
     )
     assert [record.question_id for record in records] == [1, 2]
     assert records[1] is whole[1]
-    assert skipped == [SkippedTurn(3, 1, 50)]
+    assert skipped == [unanswered]
     assert len(order) == 2
     assert turns_seen == records[:1]
 
@@ -200,12 +210,12 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
     subject: LoadedModel, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = bench_questions(5)
-    alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
+    alone = speed_test(subject, 24).run(questions, lambda turn: None)
     monkeypatch.setattr(subject.backbone, "step_runner", FixedShapeRunner() if static else None)
     test = mode_test(subject, DecodingMode(batch_size=3))
     assert test.names == ["generate", "plain", "tree"]
     test.warm_up(questions)
-    records, skipped = test.run(questions, lambda turn: None)
+    records, skipped = split(test.run(questions, lambda turn: None))
     assert skipped == []
     assert [(record.question_id, record.turn) for record in records] == [
         (n, turn) for n in range(5) for turn in (1, 2)
@@ -215,13 +225,15 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
         assert record.prompt_ids == single.prompt_ids
         assert (
             record.plain.tokens
-            == record.generate.tokens
+            == record.answers["generate"].tokens
             == record.tree.tokens
             == single.plain.tokens
         )
         assert record.plain.steps == len(record.plain.tokens) - 1
         assert (
-            record.plain.rows == record.generate.rows == (3 if int(record.question_id) < 3 else 2)
+            record.plain.rows
+            == record.answers["generate"].rows
+            == (3 if int(record.question_id) < 3 else 2)
         )
     # an answer that ends before the others of its batch
     assert min(record.plain.steps for record in records) < 23
@@ -249,12 +261,12 @@ def test_no_graph_is_captured_while_answers_are_timed(
         lambda backbone, capacity=0: Slots(backbone.num_layers, max(capacity, context), 16),
     )
     questions = bench_questions(4)
-    alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
+    alone = speed_test(subject, 24).run(questions, lambda turn: None)
     test = mode_test(subject, DecodingMode(batch_size=rows))
     test.warm_up(questions[:warm])
     test.capture(questions)
     before = runner.captures
-    records = test.run(questions, lambda turn: None)[0]
+    records = test.run(questions, lambda turn: None)
     assert runner.captures == before > 0
     for record, single in zip(records, alone, strict=True):
         assert record.tree is not None
@@ -265,8 +277,8 @@ def test_rows_whose_prompt_does_not_fit_leave_the_batch(
     subject: LoadedModel, bench_file: Path
 ) -> None:
     questions = load_bench(str(bench_file)).questions  # the third one is too long
-    records, skipped = mode_test(subject, DecodingMode(batch_size=3)).run(
-        questions, lambda turn: None
+    records, skipped = split(
+        mode_test(subject, DecodingMode(batch_size=3)).run(questions, lambda turn: None)
     )
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),
@@ -283,21 +295,21 @@ def test_sampled_answers_repeat_with_their_seed(subject: LoadedModel, batch_size
 
     def tokens(seed: int) -> list[tuple[int, ...]]:
         mode = DecodingMode("sampling", 1.0, 0.9, 40, batch_size=batch_size, seed=seed)
-        records = mode_test(subject, mode, 12).run(questions, lambda turn: None)[0]
-        answers = [[record.tree, record.plain, record.generate] for record in records]
+        records = mode_test(subject, mode, 12).run(questions, lambda turn: None)
+        answers = [[record.tree, record.plain, record.answers["generate"]] for record in records]
         return [answer.tokens for row in answers for answer in row if answer is not None]
 
     first = tokens(1)
     assert tokens(1) == first
     assert tokens(2) != first
-    assert first[1] != speed_test(subject, 12).run(questions, lambda turn: None)[0][0].plain.tokens
+    assert first[1] != speed_test(subject, 12).run(questions, lambda turn: None)[0].plain.tokens
 
 
 def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: LoadedModel) -> None:
     questions = bench_questions(1)
     mode = DecodingMode("typical", 1.0, epsilon=1e-6, delta=1e-6)  # accepts nearly everything
     records = [
-        mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)[0]
+        mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)
         for seed in (1, 2)
     ]
     trees = [record[0].tree for record in records]

@@ -60,7 +60,7 @@ def test_an_export_read_back_drafts_the_same(
     heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     served = next(fact for fact in exported.facts if fact.startswith("serve it"))
-    # as docs/export.md and README say: with 3 a CPU was no faster
+    # as docs/how-to/serve-with-vllm.md and README say: with 3 a CPU was no faster
     assert ('"num_speculative_tokens": 2}' in served) == (to == "vllm")
     # vLLM refuses it for all tokens
     assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced

@@ -76,7 +76,7 @@ class Measured:
 
 def measure(keys: dict[str, Any]) -> Measured:
     """Train `STEPS` steps with the product's trainer and measure the last one."""
-    cfg = TrainConfig.model_validate(keys).resolved()
+    cfg = TrainConfig.model_validate(keys)
     console = Console(file=io.StringIO(), width=200)
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
     batches = list(islice(trainer.loader, STEPS))  # the loader repeats its epochs without end

@@ -79,7 +79,7 @@ def test_reasons_are_given_before_any_weight_is_loaded(
     built.save_pretrained(tmp_path)
     with pytest.raises(BackboneError, match="is not supported") as caught:
         resolve_backbone(str(tmp_path))
-    for word in (*words, built.model_type, "Llama, Mistral", "docs/training.md"):
+    for word in (*words, built.model_type, "Llama, Mistral", "docs/reference/models.md"):
         assert word in str(caught.value)
 
 

@@ -264,7 +264,7 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     assert (
         "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
     )
-    assert "If it refuses these heads: see docs/export.md" in text
+    assert "If it refuses these heads: see docs/how-to/serve-with-vllm.md" in text
     assert "EngineCore failed to start" in text  # not displaced by the objects that leaked at exit
     assert "leaked" not in text
     assert "Traceback" not in text

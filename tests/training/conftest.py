@@ -135,7 +135,7 @@ def make_config(base_keys: dict[str, object], tmp_path: Path):
     """Build the configuration of a run in the test's directory from `base_keys` and further keys."""
 
     def make(**keys: object) -> TrainConfig:
-        return TrainConfig(**{**base_keys, "output_dir": str(tmp_path / "run"), **keys}).resolved()
+        return TrainConfig(**{**base_keys, "output_dir": str(tmp_path / "run"), **keys})
 
     return make
 

@@ -27,8 +27,7 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.deepspeed_checks import check_deepspeed
-from medusa_train.training.deepspeed_engine_config import stage_of
+from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 from medusa_train.training.estimate import _NF4, GPUS, RATES, Estimate, Memory, rate_of
 from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_backbone
@@ -38,7 +37,7 @@ ACTIVATIONS = "activations (estimate)"
 
 def config(**keys: Any) -> TrainConfig:
     values = {"base_model": "none", "datasets": [{"path": "none"}], "medusa_num_heads": 3}
-    return TrainConfig.model_validate({**values, **keys}).resolved()
+    return TrainConfig.model_validate({**values, **keys})
 
 
 def estimate(family: str = "llama", vocab: int = 61, device: str = "cpu", **keys: Any) -> Memory:
@@ -229,7 +228,7 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 500 * (2 + 2 * 4) + 500 * 32 * 2
     # the backbone's own loss is over all tokens
     keys = {
-        "recipe": "medusa2",
+        "adapter": "lora",
         "gradient_accumulation_steps": 2,
         "medusa_distillation_regularization": 0.1,
     }
@@ -332,7 +331,9 @@ def test_a_frozen_backbone_runs_forward_and_heads_both_ways() -> None:
 
 
 def test_states_on_disk_save_the_backbone_after_the_first_epoch() -> None:
-    assert operations(epochs=3, cache_hidden_states=True) == pytest.approx(PASS + 3 * HEADS)
+    assert operations(
+        epochs=3, cache_hidden_states=True, dataset_prepared_path="prepared"
+    ) == pytest.approx(PASS + 3 * HEADS)
 
 
 def test_joint_training_adds_the_teacher_the_recomputation_and_the_backward_pass() -> None:

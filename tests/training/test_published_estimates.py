@@ -1,4 +1,4 @@
-"""The tables of docs/large_models.md, which are written by hand, are what the code estimates."""
+"""The tables of docs/explanation/estimates.md, which are written by hand, are what the code estimates."""
 
 import re
 
@@ -11,7 +11,7 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.estimate import GPUS, Estimate, estimate_hours, rate_of
 
-PAGE = (PROJECT_ROOT / "docs" / "large_models.md").read_text(encoding="utf-8")
+PAGE = (PROJECT_ROOT / "docs" / "explanation" / "estimates.md").read_text(encoding="utf-8")
 # of one epoch: 60,000 conversations of 1,000 tokens, of which 70 % are answers
 TOKENS, SUPERVISED, CONVERSATION = 60_000_000, 42_000_000, 1000
 GIB = 2**30

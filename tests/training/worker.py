@@ -47,7 +47,7 @@ SMALL = {
 
 def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
     """The trainer of a run, with the optimizer that the case names and heads that are not all one."""
-    cfg = TrainConfig(**case["keys"], output_dir=str(out / "run")).resolved()
+    cfg = TrainConfig(**case["keys"], output_dir=str(out / "run"))
     build_heads, load_backbone, quiet = setup.build_heads, setup.load_backbone, Console(quiet=True)
 
     def optimizer(
@@ -152,7 +152,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     Between two stages, the number of backbones that are left in memory is written. The last rank
     alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
     """
-    cfg = TrainConfig(**case["keys"]).resolved()
+    cfg = TrainConfig(**case["keys"])
     out.mkdir(parents=True, exist_ok=True)
     step, compare, free = Trainer.train_step, Trainer.compute_loss, stages.release_memory
     checksum, verified = store.checksum, []

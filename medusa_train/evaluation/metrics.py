@@ -1,0 +1,374 @@
+"""Compute the metrics of an evaluation from its turns: rates, speedups, overhead, acceptance, equal
+answers.
+
+A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is
+if nothing of the kind was measured. Intervals are bootstrap intervals over the questions of a
+benchmark.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa_train.data.conversation import is_looping
+from medusa_train.errors import DataError
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, summarize_scores
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn, Verdict
+from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
+from medusa_train.trees.tree import Tree
+
+#: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings
+#: (`baselines`, `intervals`, `scores`).
+Metrics = dict[str, Any]
+Interval = tuple[float, float]
+
+RESAMPLES = 2000
+PAIRED_RESAMPLES = 10_000
+SEED = 20
+#: Ratios of the tree that have an interval in the report.
+TREE_RATIOS = (
+    "acceleration_rate",
+    "overhead",
+    "speedup",
+    "speedup_over_generate",
+    "speedup_over_fastest",
+    "tokens_per_s",
+)
+#: Least number of a server's blocks from which the spread of times can be told.
+LEAST_BLOCKS = 3
+
+
+def by_category(turns: Sequence[Turn]) -> dict[str, Metrics]:
+    """Compute `metrics` per category, in the order in which the categories first appear."""
+    groups: dict[str, list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault(turn.category, []).append(turn)
+    return {category: metrics(group) for category, group in groups.items()}
+
+
+def metrics(turns: Sequence[Turn]) -> Metrics:
+    """Compute all metrics of one group of answered turns (a category, or the whole benchmark)."""
+    # 1. rates of each decoder, and the tree's ratios to the others
+    sums = _sums(turns)
+    ratios = _ratios(sums)
+    intervals = speed_intervals(turns)
+    baselines: dict[str, Metrics] = {}
+    for name, rates in _rates(sums).items():
+        if name != TREE:
+            baselines[name] = {
+                "tokens_per_s": _number(rates.tokens_per_s),
+                "tokens_per_step": _number(rates.tokens_per_step),
+                "speedup": _number(ratios.get(f"tree_over_{name}")),
+                "speedup_interval": intervals.get(f"tree_over_{name}"),
+                "over_plain": _number(ratios.get(f"{name}_over_plain")),
+                "over_plain_interval": intervals.get(f"{name}_over_plain"),
+                "equal_to_plain": sum(
+                    turn.answers[name].tokens == turn.plain.tokens for turn in turns
+                ),
+            }
+
+    # 2. what the tree's answers and traces tell about the draft
+    answers = [turn.tree for turn in turns if turn.tree is not None]
+    traces = [turn.trace for turn in turns if turn.trace is not None]
+    # the time of a batch's prefill is divided among its rows, but each waits for all of it
+    waits = [answer.prefill_seconds * answer.rows for answer in answers]
+
+    # 3. the same speedup without answers that loop, which are easy to draft
+    without_loops = [turn for turn in turns if not is_looping(turn.answer.tokens)]
+
+    return {
+        **{name: _number(ratios.get(name)) for name in TREE_RATIOS},
+        "baseline_tokens_per_s": baselines[PLAIN]["tokens_per_s"],
+        "generate_tokens_per_s": baselines.get(GENERATE, {}).get("tokens_per_s"),
+        "answers": len(turns),
+        "equal_answers": _count_verdicts(turns, "float32", Verdict.EQUAL),
+        "compared_answers": _count_compared(turns, "float32"),
+        "tie_answers": _count_verdicts(turns, "float32", Verdict.TIE),
+        "equal_answers_bf16": _count_verdicts(turns, "bfloat16", Verdict.EQUAL),
+        "compared_answers_bf16": _count_compared(turns, "bfloat16"),
+        "scores": summarize_scores(turns),
+        "looping_answers": len(turns) - len(without_loops),
+        "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
+        "time_to_first_token_s": sum(waits) / len(waits) if any(waits) else None,
+        "accepted_lengths": accepted_lengths(answers),
+        "ctar": ctar(answers),
+        "chain_rates": chain_rates(traces),
+        "head_accuracy": head_accuracy(traces) if traces else None,
+        "baselines": baselines,
+        "intervals": {name: intervals[name] for name in TREE_RATIOS if name in intervals},
+    }
+
+
+class Rates(NamedTuple):
+    """Rates of a decoder [...], each a ratio of sums over answers.
+
+    Attributes:
+        tokens_per_s: with the prefill's time.
+        tokens_per_step: without the tokens of the prefill, which is no step; 1.0 for plain
+            decoding.
+        pass_seconds: of a decoding pass (of a batch: over all its rows), prefill excluded.
+    """
+
+    tokens_per_s: Tensor
+    tokens_per_step: Tensor
+    pass_seconds: Tensor
+
+
+def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
+    """Return sums [6] over the answers of each decoder: their tokens and seconds; and of decoding
+    steps alone, without the prefill, tokens, steps, seconds and passes.
+    """
+    addends: dict[str, list[list[float]]] = {}
+    for turn in turns:
+        for name, answer in turn.answers.items():
+            tokens = len(answer.tokens)
+            decoding = [tokens - answer.prefill_tokens, answer.steps, answer.decode_seconds]
+            addends.setdefault(name, []).append([tokens, answer.seconds, *decoding, answer.passes])
+    # [answers, 6] -> [6]
+    return {
+        name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
+    }
+
+
+def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
+    """Compute rates [...] from the sums [..., 6] of every decoder."""
+    rates = {}
+    for name, of_decoder in sums.items():
+        tokens, seconds, step_tokens, steps, decode_seconds, passes = of_decoder.unbind(-1)
+        rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
+    return rates
+
+
+def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute `TREE_RATIOS` [...] from the sums [..., 6] of every decoder, and ratios of tokens per
+    second: `tree_over_NAME` and `NAME_over_plain` for each baseline.
+
+    Empty without a tree.
+    """
+    rates = _rates(sums)
+    if TREE not in rates:
+        return {}
+    tree = rates.pop(TREE)
+    plain = rates[PLAIN]
+    ratios = {
+        "acceleration_rate": tree.tokens_per_step,
+        "overhead": tree.pass_seconds / plain.pass_seconds,
+        "tokens_per_s": tree.tokens_per_s,
+    }
+    for name, baseline in rates.items():
+        ratios[f"tree_over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
+        ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
+    ratios["speedup"] = ratios["speedup_over_fastest"] = ratios["tree_over_plain"]
+    if GENERATE in rates:
+        ratios["speedup_over_generate"] = ratios["tree_over_generate"]
+        ratios["speedup_over_fastest"] = torch.minimum(
+            ratios["tree_over_plain"], ratios["tree_over_generate"]
+        )
+    return ratios
+
+
+def _number(value: Tensor | None) -> float | None:
+    """Return a metric of the report; None for one that was not measured."""
+    if value is None or not torch.isfinite(value):
+        return None
+    return float(value)
+
+
+def accepted_lengths(answers: Sequence[Answer]) -> list[int]:
+    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest."""
+    counts = Counter(length for answer in answers for length in answer.accepted)
+    return [counts[length] for length in range(max(counts, default=-1) + 1)]
+
+
+def ctar(answers: Sequence[Answer]) -> list[float]:
+    """Return CTAR(w) for w = 1, 2, ...: the share of steps that accepted at least w draft tokens.
+
+    Source: Kangaroo, consistent token acceptance rate.
+    """
+    steps_by_length = accepted_lengths(answers)
+    steps = sum(steps_by_length)
+    return [sum(steps_by_length[w:]) / steps for w in range(1, len(steps_by_length))]
+
+
+def chain_rates(traces: Sequence[Trace]) -> list[float]:
+    """Simulate decoding with the chain of the first k heads' top-1 tokens; return the tokens per
+    step for k = 1..K.
+
+    Servers that draft without a tree (vLLM's Medusa) decode like this. Empty without traces.
+    """
+    if not traces:
+        return []
+    num_heads = len(traces[0].ranks[0])
+    return [tokens_per_step(traces, Tree.chain(k)) for k in range(1, num_heads + 1)]
+
+
+def _count_verdicts(turns: Iterable[Turn], dtype: str, verdict: Verdict) -> int | None:
+    """Count the answers with `verdict`; None if the dtype was not run."""
+    verdicts = [turn.exact[dtype] for turn in turns if dtype in turn.exact]
+    return verdicts.count(verdict) if verdicts else None
+
+
+def _count_compared(turns: Iterable[Turn], dtype: str) -> int:
+    return sum(dtype in turn.exact for turn in turns)
+
+
+# Intervals
+
+
+def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
+    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of
+    them is not finite.
+    """
+    finite = samples[torch.isfinite(samples)]
+    if len(finite) < 0.9 * len(samples):
+        return None
+    tail = (1 - share) / 2
+    shares = torch.tensor([tail, 1 - tail], dtype=finite.dtype)
+    low, high = torch.quantile(finite, shares).tolist()
+    return low, high
+
+
+def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:
+    """Draw R samples of n rows with replacement from `rows` [n, C]; return their sums [R, C]."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(rows), (resamples, len(rows)), generator=generator)  # [R, n]
+    counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)  # how often each row was drawn
+    counts.scatter_add_(1, drawn, torch.ones_like(counts))
+    return counts @ rows
+
+
+def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
+    """Compute 95 % percentile bootstrap intervals of the ratios in `metrics`, by the same names.
+
+    The unit of resampling is a question with all its turns, since the turns of a conversation are
+    not independent. The questions of a batch share its time, so ratios of times are resampled by
+    batch. Empty without a tree, and with fewer than `LEAST_QUESTIONS` questions; without ratios of
+    times with as few batches.
+    """
+    questions: dict[int | str, list[Turn]] = {}
+    for turn in turns:
+        questions.setdefault(turn.question_id, []).append(turn)
+    if len(questions) < LEAST_QUESTIONS or turns[0].tree is None:
+        return {}
+    by_question = _bootstrap(questions.values())
+    if all(turn.plain.rows == 1 for turn in turns):
+        return by_question
+
+    batches: dict[float, list[Turn]] = {}
+    for group in questions.values():
+        # the questions of a batch have equal shares of its time, to the last bit
+        batches.setdefault(group[0].plain.seconds, []).extend(group)
+    intervals = _bootstrap(batches.values()) if len(batches) >= LEAST_QUESTIONS else {}
+    # it has no time in it, so the questions of a batch are independent
+    intervals["acceleration_rate"] = by_question["acceleration_rate"]
+    return intervals
+
+
+def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
+    """Resample whole units of turns; return the interval of every ratio."""
+    sums = [_sums(turns) for turns in units]
+    decoders = list(sums[0])
+    # all decoders in one row, so that each sample draws the same units for all of them
+    rows = torch.stack([torch.cat([unit[name] for name in decoders]) for unit in sums])
+    drawn = resample(rows).split(6, dim=1)  # [units, 6 * decoders] -> [R, 6] for each decoder
+    ratios = _ratios(dict(zip(decoders, drawn, strict=True)))
+    return {name: interval(samples) for name, samples in ratios.items()}
+
+
+class Counts(NamedTuple):
+    """Totals of a question's answers, whose quotient is a rate.
+
+    Attributes:
+        tokens: all of them per second, or those of decoding steps alone per step.
+        cost: seconds, or decoding steps.
+    """
+
+    tokens: int
+    cost: float
+
+
+def compare_rates(
+    first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
+) -> tuple[float, Interval]:
+    """Return the ratio of the second run's rate (tokens over cost) to the first one's, with its 95
+    % interval.
+
+    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
+    and resampling pairs removes that variance (Efron and Tibshirani, "An Introduction to the
+    Bootstrap"). A rate is a ratio of sums over the drawn questions; the turns of a question are not
+    independent and form one unit.
+
+    Raises:
+        DataError: the questions differ, or both runs made steps in fewer than `LEAST_QUESTIONS`.
+    """
+    if set(first) != set(second):
+        unpaired = sorted(set(first) ^ set(second))[:5]
+        raise DataError(
+            f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
+            " questions"
+        )
+    pairs = []
+    for name in sorted(first):
+        if first[name].cost and second[name].cost:
+            pairs.append((first[name], second[name]))
+    if len(pairs) < LEAST_QUESTIONS:
+        raise DataError(f"comparing two runs needs {LEAST_QUESTIONS} or more questions")
+    rows = _pair_rows(pairs)
+    ratio = _ratio_of_rates(rows.sum(dim=0))
+    drawn_ratios = _ratio_of_rates(resample(rows, resamples))  # [R]
+    bounds = interval(drawn_ratios)
+    assert bounds is not None  # every question has steps
+    return float(ratio), bounds
+
+
+def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
+    """Return [pairs, 4]: tokens and cost of the first run, then those of the second."""
+    return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
+
+
+def _ratio_of_rates(sums: Tensor) -> Tensor:
+    """Return the second run's rate over the first one's [...], from sums [..., 4] of pairs."""
+    first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
+    first_rate = first_tokens / first_cost
+    second_rate = second_tokens / second_cost
+    return second_rate / first_rate
+
+
+def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
+    """Return the 95 % interval of the ratio of rates in `compare_rates`, from the same blocks of
+    both runs.
+
+    What is measured together shares the machine's speed of the moment, so blocks are the
+    independent units; there are few, so the interval is Student's, around the logarithm, with the
+    jackknife's standard error. None with fewer than `LEAST_BLOCKS` blocks.
+    """
+    count = len(first)
+    if count < LEAST_BLOCKS:
+        return None
+    rows = _pair_rows(zip(first, second, strict=True))
+    whole = rows.sum(dim=0)
+    log_ratio = _ratio_of_rates(whole).log()
+    # the jackknife: the same without each block in turn
+    without_one = _ratio_of_rates(whole - rows).log()  # [blocks]
+    error = ((count - 1) * without_one.var(correction=0)).sqrt()
+    margin = student_quantile(count - 1) * error
+    return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())
+
+
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, to 1 % from 2 degrees of freedom on (Abramowitz,
+    Stegun 26.7.5).
+    """
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
