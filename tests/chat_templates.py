@@ -83,7 +83,7 @@ TOOLS_CHATML = (
     " 'assistant' %}{{ '<|im_start|>assistant\\n' }}{% if m.reasoning_content %}{{ '<think>\\n' +"
     " m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}{{ m.content }}{% if m.tool_calls"
     " %}{% for c in m.tool_calls %}{{ '\\n' if m.content or not loop.first else '' }}{{"
-    " '<tool_call>\\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' }}{{"
+    ' \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}{{'
     " c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}{% endif %}{{"
     " '<|im_end|>\\n' }}{% elif m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' +"
     " m.content + '\\n</tool_response><|im_end|>\\n' }}{% endif %}{% endfor %}" + _CHATML_PROMPT
@@ -95,7 +95,7 @@ TOOLS_LLAMA = (
     " '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{ m.content | tojson }}{{ '<|eot_id|>'"
     " }}{% elif 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('This"
     " model only supports single tool-calls at once!') }}{% endif %}{% set f ="
-    " m.tool_calls[0].function %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\":"
+    ' m.tool_calls[0].function %}{{ \'<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name":'
     " \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}{% else"
     " %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim +"
     " '<|eot_id|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
@@ -113,7 +113,7 @@ TOOLS_MISTRAL = (
     " m.content | tojson }}{{ ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}{% elif"
     " m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{"
     " raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif"
-    " %}{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' }}{{ c.function.arguments |"
+    ' %}{{ \'{"name": "\' + c.function.name + \'", "arguments": \' }}{{ c.function.arguments |'
     " tojson }}{{ ', \"id\": \"' + c.id + '\"}' + ('' if loop.last else ', ') }}{% endfor %}{{ ']'"
     " + eos_token }}{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
 )
