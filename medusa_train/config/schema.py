@@ -424,6 +424,12 @@ class TrainConfig(Config):
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
         DATA,
     )
+    max_rows_per_chat: PositiveInt = key(
+        8,
+        "maximum number of rows of a chat with tool calls, if its template changes earlier turns: the"
+        " last ones, and some of the others",
+        DATA,
+    )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
         ["assistant"], "roles whose turns are training targets", DATA, min_length=1
     )
