@@ -18,6 +18,7 @@ from medusa_train.config.draft_sections import (
     LOOKUPS,
     SECTIONS,
     AmphistaConfig,
+    DFlashConfig,
     DraftConfig,
     Eagle3Config,
     HydraConfig,
@@ -292,6 +293,7 @@ class TrainConfig(Config):
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo", HEADS)
     eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3", HEADS)
+    dflash: DFlashConfig | None = key(None, "settings of draft: dflash", HEADS)
     medusa_num_heads: PositiveInt = key(
         5, "K: number of heads; head k predicts the k-th token after the next one", HEADS, le=32
     )
