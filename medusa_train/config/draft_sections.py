@@ -559,7 +559,8 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """
     if count == 1:
         return (num_layers // 2 + 1,)
-    first, last = min(2, num_layers), max(1, num_layers - 2)
+    first = min(2, num_layers)
+    last = max(first, num_layers - 2)
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
