@@ -18,6 +18,7 @@ from medusa_train.config.draft_sections import (
     LOOKUPS,
     SECTIONS,
     AmphistaConfig,
+    DFlashConfig,
     DraftConfig,
     Eagle3Config,
     HydraConfig,
@@ -299,6 +300,7 @@ class TrainConfig(Config):
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo", HEADS)
     eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3", HEADS)
+    dflash: DFlashConfig | None = key(None, "settings of draft: dflash", HEADS)
     medusa_num_heads: PositiveInt = flat("num_heads")
     medusa_num_layers: NonNegativeInt = flat("num_layers")
     medusa_decay_coefficient: PositiveShare = flat("decay_coefficient")
