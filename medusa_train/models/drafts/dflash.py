@@ -324,8 +324,9 @@ class DFlashDraft(Draft):
 
     def _embed(self, last_tokens: Tensor, slots: int) -> Tensor:
         """Embed the last token and the masks of each block, [...] -> [..., slots, d]."""
-        tokens = last_tokens[..., None].repeat_interleave(slots, -1)
-        tokens[..., 1:] = self.mask_token_id
+        shape = (*last_tokens.shape, slots - 1)
+        masks = torch.full(shape, self.mask_token_id, device=last_tokens.device)
+        tokens = torch.cat([last_tokens[..., None], masks], dim=-1)  # [..., slots]
         return self.embedding(tokens).to(self.fc.weight.dtype)
 
     def _run_layers(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
