@@ -401,6 +401,7 @@ class DFlashConfig(DraftConfig):
     title = "DFlash"
     layers_key = "dflash.layers"
     dynamic_trees = True
+    exports = ("vllm", "sglang")
 
     max_draft_tokens: PositiveInt = key(7, "K: tokens that one pass guesses", HEADS, le=32)
     num_layers: PositiveInt = key(5, "decoder layers", HEADS, le=16)
