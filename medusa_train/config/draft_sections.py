@@ -367,6 +367,12 @@ class Eagle3Config(DraftConfig):
         " tokens",
         HEADS,
     )
+    fc_norm: Bool = key(
+        False, "norm each of the three states before they are joined (EAGLE 3.1)", HEADS
+    )
+    norm_output: Bool = key(
+        False, "each drafted token reads the normed output of the one before (EAGLE 3.1)", HEADS
+    )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
     soft_targets: Share = key(
         1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING

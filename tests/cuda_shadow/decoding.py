@@ -30,7 +30,7 @@ from medusa_train.tree_search.traces import trace_conversations
 from medusa_train.trees.kv_slots import Slots
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_backbone
-from tests.inference.test_drafts import REPLAYED_KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_drafts import PROMPTS, REPLAYED_KINDS, TREE, random_draft
 from tests.inference.test_refill import make_draft
 
 RULES: dict[str, Rule] = {
