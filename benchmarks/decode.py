@@ -30,11 +30,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-import torch  # noqa: E402
-from decode_steps import (  # noqa: E402
+import torch
+from checkout import ROOT
+from decode_steps import (
     LOOP_TOKENS,
     PASSES,
     Context,
@@ -42,8 +40,9 @@ from decode_steps import (  # noqa: E402
     how_steps_run,
     proposal,
 )
-from shapes import (  # noqa: E402
+from shapes import (
     SHAPES,
+    SMALL_LLAMA,
     Rates,
     Sizes,
     default_dtypes,
@@ -52,24 +51,32 @@ from shapes import (  # noqa: E402
     random_model,
     time_call,
 )
-from shared import describe_failure, machine_facts, table, warn_if_busy, write_page  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from shared import (
+    command_line,
+    describe_failure,
+    machine_facts,
+    table,
+    warn_if_busy,
+    write_page,
+)
+from transformers import AutoConfig
 
-from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.errors import BackboneError  # noqa: E402
-from medusa_train.inference.cuda_graphs import graph_obstacle, graph_runner, use_cuda_graphs  # noqa: E402
-from medusa_train.inference.runners import FixedShapeRunner  # noqa: E402
-from medusa_train.models.backbone import Backbone  # noqa: E402
-from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
-from medusa_train.models.loading import load_backbone  # noqa: E402
-from medusa_train.models.precision import (  # noqa: E402
+from medusa_train.cli.common import quiet_libraries
+from medusa_train.errors import BackboneError
+from medusa_train.inference.cuda_graphs import graph_obstacle, graph_runner, use_cuda_graphs
+from medusa_train.inference.runners import FixedShapeRunner
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import load_backbone
+from medusa_train.models.precision import (
+    default_device,
     free_memory,
     is_out_of_memory,
     release_memory,
 )
-from medusa_train.models.prepack import prepack_linears  # noqa: E402
-from medusa_train.tree_search.fit import paths_by_product  # noqa: E402
-from medusa_train.trees.tree import Tree  # noqa: E402
+from medusa_train.models.prepack import prepack_linears
+from medusa_train.tree_search.fit import paths_by_product
+from medusa_train.trees.tree import Tree
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
 #: Heads of the loops: over the whole vocabulary, over some tokens, or with the backbone's lm_head.
@@ -88,10 +95,7 @@ SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; defaults depend on the device."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR")
+    parser = command_line(__doc__, "runs/benchmarks/decode")
     parser.add_argument("--quick", action="store_true", help="two shapes, few trees, 5 seconds")
     parser.add_argument(
         "--shapes",
@@ -120,7 +124,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=["full"],
         help="over the whole vocabulary, 32,768 tokens, or with the backbone's lm_head (full)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
     parser.add_argument("--seconds", type=float, help="per shape and context (20)")
     args = parser.parse_args(arguments)
     quick = args.quick
@@ -190,6 +193,14 @@ class Shape:
         directory = ROOT / "data" / "tiny" if name == "tiny" else Path(name)
         config = AutoConfig.from_pretrained(directory).get_text_config()
         return cls(directory.name, directory, config, Sizes.of(config))
+
+    @classmethod
+    def or_small(cls, name: str, device: torch.device) -> Shape:
+        """Look up a name; a small shape stands in for all where there is no GPU."""
+        if device.type == "cuda":
+            return cls.of(name)
+        config = llama_config(*SMALL_LLAMA)
+        return cls(f"small for {name}", None, config, Sizes.of(config))
 
     def bytes_needed(
         self, dtype: str, setting: str, cpu: bool, positions: int, shared: bool = False
@@ -589,10 +600,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure everything that was asked for, and write the result."""
     quiet_libraries()
     args = parse_arguments(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     machine = machine_facts(__file__, arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     warn_if_busy()
     rates = measure_rates(device, args.dtypes, min(2.0, args.seconds / 4))
     print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)

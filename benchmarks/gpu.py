@@ -31,12 +31,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-from coder_plan import CODERS, coder_plan  # noqa: E402
-from decode_steps import GRAPHS  # noqa: E402
-from gpu_plan import (  # noqa: E402
+from checkout import ROOT
+from coder_plan import CODERS, coder_plan
+from decode_steps import GRAPHS
+from gpu_plan import (
     ALL_SECONDS,
     BUILT,
     PART_SECONDS,
@@ -46,17 +44,17 @@ from gpu_plan import (  # noqa: E402
     short_plan,
     wheels,
 )
-from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
+from shared import machine_facts, machine_line, rounded, table, write_result
 
-from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.errors import (  # noqa: E402
+from medusa_train.cli.common import quiet_libraries
+from medusa_train.errors import (
     CheckpointError,
     ConfigError,
     MedusaError,
     signal_exit_code,
 )
-from medusa_train.io import existing_parent  # noqa: E402
-from medusa_train.training.stop_signals import signals_as_interrupts  # noqa: E402
+from medusa_train.io import existing_parent
+from medusa_train.training.stop_signals import signals_as_interrupts
 
 MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL

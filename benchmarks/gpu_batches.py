@@ -21,27 +21,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+import checkout  # noqa: F401 (the clone's path)
+import torch
+from decode import Loaded, Shape, Unsupported
+from decode_steps import BackboneStep, Context, how_steps_run
+from gpu_profile import CLASSES, profiled
+from shapes import SHAPES, Rates, measure_rates, time_call
+from shared import (
+    command_line,
+    describe_failure,
+    machine_facts,
+    rounded,
+    stand_in_note,
+    table,
+    write_page,
+)
 
-import torch  # noqa: E402
-from decode import Loaded, Shape, Unsupported  # noqa: E402
-from decode_steps import BackboneStep, Context, how_steps_run  # noqa: E402
-from gpu_profile import CLASSES, profiled  # noqa: E402
-from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, time_call  # noqa: E402
-from shared import describe_failure, machine_facts, rounded, table, write_page  # noqa: E402
-from train import SMALL_LLAMA  # noqa: E402
-
-from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.inference.batch_decoder import (  # noqa: E402
+from medusa_train.cli.common import quiet_libraries
+from medusa_train.inference.batch_decoder import (
     REFILL_FRACTION,
     BatchDecoder,
     PendingRequest,
     RunningBatch,
 )
-from medusa_train.inference.sampling import Sampling  # noqa: E402
-from medusa_train.models.precision import release_memory  # noqa: E402
-from medusa_train.trees.tree import Tree  # noqa: E402
+from medusa_train.inference.sampling import Sampling
+from medusa_train.models.precision import default_device, release_memory
+from medusa_train.trees.tree import Tree
 
 DTYPE = "bfloat16"
 # positions behind the context: steps that are timed and profiled grow by one each, below 256
@@ -127,7 +132,7 @@ def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sam
 def measure(args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[Row]:
     """Measure every shape, setting and number of rows; a row for what failed says how."""
     for name in args.shapes:
-        shape = shape_of(name, device)
+        shape = Shape.or_small(name, device)
         shared: Loaded | None = None
         for setting in args.settings:
             first = {"shape": shape.name, "setting": setting}
@@ -146,14 +151,6 @@ def measure(args: argparse.Namespace, device: torch.device, rates: Rates) -> Ite
                     release_memory()
         del shared
         release_memory()
-
-
-def shape_of(name: str, device: torch.device) -> Shape:
-    """Look up a shape; a small one stands in for all where there is no GPU."""
-    if device.type == "cuda":
-        return Shape.of(name)
-    config = llama_config(*SMALL_LLAMA)
-    return Shape(f"small for {name}", None, config, Sizes.of(config))
 
 
 def attempt(at: Row, measure_one: Callable[..., Row], *given: Any) -> Row:
@@ -184,8 +181,7 @@ def write_report(out: Path, machine: Row, context: int, rates: Rates, rows: Sequ
                 cells.append(f"{milliseconds:.2f}" if number else "")
             steps.append([*first, *cells])
     note = f"Plain steps after {context:,} positions a row; milliseconds of kernels by their class."
-    if machine["kind"] != "cuda":
-        note += " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    note += stand_in_note(machine)
     titles = ["shape", "setting", "rows", "steps", "floor ms", "ms", "over floor", "tokens/s"]
     titles += ["kernels' ms", "kernels", *kinds]
     parts = [note, table(titles, steps, 4)]
@@ -210,10 +206,7 @@ def write_report(out: Path, machine: Row, context: int, rates: Rates, rows: Sequ
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/batches"), metavar="DIR")
+    parser = command_line(__doc__, "runs/benchmarks/batches")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.5B", "8B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 128], metavar="B")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="1024")
@@ -231,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_libraries()
     args = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     rates = measure_rates(device, [DTYPE], 1.0 if device.type == "cuda" else 0.05)
     rows: list[Row] = []
     page = ""

@@ -21,21 +21,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+import checkout  # noqa: F401 (the clone's path)
+import torch
+from decode import Shape, Unsupported, likely_tree
+from decode_steps import Context
+from shared import (
+    command_line,
+    describe_failure,
+    machine_facts,
+    rounded,
+    stand_in_note,
+    table,
+    write_page,
+)
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from train import STEPS, Case, Step, device_and_precision, shape_setup
 
-import torch  # noqa: E402
-from decode import Shape, Unsupported, likely_tree  # noqa: E402
-from decode_steps import Context  # noqa: E402
-from shapes import Sizes, llama_config  # noqa: E402
-from shared import describe_failure, machine_facts, rounded, table, write_page  # noqa: E402
-from torch.autograd import DeviceType  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from train import SMALL_LLAMA, STEPS, Case, Step, device_and_precision, shape_setup  # noqa: E402
-
-from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.models.precision import release_memory  # noqa: E402
-from medusa_train.trees.tree import Tree  # noqa: E402
+from medusa_train.cli.common import quiet_libraries
+from medusa_train.models.precision import default_device, release_memory
+from medusa_train.trees.tree import Tree
 
 #: Classes of kernels by what their names contain, the first that fits.
 CLASSES = {
@@ -148,11 +153,7 @@ def decoding(
     Args:
         failed: gets a line for each profile that failed; the others do not depend on it.
     """
-    cuda = device.type == "cuda"
-    shape = Shape.of("7B")
-    if not cuda:
-        config = llama_config(*SMALL_LLAMA)
-        shape = Shape("small", None, config, Sizes.of(config))
+    shape = Shape.or_small("7B", device)
     shared = None
     for setting in args.settings:
         try:
@@ -215,8 +216,7 @@ def write_report(out: Path, machine: dict[str, Any], profiles: Sequence[Profile]
         lines.append(cells)
     titles = ["step", "setting", "positions", "ms", "kernels' ms", "kernels", *kinds]
     note = "Milliseconds of a step by class of kernel, and the number of kernels in parentheses."
-    if machine["kind"] != "cuda":
-        note += " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    note += stand_in_note(machine)
     record = {"machine": machine, "profiles": [rounded(asdict(one)) for one in profiles]}
     return write_page(
         out, "gpu_profile", "Where a step's time goes", record, [note, table(titles, lines, 2)]
@@ -225,11 +225,8 @@ def write_report(out: Path, machine: dict[str, Any], profiles: Sequence[Profile]
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "runs/benchmarks/profile")
     parser.add_argument("what", choices=["decode", "train"])
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/profile"), metavar="DIR")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], metavar="N")
     parser.add_argument("--nodes", nargs="+", type=int, default=[0, 63], metavar="N", help="0 63")
     parser.add_argument(
@@ -247,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_libraries()
     args = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     profiles: list[Profile] = []
     page = ""
     failed: list[str] = []

@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+from checkout import ROOT
 
-from medusa_train.io import replace_text  # noqa: E402
-from medusa_train.pages.charts import COLOURS, Bar, Curve, bars, curves  # noqa: E402
+from medusa_train.io import replace_text
+from medusa_train.pages.charts import COLOURS, Bar, Curve, bars, curves
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"

@@ -38,11 +38,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-import yaml  # noqa: E402
-from paper_tables import (  # noqa: E402
+import yaml
+from checkout import ROOT
+from paper_tables import (
     Experiment,
     Point,
     Record,
@@ -50,26 +48,26 @@ from paper_tables import (  # noqa: E402
     keys_of_columns,
     write_experiment,
 )
-from pydantic import ValidationError  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from shapes import SHAPES, default_dtypes, llama_config  # noqa: E402
-from shared import machine_facts  # noqa: E402
+from pydantic import ValidationError
+from safetensors import safe_open
+from shapes import SHAPES, default_dtypes, llama_config
+from shared import machine_facts
 
-from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E402
-from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES  # noqa: E402
-from medusa_train.cli.common import quiet_libraries, split_arguments  # noqa: E402
-from medusa_train.config.load import load_config  # noqa: E402
-from medusa_train.config.paths import resolve_path  # noqa: E402
-from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.data.sources import open_source  # noqa: E402
-from medusa_train.errors import CheckpointError, ConfigError, MedusaError  # noqa: E402
-from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
-from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E402
-from medusa_train.io import replace_text  # noqa: E402
-from medusa_train.models.loading import resolve_backbone  # noqa: E402
-from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees  # noqa: E402
-from medusa_train.tree_search.kept_traces import load_traces, weights_key  # noqa: E402
-from medusa_train.trees.tree import Tree  # noqa: E402
+from medusa_train.checkpoint.resolve import find_heads, resolve_model
+from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
+from medusa_train.cli.common import quiet_libraries, split_arguments
+from medusa_train.config.load import load_config
+from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.sources import open_source
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError
+from medusa_train.evaluation.questions import Bench, load_bench
+from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.io import replace_text
+from medusa_train.models.loading import resolve_backbone
+from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees
+from medusa_train.tree_search.kept_traces import load_traces, weights_key
+from medusa_train.trees.tree import Tree
 
 EXPERIMENTS = ROOT / "benchmarks" / "papers"
 QUICK_STEPS = 4  # optimizer steps of a whole training with --quick

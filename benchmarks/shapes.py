@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "8B": (4096, 14336, 32, 32, 8, 128256),
     "13B": (5120, 13824, 40, 40, 40),
 }
+SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # stands in for all of them where there is no GPU
 VOCAB_SIZE = 32000
 CONTEXT = 8192
 # random numbers drawn once and copied; a prime, so that rows of a matrix differ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,6 +16,15 @@ from medusa_train.io import replace_text
 
 MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
 BUSY_PERCENT = 25  # use of all cores above which the machine counts as busy
+
+
+def command_line(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Return a parser that shows the docstring of a script, with the directory of its results."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR")
+    return parser
 
 
 def describe_failure(error: BaseException) -> str:
@@ -81,6 +91,13 @@ def machine_line(machine: Mapping[str, Any]) -> str:
         f" {machine['transformers']}, {machine['date']}, load average {machine['load']:.2f} before."
         f" `{machine['command']}`{gpu}"
     )
+
+
+def stand_in_note(machine: Mapping[str, Any]) -> str:
+    """Return what pages say where a small model stands in for a large one; empty on a GPU."""
+    if machine["kind"] == "cuda":
+        return ""
+    return " **Without a GPU a small stand-in ran; its figures say nothing.**"
 
 
 def warn_if_busy() -> None:

@@ -14,24 +14,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-from result_tables.acceptance import acceptance_table  # noqa: E402
-from result_tables.coder import coder_nodes_table, coder_served_table  # noqa: E402
-from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
-from result_tables.large_models import estimate_7b, trees_table  # noqa: E402
-from result_tables.lookup import specbench_table  # noqa: E402
-from result_tables.pages import RESULT_PAGES  # noqa: E402
-from result_tables.papers import (  # noqa: E402
+from checkout import ROOT
+from result_tables.acceptance import acceptance_table
+from result_tables.coder import coder_nodes_table, coder_served_table
+from result_tables.gpu import gpu_clock_table, gpu_training_table
+from result_tables.large_models import estimate_7b, trees_table
+from result_tables.lookup import specbench_table
+from result_tables.pages import RESULT_PAGES
+from result_tables.papers import (
     epsilon_table,
     nodes_table,
     published_acceptance_table,
     published_speeds_table,
     table6_table,
 )
-from result_tables.served import eagle3_served_table  # noqa: E402
-from result_tables.writing import (  # noqa: E402
+from result_tables.served import eagle3_served_table
+from result_tables.writing import (
     PAGES,
     Cells,
     Json,
@@ -42,7 +40,7 @@ from result_tables.writing import (  # noqa: E402
     times,
 )
 
-from medusa_train.io import replace_text  # noqa: E402
+from medusa_train.io import replace_text
 
 # README
 

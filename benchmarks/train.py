@@ -16,55 +16,58 @@ import argparse
 import itertools
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-import peft  # noqa: E402, F401 (imported before memory is measured, since it takes some)
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from shapes import (  # noqa: E402
+import torch
+from checkout import ROOT
+from shapes import (
     SHAPES,
+    SMALL_LLAMA,
     Sizes,
     llama_config,
     matrix_rate,
     quantize_nf4,
     random_model,
 )
-from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
-from torch import Tensor  # noqa: E402
+from shared import (
+    command_line,
+    machine_facts,
+    stand_in_note,
+    table,
+    warn_if_busy,
+    write_page,
+)
+from torch import Tensor
 
-from medusa_train.cli.common import quiet_libraries  # noqa: E402
-from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.data.batch import Batch  # noqa: E402
-from medusa_train.losses.fused_losses import GraphCut  # noqa: E402
-from medusa_train.losses.objective import Objective  # noqa: E402
-from medusa_train.models.backbone import Backbone  # noqa: E402
-from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
-from medusa_train.models.loading import choose_attention  # noqa: E402
-from medusa_train.models.precision import (  # noqa: E402
+from medusa_train.cli.common import quiet_libraries
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Batch
+from medusa_train.losses.fused_losses import GraphCut
+from medusa_train.losses.objective import Objective
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.loading import choose_attention
+from medusa_train.models.precision import (
     Precision,
+    default_device,
     free_memory,
     is_out_of_memory,
     release_memory,
 )
-from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
-from medusa_train.training.estimate import Estimate  # noqa: E402
-from medusa_train.training.optimizer import build_optimizer, parameter_groups  # noqa: E402
+from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.training.estimate import Estimate
+from medusa_train.training.optimizer import build_optimizer, parameter_groups
 
-PARTS = ("shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "packed7b", "unchecked7b")
 #: Whole steps of each part: recipe and method.
 STEPS = {
     "medusa1_7b": ("shape1", "ours"),
@@ -73,26 +76,16 @@ STEPS = {
     "packed7b": ("shape1", "packed"),
     "unchecked7b": ("shape2", "unchecked"),
 }
-#: Whose gradient_accumulation_steps count.
+#: What is trained, but for the model and the data.
 CONFIGS = {"shape1": "vicuna7b_m1.yaml", "shape2": "vicuna7b_m2.yaml"}
 METHOD_TITLES = {
     "compiled": ", compiled",
     "packed": ", packed rows",
     "unchecked": ", no gradient checkpointing",
 }
+PARTS = ("shape7b", *STEPS)
 #: Shares of a packed row that its documents take.
 DOCUMENTS = (0.06, 0.31, 0.13, 0.25, 0.25)
-SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
-#: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
-QLORA_KEYS = {
-    "recipe": "medusa2",
-    "adapter": "qlora",
-    "load_in_4bit": True,
-    "lora_r": 32,
-    "lora_alpha": 16,
-}
-QLORA_KEYS |= {"lora_dropout": 0.05, "lora_target_linear": True, "gradient_checkpointing": True}
-QLORA_KEYS |= {"medusa_self_distillation": True}
 TITLES = {
     "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
     "shape2": "Medusa-2, 7B shape, QLoRA (NF4)",
@@ -153,56 +146,6 @@ class Result:
         return median(self.seconds or [math.inf])
 
 
-class PeakMemory:
-    """Peak memory of this process beyond what it held at construction: resident on a CPU, torch's
-    on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self.cuda = torch.cuda.is_available()
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            self.before = _peak_resident()
-            with suppress(OSError):
-                self.before = (
-                    int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-                )
-
-    def peak(self) -> int:
-        """Return the peak in bytes."""
-        return (torch.cuda.max_memory_allocated() if self.cuda else _peak_resident()) - self.before
-
-
-def _peak_resident() -> int:
-    """Peak resident size; Linux reports KiB, macOS bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def peak_allocated(run: Callable[[], Any]) -> int:
-    """Return the peak of the bytes that torch's allocator holds beyond those before `run`, exactly."""
-    if torch.cuda.is_available():
-        memory = PeakMemory()
-        run()
-        return memory.peak()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    held = peak = 0
-    for event in sorted(
-        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-    ):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]:
     """Return the seconds of each repeat of `step` and the last value; reading a number back waits
     for a GPU.
@@ -218,9 +161,7 @@ def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]
 
 def device_and_precision(case: Case) -> Precision:
     """Return the device that torch finds, with the case's dtype."""
-    return Precision(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, case.dtype)
-    )
+    return Precision(default_device(), getattr(torch, case.dtype))
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
@@ -289,17 +230,12 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     """
     shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
     config = llama_config(*shape)
-    keys = {
-        "base_model": "none",
-        "datasets": [{"path": "none"}],
-        "learning_rate": 5e-4,
-        "optimizer": "adamw_bnb_8bit",
-    }
-    medusa1 = {"recipe": "medusa1", "torch_compile": case.method == "compiled"}
-    keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else medusa1)}
+    changes = [f"medusa_num_heads={case.heads}"]
+    if case.method == "compiled":
+        changes.append("torch_compile=true")
     if case.method == "unchecked":
-        keys["gradient_checkpointing"] = False
-    cfg = TrainConfig.model_validate(keys)
+        changes.append("gradient_checkpointing=false")
+    cfg = configured(case.what, changes)
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
     lengths = document_lengths(case.tokens) if case.method == "packed" else [case.tokens]
@@ -319,43 +255,44 @@ def document_lengths(tokens: int) -> list[int]:
 
 
 def measure_step(case: Case) -> Result:
-    """Measure a whole optimizer step of one micro-batch."""
+    """Measure a whole optimizer step of one micro-batch; memory on a GPU only."""
+    # 1. A model with optimizer states, before and after a step that warms up.
     precision = device_and_precision(case)
-    rate = matrix_rate(
-        precision.device, precision.dtype, 1.0, None if precision.device.type == "cuda" else 512
-    )
+    device, dtype = precision.device, precision.dtype
+    rate = matrix_rate(device, dtype, 1.0, None if device.type == "cuda" else 512)
     cfg, backbone, batch = shape_setup(case, precision)
     attention = None
     if case.method == "packed":
         attention = choose_attention(backbone, "auto", packed=True)
     release_memory()
     weights = tensor_bytes(backbone.model.parameters())
-    memory = PeakMemory()
+    before = torch.cuda.memory_allocated()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     step = Step(cfg, backbone, precision)
-    step(batch)  # warms up kernels and creates the optimizer states
+    step(batch)
+    # 2. Steps on the clock, and the memory that they took.
     seconds, loss = repeated(lambda: step(batch, case.accumulation), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
-    # parameters, gradients, optimizer
-    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)
-    peak, (rows, width) = memory.peak(), batch.tokens.shape
-    trained = sum(parameter.numel() for parameter in step.student.parameters.values())
+    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # with gradients
+    peak = torch.cuda.max_memory_allocated() - before  # 0 without a GPU
+    # 3. What `--inspect` says of it, and what it needs to compute.
+    rows, width = batch.tokens.shape
     estimate = Estimate(cfg, backbone.config).memory(
-        rows=rows, width=width, dtype=precision.dtype, device=precision.device.type
+        rows=rows, width=width, dtype=dtype, device=device.type
     )
+    trained = sum(parameter.numel() for parameter in step.student.parameters.values())
+    sizes = Sizes.of(backbone.config)
+    tokens = rows * width * case.accumulation
     return Result(
         True,
         seconds,
         loss,
-        rows * width * case.accumulation,
-        max(0, peak - held),  # a small shape's lies below what torch allocated before
+        tokens,
+        max(0, peak - held),
         total=weights + peak,
         estimate=estimate.total,
-        operations=needed_operations(
-            Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained
-        )
-        * rows
-        * width
-        * case.accumulation,
+        operations=tokens * needed_operations(sizes, cfg.medusa_num_heads, width, trained),
         rate=rate,
         attention=attention,
     )
@@ -421,8 +358,7 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
         "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the"
         " recipe needs over the measured matrix rate."
     )
-    if machine["kind"] != "cuda":
-        note += " **Without a GPU a small stand-in runs; its figures say nothing about 7B.**"
+    note += stand_in_note(machine)
     kernels = [f"Packed rows: {one.attention}." for one in measured.values() if one.attention]
     parts = [" ".join([note, *dict.fromkeys(kernels)]), step_table(measured)]
     write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
@@ -430,18 +366,9 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR")
+    parser = command_line(__doc__, "runs/benchmarks/train")
     parser.add_argument("--quick", action="store_true", help="one length of rows, one round")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["shape7b"])
-    parser.add_argument(
-        "--accumulation",
-        type=int,
-        metavar="N",
-        help="micro-batches of a step; as the recipe's configuration has it, 2 on a CPU",
-    )
     parser.add_argument(
         "--sequences",
         nargs="+",
@@ -453,11 +380,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--rounds", type=int, help="processes per case, in turns; the fastest counts (2)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="measurements per process, at most")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="per process, after which no further one begins"
     )
-    parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this case in this process
     args = parser.parse_args(arguments)
     lengths = [2048, 4096] if torch.cuda.is_available() else [64, 128]
@@ -477,28 +402,21 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         steps = [step for step in steps if step[0] != "shape2"]
     cases = []
     for (what, method), tokens in itertools.product(steps, args.sequences):
-        accumulation = configured_accumulation(what) if torch.cuda.is_available() else 2
-        case = Case(
-            what,
-            method,
-            tokens=tokens,
-            rows=args.rows,
-            accumulation=args.accumulation or accumulation,
-            repeats=args.repeats,
-            seconds=args.seconds,
+        accumulation = (
+            configured(what).gradient_accumulation_steps if torch.cuda.is_available() else 2
         )
-        cases.append(case)
+        case = Case(what, method, tokens=tokens, rows=args.rows, seconds=args.seconds)
+        cases.append(replace(case, accumulation=accumulation))
     return cases
 
 
-def configured_accumulation(what: str) -> int:
-    """Return the micro-batches of an optimizer step in the configuration of a recipe."""
-    keys = yaml.safe_load((ROOT / "configs" / CONFIGS[what]).read_text(encoding="utf-8"))
-    return int(keys["gradient_accumulation_steps"])
+def configured(what: str, changes: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration of a recipe with `changes`, as `key=value`."""
+    return load_config(TrainConfig, ROOT / "configs" / CONFIGS[what], changes)
 
 
 def measure_here(case: Case) -> Result:
-    """Measure `case` in this process, with at most nine tenths of the free memory."""
+    """Measure `case` in this process, on a CPU with at most nine tenths of the free memory."""
     free = free_memory(torch.device("cpu"))
     # let an allocation fail before the machine kills a process
     if free is not None and not torch.cuda.is_available():
@@ -511,15 +429,14 @@ def measure_here(case: Case) -> Result:
         return Result(False, [])
 
 
-def measure_in_process(case: Case, threads: int | None) -> Result:
+def measure_in_process(case: Case) -> Result:
     """Measure `case` in a new process; one that was killed did not fit.
 
     Raises:
         RuntimeError: it failed for another reason, which it printed.
     """
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == -9:
         return Result(False, [])
     if done.returncode != 0:
@@ -535,16 +452,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(measure_here(Case(**json.loads(args.case))))))
         return
     machine = machine_facts(__file__, arguments)
-    machine["threads"] = (
-        args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
-    )
     warn_if_busy()
     measured: dict[Case, Result] = {}
     failed: list[str] = []
     for case in cases_of(args):
         for _ in range(args.rounds):
             try:
-                result = measure_in_process(case, args.threads)
+                result = measure_in_process(case)
             except RuntimeError as error:
                 failed.append(str(error))  # the next cases do not depend on this one
                 continue

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,11 +43,8 @@ def test_medusa_2_has_its_teachers_pass(
 
 
 def test_steps_accumulate_as_the_configurations_do() -> None:
-    assert train.configured_accumulation("shape1") == 16
-    assert train.configured_accumulation("shape2") == 32
-    args = train.parse_arguments(["--parts", "unchecked7b", "--accumulation", "5"])
-    if find_spec("bitsandbytes"):
-        assert [case.accumulation for case in train.cases_of(args)] == [5, 5]
+    assert train.configured("shape1").gradient_accumulation_steps == 16
+    assert train.configured("shape2").gradient_accumulation_steps == 32
 
 
 def test_parts_name_their_cases() -> None:
@@ -60,7 +56,7 @@ def test_parts_name_their_cases() -> None:
 def test_a_case_that_fails_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(case: Case, threads: int | None) -> train.Result:
+    def measured(case: Case) -> train.Result:
         if case.method == "compiled":
             raise RuntimeError("case failed with exit code 1")
         return train.Result(True, [0.5], tokens=100, rate=1e12, operations=10)
@@ -94,7 +90,7 @@ def test_packed_rows_are_whole_documents_and_name_what_computes_them(tmp_path: P
 
 @pytest.mark.slow
 def test_a_case_runs_in_its_own_process_and_need_not_fit() -> None:
-    result = train.measure_in_process(SMALL, 1)
+    result = train.measure_in_process(SMALL)
     assert result.fits
     assert result.loss == pytest.approx(measure_step(SMALL).loss, rel=1e-2)  # in bfloat16
-    assert not train.measure_in_process(replace(SMALL, tokens=10**12), 1).fits
+    assert not train.measure_in_process(replace(SMALL, tokens=10**12)).fits

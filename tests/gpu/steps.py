@@ -7,7 +7,7 @@ Everything here runs on a CPU as well, where a profiler counts what torch's allo
 import io
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from shapes import llama_config, random_model
 from torch import Tensor
-from train import peak_allocated
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.progress import RunProgress
@@ -94,6 +93,27 @@ def measure(keys: dict[str, Any]) -> Measured:
     )
     losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
     return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))
+
+
+def peak_allocated(run: Callable[[], object]) -> int:
+    """Return the peak of the bytes that torch's allocator holds beyond those before `run`, exactly."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    held = peak = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
 
 
 def held_bytes(trainer: Trainer) -> int:
