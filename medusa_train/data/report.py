@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from medusa_train.data.tokenize import SplitReason
 from medusa_train.data.unread import Unread
+
+if TYPE_CHECKING:  # it imports transformers, which takes a second
+    from medusa_train.data.tokenize import SplitReason
 
 #: What is said of conversations that became several rows.
 _SPLIT_WORDS: dict[SplitReason, str] = {
