@@ -14,7 +14,6 @@ from medusa_train.cli.common import (
     split_arguments,
     table_console,
 )
-from medusa_train.cli.launch import exit_now, launch, run_worker, train_distributed
 from medusa_train.cli.options import (
     PRINT_CONFIG,
     Arguments,
@@ -106,18 +105,21 @@ def train(
     flags["resume_from_checkpoint"] = resume or None
     process = process_info_from_env()
     only_print = inspect or print_config
-    is_launcher = num_gpus not in (None, 1)
-    if process is not None and is_launcher and not only_print:
-        raise ConfigError(
-            f"--num-gpus starts processes, but this one is of {process.size} that another launcher"
-            " has started; leave it out, or start medusa-train without that launcher"
-        )
-    if process is not None and process.rank > 0:
-        if not only_print:
-            exit_now(run_worker(process, arguments or [], flags))
+    if process is not None and process.rank > 0 and only_print:
         return 0
-    if process is None and is_launcher and not only_print:
+    if not only_print and num_gpus not in (None, 1):
+        from medusa_train.cli.launch import launch
+
+        if process is not None:
+            raise ConfigError(
+                f"--num-gpus starts processes, but this one is of {process.size} that another"
+                " launcher has started; leave it out, or start medusa-train without that launcher"
+            )
         return launch(arguments or [], flags, num_gpus)
+    if process is not None and process.rank > 0:
+        from medusa_train.cli.launch import exit_now, run_worker
+
+        exit_now(run_worker(process, arguments or [], flags))
     # 2. The configuration.
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
@@ -148,6 +150,8 @@ def train(
         return inspect_run(cfg, console, results, num_gpus or 1) or printed_all()
     # 4. Training, and the exports.
     if process is not None:
+        from medusa_train.cli.launch import exit_now, train_distributed
+
         code = train_distributed(process, cfg, console, results)
     else:
         with progress.phase("importing torch and transformers", ticking=True):
