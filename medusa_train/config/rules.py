@@ -7,7 +7,7 @@ first of the keys that the user set, and only if all of them have valid values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS, MedusaConfig
 from medusa_train.config.paths import resolve_path
@@ -20,6 +20,9 @@ from medusa_train.config.types import (
     Violation,
     keys_marked,
 )
+
+if TYPE_CHECKING:
+    from medusa_train.config.schema import EvalConfig, SelfDistillConfig, TrainConfig
 
 #: Why a benchmark of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
@@ -46,14 +49,14 @@ _RECIPE = (
 )
 
 
-def implies_joint_training(cfg: Any) -> bool:
+def implies_joint_training(cfg: TrainConfig) -> bool:
     """Return whether the other keys select Medusa-2 if `recipe` is not set."""
     if cfg.medusa_only_heads is not None:
         return not cfg.medusa_only_heads
     return bool(cfg.adapter or cfg.medusa_num_unfreeze_layers or cfg.medusa_self_distillation)
 
 
-def _trains_lm_head(cfg: Any) -> bool:
+def _trains_lm_head(cfg: TrainConfig) -> bool:
     """Return whether joint training trains the base model's lm_head, in full or by an adapter."""
     targets = cfg.lora_target_modules
     if not cfg.adapter or cfg.lora_target_linear or not targets:
@@ -66,11 +69,11 @@ def _is_chosen(value: object) -> bool:
     return value is not None and value is not False and value != "auto"
 
 
-def _has_validation(cfg: Any) -> bool:
+def _has_validation(cfg: TrainConfig) -> bool:
     return cfg.val_set_size > 0 or cfg.test_datasets is not None
 
 
-def train_violations(cfg: Any) -> Iterator[Violation]:
+def train_violations(cfg: TrainConfig) -> Iterator[Violation]:
     """Yield the rules of `medusa-train` that are broken."""
     is_joint = cfg.recipe == "medusa2"
     is_quantized = cfg.load_in_4bit or cfg.load_in_8bit
@@ -138,24 +141,6 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     for name in SECTIONS:
         if getattr(cfg, name) is not None and cfg.draft != name:
             yield (name, "draft"), f"belongs to another draft; set draft: {name}, or remove it"
-    amphista, kangaroo = cfg.amphista, cfg.kangaroo
-    if amphista is not None:
-        if not amphista.alignment_weight and not amphista.label_weight:
-            yield (
-                ("amphista",),
-                "alignment_weight and label_weight are both 0, so there is no loss; set at least"
-                " one of them",
-            )
-        if not amphista.auto_blocks and not amphista.position_encoding:
-            yield (
-                ("amphista",),
-                "auto_blocks: 0 also omits the positions; remove position_encoding: false",
-            )
-    if kangaroo is not None and not kangaroo.attention and not kangaroo.mlp_size:
-        yield (
-            ("kangaroo",),
-            "an adapter without attention needs an MLP; set mlp_size, or remove attention: false",
-        )
     if is_joint and not draft.trains_jointly:
         yield (
             ("draft", *_RECIPE),
@@ -234,7 +219,7 @@ def _describe_exports() -> str:
     return "; ".join(clauses)
 
 
-def ineffective_train_keys(cfg: Any) -> Iterator[str]:
+def ineffective_train_keys(cfg: TrainConfig) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others."""
     if cfg.draft in SECTIONS:
         yield from (f"{MedusaConfig.prefix}{name}" for name in MedusaConfig.model_fields)
@@ -275,7 +260,7 @@ _REFUSED_SERVE_ARGS = (
 )
 
 
-def eval_violations(cfg: Any) -> Iterator[Violation]:
+def eval_violations(cfg: EvalConfig) -> Iterator[Violation]:
     """Yield the rules of `medusa-eval` that are broken. Question files in HumanEval's format are
     checked when they have been read.
     """
@@ -360,7 +345,7 @@ def eval_violations(cfg: Any) -> Iterator[Violation]:
         )
 
 
-def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
+def ineffective_eval_keys(cfg: EvalConfig) -> Iterator[str]:
     """Yield the keys of `medusa-eval` that have no effect given the values of the others."""
     yield from keys_marked(type(cfg), LOCAL if cfg.uses_server else SERVER)
     if not cfg.serve:
@@ -397,7 +382,7 @@ def _is_number(text: str) -> bool:
     return text.removeprefix("-").replace(".", "", 1).isdecimal()
 
 
-def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
+def selfdistill_violations(cfg: SelfDistillConfig) -> Iterator[Violation]:
     """Yield the rules of `medusa-selfdistill` that are broken."""
     has_server = cfg.server_url is not None
     uses_server = cfg.engine == "openai"
