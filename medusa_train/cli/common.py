@@ -23,8 +23,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from medusa_train.config.keys import Config
 from medusa_train.config.load import load_config
-from medusa_train.config.types import Config
 from medusa_train.console_streams import (
     DISK_ERRORS,
     console_streams,

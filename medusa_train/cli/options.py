@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from medusa_train.cli.common import error_console, print_error
+from medusa_train.config.keys import Config
 from medusa_train.config.problems import COMMON_NAMES
 from medusa_train.config.removed_keys import REMOVED_KEYS
-from medusa_train.config.types import Config
 from medusa_train.hide_secrets import remember_written
 from medusa_train.io import installed_version
 

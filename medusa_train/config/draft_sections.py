@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from medusa_train.config.keys import HEADS, TRAINING, Section, key, keys_marked
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
-    HEADS,
-    TRAINING,
     Bool,
     ExportTarget,
     Fraction,
@@ -23,13 +22,10 @@ from medusa_train.config.types import (
     NonNegativeInt,
     PositiveInt,
     PositiveShare,
-    Section,
     Share,
     Text,
     VocabSize,
     format_value,
-    key,
-    keys_marked,
     problem,
 )
 

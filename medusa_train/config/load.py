@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from medusa_train.config.keys import Config
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.problems import explain, text_problems
 from medusa_train.config.removed_keys import explain_removed
@@ -28,7 +29,7 @@ from medusa_train.config.schema import (
     TrainConfig,
     stage_one_values,
 )
-from medusa_train.config.types import STAGE_ONE, Config
+from medusa_train.config.types import STAGE_ONE
 from medusa_train.config.yaml_source import (
     Place,
     Problem,

@@ -10,16 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS, MedusaConfig
+from medusa_train.config.keys import ADAPTER, JOINT, LOCAL, SERVE, SERVER, Violation, keys_marked
 from medusa_train.config.paths import resolve_path
-from medusa_train.config.types import (
-    ADAPTER,
-    JOINT,
-    LOCAL,
-    SERVE,
-    SERVER,
-    Violation,
-    keys_marked,
-)
 
 if TYPE_CHECKING:
     from medusa_train.config.schema import EvalConfig, SelfDistillConfig, TrainConfig
