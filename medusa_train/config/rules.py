@@ -1,20 +1,18 @@
 """Rules between keys: combinations that are not allowed, and keys that have no effect given others.
 
 A violation is the keys that the rule reads, and what is wrong and what to do. It is reported at the
-first of the keys that the user set, and only if all of them have valid values.
+first of the keys that the user set, and only if all of them have valid values. `cfg` is a resolved
+configuration of the command; its class is in `schema`, which imports this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS, MedusaConfig
 from medusa_train.config.keys import ADAPTER, JOINT, LOCAL, SERVE, SERVER, Violation, keys_marked
 from medusa_train.config.paths import resolve_path
-
-if TYPE_CHECKING:
-    from medusa_train.config.schema import EvalConfig, SelfDistillConfig, TrainConfig
 
 #: Why a benchmark of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
@@ -41,14 +39,14 @@ _RECIPE = (
 )
 
 
-def implies_joint_training(cfg: TrainConfig) -> bool:
+def implies_joint_training(cfg: Any) -> bool:
     """Return whether the other keys select Medusa-2 if `recipe` is not set."""
     if cfg.medusa_only_heads is not None:
         return not cfg.medusa_only_heads
     return bool(cfg.adapter or cfg.medusa_num_unfreeze_layers or cfg.medusa_self_distillation)
 
 
-def _trains_lm_head(cfg: TrainConfig) -> bool:
+def _trains_lm_head(cfg: Any) -> bool:
     """Return whether joint training trains the base model's lm_head, in full or by an adapter."""
     targets = cfg.lora_target_modules
     if not cfg.adapter or cfg.lora_target_linear or not targets:
@@ -61,11 +59,11 @@ def _is_chosen(value: object) -> bool:
     return value is not None and value is not False and value != "auto"
 
 
-def _has_validation(cfg: TrainConfig) -> bool:
+def _has_validation(cfg: Any) -> bool:
     return cfg.val_set_size > 0 or cfg.test_datasets is not None
 
 
-def train_violations(cfg: TrainConfig) -> Iterator[Violation]:
+def train_violations(cfg: Any) -> Iterator[Violation]:
     """Yield the rules of `medusa-train` that are broken."""
     is_joint = cfg.recipe == "medusa2"
     is_quantized = cfg.load_in_4bit or cfg.load_in_8bit
@@ -211,7 +209,7 @@ def _describe_exports() -> str:
     return "; ".join(clauses)
 
 
-def ineffective_train_keys(cfg: TrainConfig) -> Iterator[str]:
+def ineffective_train_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others."""
     if cfg.draft in SECTIONS:
         yield from (f"{MedusaConfig.prefix}{name}" for name in MedusaConfig.model_fields)
@@ -252,7 +250,7 @@ _REFUSED_SERVE_ARGS = (
 )
 
 
-def eval_violations(cfg: EvalConfig) -> Iterator[Violation]:
+def eval_violations(cfg: Any) -> Iterator[Violation]:
     """Yield the rules of `medusa-eval` that are broken. Question files in HumanEval's format are
     checked when they have been read.
     """
@@ -337,7 +335,7 @@ def eval_violations(cfg: EvalConfig) -> Iterator[Violation]:
         )
 
 
-def ineffective_eval_keys(cfg: EvalConfig) -> Iterator[str]:
+def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys of `medusa-eval` that have no effect given the values of the others."""
     yield from keys_marked(type(cfg), LOCAL if cfg.uses_server else SERVER)
     if not cfg.serve:
@@ -374,7 +372,7 @@ def _is_number(text: str) -> bool:
     return text.removeprefix("-").replace(".", "", 1).isdecimal()
 
 
-def selfdistill_violations(cfg: SelfDistillConfig) -> Iterator[Violation]:
+def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
     """Yield the rules of `medusa-selfdistill` that are broken."""
     has_server = cfg.server_url is not None
     uses_server = cfg.engine == "openai"
