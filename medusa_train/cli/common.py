@@ -1,5 +1,5 @@
-"""Shared code of all commands: parse arguments, print errors, set exit codes. Does not import
-torch.
+"""Shared code of all commands: print errors, set exit codes, load the configuration. Does not
+import torch.
 
 Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupted (Ctrl-C), 143
 terminated (SIGTERM). `MEDUSA_DEBUG=1` shows stack traces and the libraries' warnings.
@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import errno
 import functools
-import inspect
 import io
 import logging
 import os
 import re
-import shlex
 import sys
-import types
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, ParamSpec, TypeVar
 
-import typer
-from pydantic.fields import FieldInfo
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
-from typer.core import TyperCommand
 
+from medusa_train.config.keys import Config
 from medusa_train.config.load import load_config
-from medusa_train.config.problems import COMMON_NAMES
-from medusa_train.config.removed_keys import REMOVED_KEYS
-from medusa_train.config.types import Config
 from medusa_train.console_streams import (
     DISK_ERRORS,
     console_streams,
@@ -44,8 +33,7 @@ from medusa_train.console_streams import (
     print_uncaught,
 )
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
-from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
-from medusa_train.io import installed_version
+from medusa_train.hide_secrets import forget_and_read_environment, mask
 from medusa_train.training.stop_signals import signals_as_interrupts
 
 P = ParamSpec("P")
@@ -53,14 +41,6 @@ C = TypeVar("C", bound=Config)
 
 #: Width of tables where the output is not a terminal.
 PIPE_WIDTH = 120
-
-#: The option of all commands that have a configuration.
-PrintConfig = Annotated[
-    bool,
-    typer.Option(
-        "--print-config", metavar="", help="Print all values and where they are set, then exit."
-    ),
-]
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 _QUIET = {
@@ -106,155 +86,6 @@ def table_console() -> Console:
     if console.is_terminal:
         return console
     return output_console(width=PIPE_WIDTH)
-
-
-def join_lines(text: str) -> str:
-    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width
-    of the terminal.
-    """
-    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"medusa-train {installed_version('medusa-train')}")
-        raise typer.Exit
-
-
-_VERSION = Annotated[
-    bool,
-    typer.Option(
-        "--version",
-        callback=_print_version,
-        is_eager=True,
-        metavar="",
-        help="Print the version.",
-    ),
-]
-
-
-#: How `--help` names the value of an option, by the type of its key; switches have none.
-_VALUE_NAMES = {bool: "", int: "<int>", float: "<number>", str: "<text>", dict: "<mapping>"}
-
-
-def _value_name(annotation: Any) -> str:
-    """Return how `--help` names the value of a key of this type."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _value_name(get_args(annotation)[0])
-    if origin in (list, tuple):
-        return "<list>"
-    if origin is Literal:
-        return "<name>"
-    if origin in (Union, types.UnionType):
-        parts = [part for part in get_args(annotation) if part is not type(None)]
-        return _value_name(parts[0])
-    return _VALUE_NAMES.get(origin or annotation, "<text>")
-
-
-class CommandOfOptions(TyperCommand):
-    """A command that names the options that are given several times: the last one counts. For a key
-    that is typed as an option it says what to write.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line."""
-        parser = self.make_parser(ctx)
-        parser.ignore_unknown_options = True
-        values, _, given = parser.parse_args(args=list(args))
-        self._explain_keys(ctx, values.get("arguments") or ())
-        names = []
-        for param in given:
-            is_switch = getattr(param, "is_flag", False)
-            if not is_switch and not getattr(param, "multiple", False):
-                names.append(param.opts[0])
-        for name, count in Counter(names).items():
-            if count > 1:
-                error_console().print(
-                    f"{name} is given {count} times; the last one counts", style="dim"
-                )
-        return super().parse_args(ctx, args)
-
-    def _explain_keys(self, ctx: Any, words: Sequence[str]) -> None:
-        """End the command at the first word that is a key, or similar to one, typed as an option;
-        typer reports other unknown options.
-        """
-        keys = getattr(self.callback, "keys_of_command", ())
-        options = {_key_of(option) for param in self.get_params(ctx) for option in param.opts}
-        for word, following in zip_longest(words, words[1:], fillvalue=""):
-            option, equals, value = word.partition("=")
-            if not option.startswith("--"):
-                continue
-            if option in REMOVED_KEYS:
-                print_error(f"{option}: no such option; {REMOVED_KEYS[option]}")
-                raise typer.Exit(2)
-            key = _key_of(option)
-            if not equals:
-                value = "VALUE" if following.startswith("--") else following or "VALUE"
-            remember_written(value, key)
-            advice = "write {}"
-            if key.partition(".")[0] not in keys:
-                meant = [name for name in COMMON_NAMES.get(key, ()) if name in keys]
-                nearest = meant or get_close_matches(key, {*keys, *options}, n=1)
-                if not nearest or nearest[0] in options:
-                    continue
-                key = nearest[0]
-                advice = "did you mean {}?"
-            setting = shlex.quote(f"{key}={value}")
-            print_error(f"{option}: no such option; {advice.format(setting)}")
-            raise typer.Exit(2)
-
-
-def _key_of(option: str) -> str:
-    """Return the key that an option would set if every key had an option of its name."""
-    return option.removeprefix("--").replace("-", "_")
-
-
-def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets
-    them as `flags`.
-
-    Args:
-        names: keys; see `Config.option_of` for the names of their options.
-    """
-    keys = {name: cls.option_of(name) for name in names}
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def wrapper(**values: Any) -> Any:
-            values.pop("version")
-            return command(flags={name: values.pop(name) for name in keys}, **values)
-
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        signature = inspect.signature(command, eval_str=True)
-        parameters = list(signature.parameters.values())
-        parameters = [parameter for parameter in parameters if parameter.name != "flags"]
-        for name, option in keys.items():
-            hint = _option_hint(cls.model_fields[name], option)
-            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=hint))
-        parameters.append(inspect.Parameter("version", keyword, default=False, annotation=_VERSION))
-        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        wrapper.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
-
-
-def _option_hint(field: FieldInfo, option: str) -> Any:
-    """Return the annotation of a key's option, by which typer reads and describes it."""
-    kind = bool if field.annotation is bool else str
-    described = field.description or ""
-    choices: list[str] = []
-    for part in (field.annotation, *get_args(field.annotation)):
-        if get_origin(part) is Literal:
-            choices += [str(value) for value in get_args(part)]
-    if not all(choice in described for choice in choices):
-        described += f" ({', '.join(choices)})"
-    if kind is str and field.default is not None:
-        described += f"; default: {field.default}"
-    metavar = _value_name(field.annotation)
-    option_info = typer.Option(*option.split(), help=described, metavar=metavar)
-    return Annotated[kind | None, option_info]
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:

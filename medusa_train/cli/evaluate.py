@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,14 +20,18 @@ from medusa_train.checkpoint.next_command import after_evaluation, after_serving
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import (
-    CommandOfOptions,
-    PrintConfig,
     error_console,
-    join_lines,
     print_next,
     read_arguments,
     run_command,
     table_console,
+)
+from medusa_train.cli.options import (
+    PRINT_CONFIG,
+    Arguments,
+    CommandOfOptions,
+    join_lines,
+    switch,
     with_keys,
 )
 from medusa_train.config.docs import format_config
@@ -45,46 +49,36 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
-#: Keys whose options count beside --compare and --interactive; servers are refused for the latter.
+#: Keys that have options, by the group in which --help lists them.
+OPTIONS = {
+    "Model": ("model", "base_model", "tree", "draft", "dtype", "chat_template"),
+    "Benchmark": ("bench", "limit", "batch_size", "output_dir"),
+    "Answers": ("max_new_tokens", "acceptance", "temperature", "top_p", "top_k"),
+    "Judge": ("judge_base_url", "judge_model"),
+    "Servers": ("serve", "server_url", "against"),
+}
+#: In place of an evaluation.
+_MODES = "In place of an evaluation"
+#: Keys whose options a mode reads; the chat refuses servers itself.
 _READ_BY_COMPARE = ("bench", "output_dir")
-_READ_BY_CHAT = (
-    "model",
-    "base_model",
-    "tree",
-    "draft",
-    "max_new_tokens",
-    "chat_template",
-    "dtype",
-    "acceptance",
-    "temperature",
-    "top_p",
-    "top_k",
-    "server_url",
-    "serve",
-)
+_READ_BY_CHAT = (*OPTIONS["Model"], *OPTIONS["Answers"], "serve", "server_url")
 
 HELP = """
-Measure the speed of a model with its draft heads on a bench, beside plain decoding and generate of transformers, and
-compare the outputs token for token. Or measure servers (--serve, --server-url), choose a tree (--calibrate), compare
-finished evaluations (--compare), or chat (--interactive).
-
-[bold]key=value[/bold] sets a key that has no option here; docs/reference/configuration.md
-describes every key, docs/reference/metrics.md every metric. Running the same command again resumes
-an interrupted evaluation.
+Measure how much faster a model answers a benchmark with its draft, and whether the answers stay the same.
 
 [bold]Examples[/bold]
 
   medusa-eval --bench mtbench --model runs/mine
 
-  medusa-eval --bench mtbench --model runs/mine --acceptance sampling --temperature 0.7 compile=true
-
   medusa-eval --bench mtbench --base-model NAME --draft prompt_lookup
 
   medusa-eval --serve --model runs/mine --bench mtbench
 
-  medusa-eval --serve --base-model NAME --draft prompt_lookup --bench mtbench
-
-  medusa-eval --compare runs/mine runs/other
+The draft is measured next to plain decoding and generate of transformers, and the outputs are compared token for token.
+--serve starts vLLM servers and measures these, --server-url a running one. --acceptance sampling --temperature 0.7
+samples. [bold]key=value[/bold] sets a key that has no option here (compile=true): docs/reference/configuration.md
+describes every key, docs/reference/metrics.md every metric. Running the same command again resumes an interrupted
+evaluation.
 
 [bold]Output[/bold]: report.html, report.md, report.json and answers.jsonl in RUN/eval/BENCH.
 
@@ -94,55 +88,18 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 
 @app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
-@with_keys(
-    EvalConfig,
-    "bench",
-    "model",
-    "base_model",
-    "tree",
-    "draft",
-    "max_new_tokens",
-    "chat_template",
-    "dtype",
-    "acceptance",
-    "temperature",
-    "top_p",
-    "top_k",
-    "batch_size",
-    "limit",
-    "judge_base_url",
-    "judge_model",
-    "output_dir",
-    "server_url",
-    "against",
-    "serve",
-)
+@with_keys(EvalConfig, OPTIONS)
 def evaluate(
     flags: dict[str, str | None],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False),
-    ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            metavar="",
-            help="Fit tree.json again: the tree with the most tokens per second here.",
-        ),
-    ] = False,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            metavar="",
-            help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...",
-        ),
-    ] = False,
-    interactive: Annotated[
-        bool, typer.Option("--interactive", metavar="", help="Chat with the model in the terminal.")
-    ] = False,
-    print_config: PrintConfig = False,
+    arguments: Arguments = None,
+    calibrate: bool = switch(
+        "--calibrate", "Fit tree.json again: the tree with the most tokens per second here.", _MODES
+    ),
+    compare: bool = switch(
+        "--compare", "Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...", _MODES
+    ),
+    interactive: bool = switch("--interactive", "Chat with the model in the terminal.", _MODES),
+    print_config: bool = PRINT_CONFIG,
 ) -> int:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
     servers.

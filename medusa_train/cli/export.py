@@ -12,15 +12,13 @@ from rich.console import Console
 
 from medusa_train.cli.common import (
     OVERRIDE,
-    CommandOfOptions,
     error_console,
-    join_lines,
     output_console,
     print_next,
     read_arguments,
     run_command,
-    with_keys,
 )
+from medusa_train.cli.options import CommandOfOptions, join_lines, with_keys
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
@@ -32,8 +30,19 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
-Export Medusa heads, EAGLE-3 drafts or a jointly trained backbone for another program. RUN is a run or a directory of
-heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model); default: the newest run.
+Export Medusa heads, EAGLE-3 drafts or a jointly trained base model for another program.
+
+[bold]Examples[/bold]
+
+  medusa-export runs/mine --to vllm
+
+  medusa-export runs/mine --to transformers --output-dir exports/mine
+
+  medusa-export runs/mine --to merged --push-to-hub OWNER/NAME
+
+RUN is a run or a directory of heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model);
+default: the newest run. Each export has a model card, which says how to serve it. --push-to-hub uploads it; a new
+repository is private unless private=false.
 
 [bold]--to[/bold]
 
@@ -55,14 +64,13 @@ heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2
 
   merged        Medusa-2's backbone, adapter merged: serve it with the heads of such a run
 
-Example: medusa-export runs/mine --to vllm. Each export has a model card, which says how to serve it.
---push-to-hub OWNER/NAME uploads it; a new repository is private unless private=false.
+Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
 
 
 @app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
-@with_keys(ExportConfig, "to", "output_dir", "push_to_hub")
+@with_keys(ExportConfig, {"Export": ("to", "output_dir", "push_to_hub")})
 def export(
     flags: dict[str, str | None],
     arguments: Annotated[

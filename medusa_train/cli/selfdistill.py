@@ -10,15 +10,18 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import (
-    CommandOfOptions,
-    PrintConfig,
     error_console,
-    join_lines,
     output_console,
     print_next,
     read_arguments,
     run_command,
     split_arguments,
+)
+from medusa_train.cli.options import (
+    PRINT_CONFIG,
+    Arguments,
+    CommandOfOptions,
+    join_lines,
     with_keys,
 )
 from medusa_train.config.docs import format_config
@@ -36,12 +39,7 @@ EMBEDDED_MODEL = "data/tiny"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
-Generate training data: a model answers the user turns of existing conversations. Draft heads are trained on the
-model's answers, because these are what they predict when the model is served.
-
-[bold]CONFIG.yaml[/bold] contains flat keys; [bold]key=value[/bold] overrides one of them.
-docs/reference/configuration.md describes every key. The output is a JSONL file of OpenAI messages for medusa-train
-(type: messages). Running the same command again resumes an interrupted run.
+Generate training data for a draft: the model that it is for answers the user turns of existing conversations.
 
 [bold]Examples[/bold]
 
@@ -49,35 +47,36 @@ docs/reference/configuration.md describes every key. The output is a JSONL file 
 
   medusa-selfdistill --prompts sharegpt --model NAME --server-url http://localhost:8000/v1
 
+  medusa-selfdistill configs/examples/selfdistill.yaml base_model=NAME sample=2000
+
+Drafts are trained on the model's own answers, because these are what they predict when the model is served.
+[bold]CONFIG.yaml[/bold] contains flat keys; [bold]key=value[/bold] overrides one of them.
+docs/reference/configuration.md describes every key. The output is a JSONL file of OpenAI messages for medusa-train
+(type: messages). Running the same command again resumes an interrupted run.
+
 Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
+OPTIONS = {
+    "Prompts": ("seed_dataset", "limit", "output"),
+    "Model": ("base_model", "dtype", "chat_template"),
+    "Answers": ("mode", "temperature", "max_new_tokens"),
+}
 
 
 @app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
-@with_keys(
-    SelfDistillConfig,
-    "output",
-    "mode",
-    "temperature",
-    "max_new_tokens",
-    "chat_template",
-    "dtype",
-    "limit",
-    "seed_dataset",
-    "base_model",
-)
+@with_keys(SelfDistillConfig, OPTIONS)
 def selfdistill(
     flags: dict[str, object],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False),
-    ] = None,
+    arguments: Arguments = None,
     server_url: Annotated[
         list[str] | None,
-        typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated."),
+        typer.Option(
+            help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated.",
+            rich_help_panel="Model",
+        ),
     ] = None,
-    print_config: PrintConfig = False,
+    print_config: bool = PRINT_CONFIG,
 ) -> int:
     """Load the configuration and the prompts, then generate their answers."""
     from medusa_train.selfdistill.commands import refuse_training_config

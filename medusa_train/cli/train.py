@@ -11,17 +11,20 @@ from textwrap import indent
 import typer
 
 from medusa_train.cli.common import (
-    CommandOfOptions,
-    PrintConfig,
     error_console,
-    join_lines,
     read_arguments,
     run_command,
     split_arguments,
     table_console,
+)
+from medusa_train.cli.options import (
+    PRINT_CONFIG,
+    Arguments,
+    CommandOfOptions,
+    join_lines,
+    switch,
     with_keys,
 )
-from medusa_train.cli.launch import exit_now, launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -33,12 +36,7 @@ from medusa_train.training.process_info import process_info_from_env
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
-Train drafts for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3. The backbone stays frozen (recipe
-medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
-
-[bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
-docs/reference/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub
-name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
+Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3.
 
 [bold]Examples[/bold]
 
@@ -46,21 +44,18 @@ name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
   medusa-train configs/llama31_8b_m1.yaml base_model=DIRECTORY datasets.0.path=data.jsonl output_dir=runs/mine
 
-  medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
-
   medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json optimizer=adamw_torch
   gradient_accumulation_steps=4 stage_one.gradient_accumulation_steps=2
 
-  medusa-train configs/tiny_m1.yaml --inspect
-
-  medusa-train configs/tiny_m1.yaml --print-config
-
-  medusa-train configs/tiny_m1.yaml --doctor
+[bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
+docs/reference/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub
+name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format). The base model stays frozen (recipe
+medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
 [bold]Output[/bold] in output_dir: heads/ (medusa_lm_head.safetensors in the layout of the public Medusa code and TGI),
 tree.json (the draft tree, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
 
-Ctrl-C and SIGTERM finish the current step, save a checkpoint and print the command that resumes.
+Ctrl-C and SIGTERM finish the current step, save a checkpoint and print the command that resumes it (--resume).
 
 Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
@@ -68,43 +63,23 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 
 @app.command(cls=CommandOfOptions, help=join_lines(HELP), no_args_is_help=True)
 @run_command
-@with_keys(TrainConfig, "output_dir", "overwrite_output_dir")
+@with_keys(TrainConfig, {"Run": ("output_dir", "overwrite_output_dir")})
 def train(
     flags: dict[str, object],
-    arguments: list[str] = typer.Argument(
-        None,
-        metavar="[CONFIG.yaml] [key=value]...",
-        help="Configuration file and overrides of its keys.",
-        show_default=False,
+    arguments: Arguments = None,
+    resume: bool = switch(
+        "--resume", "Resume from the newest checkpoint (key resume_from_checkpoint).", "Run"
     ),
-    resume: bool = typer.Option(
-        None,
-        "--resume",
-        metavar="",
-        help="Resume from the newest checkpoint (key resume_from_checkpoint).",
-        show_default=False,
-    ),
-    print_config: PrintConfig = False,
-    schema: bool = typer.Option(
-        False,
-        "--schema",
-        metavar="",
-        help="Print a JSON Schema of the keys, for editors, then exit.",
-    ),
-    inspect: bool = typer.Option(
-        False,
+    print_config: bool = PRINT_CONFIG,
+    schema: bool = switch("--schema", "Print a JSON Schema of the keys, for editors, then exit."),
+    inspect: bool = switch(
         "--inspect",
-        metavar="",
-        help=(
-            "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit."
-            " With tokens=60M no data are needed."
-        ),
+        "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit. With"
+        " tokens=60M no data are needed.",
     ),
-    doctor: bool = typer.Option(
-        False,
+    doctor: bool = switch(
         "--doctor",
-        metavar="",
-        help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit.",
+        "Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit.",
     ),
     num_gpus: int = typer.Option(
         None,
@@ -112,6 +87,7 @@ def train(
         metavar="N",
         help="Train in N processes of this machine, one per GPU.",
         show_default=False,
+        rich_help_panel="Run",
     ),
     local_rank: int = typer.Option(
         None, "--local_rank", hidden=True, help="Passed by launchers; unused."
@@ -129,21 +105,24 @@ def train(
             read_config = partial(read_arguments, TrainConfig, arguments)
         return examine(read_config) or printed_all()
     # 1. One of several processes, or the one that starts them.
-    flags["resume_from_checkpoint"] = resume
+    flags["resume_from_checkpoint"] = resume or None
     process = process_info_from_env()
     only_print = inspect or print_config
-    is_launcher = num_gpus not in (None, 1)
-    if process is not None and is_launcher and not only_print:
-        raise ConfigError(
-            f"--num-gpus starts processes, but this one is of {process.size} that another launcher"
-            " has started; leave it out, or start medusa-train without that launcher"
-        )
-    if process is not None and process.rank > 0:
-        if not only_print:
-            exit_now(run_worker(process, arguments or [], flags))
+    if process is not None and process.rank > 0 and only_print:
         return 0
-    if process is None and is_launcher and not only_print:
+    if not only_print and num_gpus not in (None, 1):
+        from medusa_train.cli.launch import launch
+
+        if process is not None:
+            raise ConfigError(
+                f"--num-gpus starts processes, but this one is of {process.size} that another"
+                " launcher has started; leave it out, or start medusa-train without that launcher"
+            )
         return launch(arguments or [], flags, num_gpus)
+    if process is not None and process.rank > 0:
+        from medusa_train.cli.launch import exit_now, run_worker
+
+        exit_now(run_worker(process, arguments or [], flags))
     # 2. The configuration.
     tokens = None
     if inspect:
@@ -177,6 +156,8 @@ def train(
         return inspect_run(cfg, console, results, num_gpus or 1, tokens) or printed_all()
     # 4. Training, and the exports.
     if process is not None:
+        from medusa_train.cli.launch import exit_now, train_distributed
+
         code = train_distributed(process, cfg, console, results)
     else:
         with progress.phase("importing torch and transformers", ticking=True):

@@ -1,7 +1,12 @@
 """The configuration of every command, from a YAML file to frozen values.
 
-`yaml_source` reads the file with the line of every key, `load` sets overrides and options in it,
-`schema` (with `draft_sections` and `types`) validates each value, `rules` checks combinations, and
-`problems` says what is wrong, at which line. `removed_keys` explains keys of earlier versions,
-`paths` finds files, and `docs` generates the reference of all keys.
+In the order of reading:
+
+- `schema`: the keys of each command, with `draft_sections` for those of each kind of draft;
+- `keys`: how a key is declared, and the classes that hold keys; `types`: what values may be;
+- `rules`: which combinations are wrong, and which keys have no effect given others;
+- `load`: a file, overrides and options to a configuration, or to all problems at once;
+- `yaml_source`: the values as they were written, with the place of each;
+- `problems`: what is wrong, for people; `removed_keys`: what became of earlier keys;
+- `paths`: finds files; `docs`: generates the reference of all keys.
 """

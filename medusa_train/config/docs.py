@@ -13,6 +13,7 @@ import yaml
 from pydantic.json_schema import GenerateJsonSchema
 
 from medusa_train.config.draft_sections import LOOKUPS, SECTIONS
+from medusa_train.config.keys import Config, Section
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import (
     DatasetConfig,
@@ -21,7 +22,7 @@ from medusa_train.config.schema import (
     SelfDistillConfig,
     TrainConfig,
 )
-from medusa_train.config.types import Config, Section, as_list
+from medusa_train.config.types import as_list
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 #: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.

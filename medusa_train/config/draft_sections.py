@@ -9,12 +9,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from medusa_train.config.keys import HEADS, TRAINING, Section, key, keys_marked
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
-    HEADS,
-    TRAINING,
     Bool,
     ExportTarget,
     Fraction,
@@ -23,13 +22,10 @@ from medusa_train.config.types import (
     NonNegativeInt,
     PositiveInt,
     PositiveShare,
-    Section,
     Share,
     Text,
     VocabSize,
     format_value,
-    key,
-    keys_marked,
     problem,
 )
 
@@ -262,16 +258,26 @@ class AmphistaConfig(DraftConfig):
     )
     decay_coefficient: PositiveShare = _DECAY
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> AmphistaConfig:
+        if not self.alignment_weight and not self.label_weight:
+            raise problem(
+                "alignment_weight and label_weight are both 0, so there is no loss; set at least one"
+                " of them"
+            )
+        if not self.auto_blocks and not self.position_encoding:
+            raise problem(
+                "auto_blocks: 0 also omits the positions; remove position_encoding: false"
+            )
+        return self
+
     @property
     def heads_loss(self) -> HeadsLoss:
         """`lambda_1 * alignment + lambda_2 * CE`, as one weighted soft target (Amphista, Training
         Objective).
         """
         weight = self.alignment_weight + self.label_weight
-        soft_targets = 0.0
-        if weight:
-            soft_targets = self.alignment_weight / weight
-        return HeadsLoss(self.decay_coefficient, soft_targets, weight)
+        return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight, weight)
 
     def describe(self) -> str:
         """Describe the draft by its heads and reduced vocabulary."""
@@ -315,6 +321,14 @@ class KangarooConfig(DraftConfig):
     share_lm_head: Bool = key(
         True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)", HEADS
     )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> KangarooConfig:
+        if not self.attention and not self.mlp_size:
+            raise problem(
+                "an adapter without attention needs an MLP; set mlp_size, or remove attention: false"
+            )
+        return self
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""

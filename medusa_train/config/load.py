@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from medusa_train.config.keys import Config
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.problems import explain, text_problems
 from medusa_train.config.removed_keys import explain_removed
@@ -27,7 +29,7 @@ from medusa_train.config.schema import (
     TrainConfig,
     stage_one_values,
 )
-from medusa_train.config.types import STAGE_ONE, Config
+from medusa_train.config.types import STAGE_ONE
 from medusa_train.config.yaml_source import (
     Place,
     Problem,
@@ -213,35 +215,36 @@ def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
 
     Returns: The configuration, or None if a key or a rule is wrong; and all problems.
     """
-    values, problems = _keys_with_effect(cls, source)
     # 1. Each key; and the rules, if all keys are valid.
-    try:
-        cfg = cls.model_validate(values)
-        cfg._source = source
-        return cfg, problems
-    except ValidationError as error:
-        details = error.errors(include_url=False)
+    values, problems = _keys_with_effect(cls, source)
+    cfg, errors = _build(cls, values)
     # 2. What an override has in place of text was meant as it was typed.
-    typed = {detail["loc"] for detail in details if detail["type"] == "text"}
-    typed &= source.typed.keys()
+    typed = {error["loc"] for error in errors if error["type"] == "text"} & source.typed.keys()
     for path in typed:
-        source.set(path, source.typed.pop(path), source.place(path))
+        source.set(path, source.typed[path], source.place(path))
     if typed:
         return _validate(cls, source)
     # 3. The rules between the keys that are valid.
-    invalid = {detail["loc"][0] for detail in details if detail["type"] != "rule"}
-    required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}
-    valid = {name: value for name, value in values.items() if name not in invalid}
+    invalid = {error["loc"][0] for error in errors if error["type"] != "rule"}
     if invalid:
-        try:
-            cls.model_validate({**required, **valid})
-        except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                details += [detail] if invalid.isdisjoint(detail["ctx"]["keys"]) else []
-    for detail in details:
-        path = tuple(part for part in detail["loc"] if part != "[key]")
-        problems.append(source.problem(path, explain(detail, cls, source)))
-    return None, problems
+        required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}
+        valid = {name: value for name, value in values.items() if name not in invalid}
+        _, broken = _build(cls, {**required, **valid})
+        errors += [error for error in broken if invalid.isdisjoint(error["ctx"]["keys"])]
+    for error in errors:
+        path = tuple(part for part in error["loc"] if part != "[key]")
+        problems.append(source.problem(path, explain(error, cls, source)))
+    if cfg is not None:
+        cfg._source = source
+    return cfg, problems
+
+
+def _build(cls: type[C], values: dict[str, Any]) -> tuple[C | None, list[ErrorDetails]]:
+    """Return the configuration of `values`, or None and what is wrong with them."""
+    try:
+        return cls.model_validate(values), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
 
 
 def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any], list[Problem]]:

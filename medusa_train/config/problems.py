@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
-from medusa_train.config.types import Config, Section, format_value
+from medusa_train.config.keys import Config, Section
+from medusa_train.config.types import format_value
 from medusa_train.config.yaml_source import KeyPath, Source
 
 #: Short names that other programs use, with the keys that they mean here.

@@ -1,7 +1,8 @@
 """Rules between keys: combinations that are not allowed, and keys that have no effect given others.
 
 A violation is the keys that the rule reads, and what is wrong and what to do. It is reported at the
-first of the keys that the user set, and only if all of them have valid values.
+first of the keys that the user set, and only if all of them have valid values. `cfg` is a resolved
+configuration of the command; its class is in `schema`, which imports this file.
 """
 
 from __future__ import annotations
@@ -10,16 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS, MedusaConfig
+from medusa_train.config.keys import ADAPTER, JOINT, LOCAL, SERVE, SERVER, Violation, keys_marked
 from medusa_train.config.paths import resolve_path
-from medusa_train.config.types import (
-    ADAPTER,
-    JOINT,
-    LOCAL,
-    SERVE,
-    SERVER,
-    Violation,
-    keys_marked,
-)
 
 #: Why a benchmark of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
@@ -138,24 +131,6 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     for name in SECTIONS:
         if getattr(cfg, name) is not None and cfg.draft != name:
             yield (name, "draft"), f"belongs to another draft; set draft: {name}, or remove it"
-    amphista, kangaroo = cfg.amphista, cfg.kangaroo
-    if amphista is not None:
-        if not amphista.alignment_weight and not amphista.label_weight:
-            yield (
-                ("amphista",),
-                "alignment_weight and label_weight are both 0, so there is no loss; set at least"
-                " one of them",
-            )
-        if not amphista.auto_blocks and not amphista.position_encoding:
-            yield (
-                ("amphista",),
-                "auto_blocks: 0 also omits the positions; remove position_encoding: false",
-            )
-    if kangaroo is not None and not kangaroo.attention and not kangaroo.mlp_size:
-        yield (
-            ("kangaroo",),
-            "an adapter without attention needs an MLP; set mlp_size, or remove attention: false",
-        )
     if is_joint and not draft.trains_jointly:
         yield (
             ("draft", *_RECIPE),

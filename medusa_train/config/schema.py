@@ -32,8 +32,7 @@ from medusa_train.config.draft_sections import (
     TrainedDraft,
     flat,
 )
-from medusa_train.config.paths import expand_user, resolve_path
-from medusa_train.config.types import (
+from medusa_train.config.keys import (
     ADAPTER,
     DATA,
     HEADS,
@@ -42,15 +41,22 @@ from medusa_train.config.types import (
     NOTHING,
     SERVE,
     SERVER,
-    STAGE_ONE,
     THIS_RUN,
     TRAINING,
     WEIGHTS,
+    Config,
+    Section,
+    Violation,
+    key,
+    keys_marked,
+)
+from medusa_train.config.paths import expand_user, resolve_path
+from medusa_train.config.types import (
+    STAGE_ONE,
     Address,
     Bool,
     BoolOrAuto,
     ChatTemplateName,
-    Config,
     ExportTarget,
     Fraction,
     Int,
@@ -68,17 +74,13 @@ from medusa_train.config.types import (
     Resume,
     RoleNames,
     Schedule,
-    Section,
     Share,
     SpecialTokens,
     TemplateKwargs,
     Text,
     TextOrMapping,
     VariableName,
-    Violation,
     VocabSize,
-    key,
-    keys_marked,
     problem,
 )
 

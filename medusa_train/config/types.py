@@ -1,4 +1,4 @@
-"""Define the types of values, and the base classes of sections and of configurations.
+"""Define the types of values.
 
 PyYAML reads `1e-3` as text and `yes` as a boolean, and pydantic would read true as 1: types of
 numbers accept the first and reject the others.
@@ -9,34 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from enum import Enum
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
-from medusa_train.config.yaml_source import Source
 from medusa_train.errors import ConfigError
 from medusa_train.hide_secrets import excerpt, remember, remember_address
 
@@ -62,7 +42,6 @@ CHAT_TEMPLATES = ("vicuna_v1.1", "zephyr", "chatml", "llama-2", "llama-3", "mist
 TEMPLATE_SUFFIX = ".jinja"  # of a file with a chat template
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="Config")
 
 
 def format_value(value: object) -> str:
@@ -357,144 +336,3 @@ ExportTarget = Literal[
     "transformers",
     "merged",
 ]
-
-
-class Affects(Enum):
-    """What the value of a key changes: what a resume and a second stage have to know of it."""
-
-    DATA = "which examples there are, and their order"
-    HEADS = "what kind of heads, and their shape"
-    WEIGHTS = "which other weights are trained, and the states of the optimizer"
-    TRAINING = "how they are trained; may change at a resume"
-    NOTHING = "nothing that is trained: places, logs, speed"
-
-
-DATA, HEADS, WEIGHTS, TRAINING, NOTHING = Affects
-
-
-class Mode(Enum):
-    """What a key belongs to, if it has no effect elsewhere."""
-
-    JOINT = "joint training (medusa2)"
-    ADAPTER = "training through an adapter"
-    THIS_RUN = "this run alone, not its stage one"
-    LOCAL = "an evaluation in this process"
-    SERVER = "an evaluation of a server"
-    SERVE = "an evaluation of servers that it starts itself"
-
-
-JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mode
-
-
-def key(default: Any, description: str, *marks: Affects | Mode, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, what it affects and belongs
-    to, limits.
-    """
-    field = Field(default, description=description, **limits)
-    field.metadata += marks
-    return field
-
-
-def keys_marked(cls: type[BaseModel], *marks: Affects | Mode) -> tuple[str, ...]:
-    """Return the keys of a configuration that have one of the marks, in their order."""
-    fields = cls.model_fields.items()
-    return tuple(name for name, field in fields if any(mark in field.metadata for mark in marks))
-
-
-class Section(BaseModel):
-    """Base class of whatever has keys; an empty key (null) means its default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    #: Keys of Axolotl, with what to do instead.
-    axolotl_hints: ClassVar[Mapping[str, str]] = {}
-    #: A text in place of the section is the value of this key.
-    text_key: ClassVar[str | None] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_keys(cls, values: Any) -> Any:
-        if isinstance(values, str) and cls.text_key is not None:
-            return {cls.text_key: values}
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not None or name not in cls.model_fields
-        }
-
-
-class Config(Section):
-    """Base class of the configurations of commands, read by `load_config`.
-
-    One that exists is complete: values that follow from other keys are filled in, and no rule
-    between keys is broken.
-    """
-
-    #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
-    ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
-    #: (key, other): `key` on the command line replaces `other` of the file.
-    replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
-    #: Options whose names differ from those of their keys.
-    options: ClassVar[Mapping[str, str]] = {}
-
-    #: What was read: where each key was set, and what of it is ignored.
-    _source: Source = PrivateAttr(default_factory=lambda: Source("configuration"))
-
-    @model_validator(mode="after")
-    def _complete(self: Self) -> Self:
-        self.__dict__.update(self.derived())
-        broken = []
-        for keys, message in self.violations():
-            name = next((key for key in keys if key in self.model_fields_set), keys[0])
-            error = PydanticCustomError("rule", "{text}", {"text": message, "keys": keys})
-            broken.append(InitErrorDetails(type=error, loc=(name,), input=getattr(self, name)))
-        if broken:
-            raise ValidationError.from_exception_data(type(self).__name__, broken)
-        return self
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Keys that the user set and that have no effect, but for those left at a default of false,
-        0 or null.
-        """
-        names = set(self._source.ignored)
-        for name in self.model_fields_set.intersection(self.ineffective_keys):
-            value = getattr(self, name)
-            if value or value != type(self).model_fields[name].default:
-                names.add(name)
-        return tuple(sorted(names))
-
-    @classmethod
-    def option_of(cls, name: str) -> str:
-        """Return a key's option, or several with spaces: `max_new_tokens` is --max-new-tokens, but
-        for some keys.
-        """
-        return cls.options.get(name, f"--{name.replace('_', '-')}")
-
-    def origin(self, name: str) -> tuple[str, ...]:
-        """Return where a key was set, and the overrides within its value; empty if nowhere."""
-        within = [place for path, place in self._source.places.items() if path[0] == name]
-        if name not in self.model_fields_set or not within:
-            return ()
-        overrides = [place for place in within if place.is_override]
-        return tuple(dict.fromkeys(map(str, (within[0], *overrides))))
-
-    @property
-    def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys that have no effect given the values of the others; `dump_config` omits them."""
-        return ()
-
-    def derived(self) -> dict[str, Any]:
-        """Return the values that follow from other keys, by name."""
-        return {}
-
-    def violations(self) -> Iterable[Violation]:
-        """Yield the rules between keys that the values break."""
-        return ()
-
-
-#: The keys that a broken rule is about, and what is wrong. It is reported at the first of the keys
-# that the user set.
-Violation = tuple[tuple[str, ...], str]

@@ -8,8 +8,8 @@ import pytest
 
 from medusa_train.config.docs import json_schema
 from medusa_train.config.draft_sections import SECTIONS, MedusaConfig
+from medusa_train.config.keys import Affects, keys_marked
 from medusa_train.config.schema import DATA_KEYS, NOT_IN_STAGE_ONE, WEIGHT_KEYS, TrainConfig
-from medusa_train.config.types import Affects, keys_marked
 from medusa_train.training.load_data import load_data
 from tests.training.conftest import *  # noqa: F403  (a run's fixtures)
 

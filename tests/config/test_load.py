@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from medusa_train.config.keys import Config
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.config.schema import (
@@ -12,7 +13,7 @@ from medusa_train.config.schema import (
     SelfDistillConfig,
     TrainConfig,
 )
-from medusa_train.config.types import CHAT_TEMPLATES, Config
+from medusa_train.config.types import CHAT_TEMPLATES
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import ConfigError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from medusa_train.config.keys import Config
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
-from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError
 
 MINIMAL = ["base_model=m", "datasets=[{path: a}]"]

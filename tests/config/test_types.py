@@ -6,6 +6,7 @@ import pytest
 from pydantic import TypeAdapter, create_model
 
 from medusa_train.config import types
+from medusa_train.config.keys import Config, key
 from medusa_train.config.load import load_config
 from medusa_train.errors import ConfigError
 
@@ -62,7 +63,7 @@ def test_taken(kind: Any, given: object, value: object) -> None:
 
 def problem_of(kind: Any, given: object) -> str:
     """Return the one problem of a configuration whose only key has this type."""
-    cls = create_model("Config", __base__=types.Config, key=(kind, types.key(None, "a key")))
+    cls = create_model("Config", __base__=Config, key=(kind, key(None, "a key")))
     with pytest.raises(ConfigError) as caught:
         load_config(cls, None, flags={"key": given})
     (problem,) = caught.value.problems

@@ -1,0 +1,204 @@
+"""Options of commands: each sets a key, and is described by it.
+
+`--max-new-tokens 3` is `max_new_tokens=3`; `Config.options` lists the options whose names differ
+from those of their keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import shlex
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import zip_longest
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+
+from medusa_train.cli.common import error_console, print_error
+from medusa_train.config.keys import Config
+from medusa_train.config.problems import COMMON_NAMES
+from medusa_train.config.removed_keys import REMOVED_KEYS
+from medusa_train.hide_secrets import remember_written
+from medusa_train.io import installed_version
+
+#: How `--help` names the value of an option, by the type of its key; switches have none.
+_VALUE_NAMES: dict[Any, str] = {
+    bool: "",
+    int: "<int>",
+    float: "<number>",
+    dict: "<mapping>",
+    list: "<list>",
+    tuple: "<list>",
+    Literal: "<name>",
+}
+#: More choices than these are left to the description.
+_MANY_CHOICES = 9
+
+
+def switch(name: str, help_text: str, group: str | None = None) -> Any:
+    """Return the default value of a switch that sets no key."""
+    return typer.Option(False, name, metavar="", help=help_text, rich_help_panel=group)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"medusa-train {installed_version('medusa-train')}")
+        raise typer.Exit
+
+
+_VERSION = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version."
+    ),
+]
+#: The switch of all commands that have a configuration.
+PRINT_CONFIG = switch("--print-config", "Print all values and where they are set, then exit.")
+#: The words of a command that are no options.
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml] [key=value ...]",
+        help="Configuration file, and overrides of its keys.",
+        show_default=False,
+    ),
+]
+
+
+def join_lines(text: str) -> str:
+    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width
+    of the terminal.
+    """
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+class CommandOfOptions(TyperCommand):
+    """A command that names the options that are given several times: the last one counts. For a key
+    that is typed as an option it says what to write.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        parser = self.make_parser(ctx)
+        parser.ignore_unknown_options = True
+        values, _, given = parser.parse_args(args=list(args))
+        self._explain_keys(ctx, values.get("arguments") or ())
+        single = [
+            param.opts[0]
+            for param in given
+            if not getattr(param, "is_flag", False) and not getattr(param, "multiple", False)
+        ]
+        for name, count in Counter(single).items():
+            if count > 1:
+                error_console().print(
+                    f"{name} is given {count} times; the last one counts", style="dim"
+                )
+        return super().parse_args(ctx, args)
+
+    def _explain_keys(self, ctx: Any, words: Sequence[str]) -> None:
+        """End the command at the first word that is a key, or similar to one, typed as an option;
+        typer reports other unknown options.
+        """
+        keys = getattr(self.callback, "keys_of_command", ())
+        options = {_key_of(option) for param in self.get_params(ctx) for option in param.opts}
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
+            option, equals, value = word.partition("=")
+            if not option.startswith("--"):
+                continue
+            key = _key_of(option)
+            if not equals:
+                value = "VALUE" if following.startswith("--") else following or "VALUE"
+            remember_written(value, key)
+            advice = REMOVED_KEYS.get(option)
+            if advice is None and key.partition(".")[0] in keys:
+                advice = "write " + shlex.quote(f"{key}={value}")
+            if advice is None:
+                meant = [name for name in COMMON_NAMES.get(key, ()) if name in keys]
+                nearest = meant or get_close_matches(key, {*keys, *options}, n=1)
+                if not nearest or nearest[0] in options:
+                    continue
+                advice = f"did you mean {shlex.quote(f'{nearest[0]}={value}')}?"
+            print_error(f"{option}: no such option; {advice}")
+            raise typer.Exit(2)
+
+
+def _key_of(option: str) -> str:
+    """Return the key that an option would set if every key had an option of its name."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def with_keys(
+    cls: type[Config], groups: Mapping[str, Sequence[str]]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets
+    them as `flags`.
+
+    Args:
+        groups: keys, by the group in which `--help` lists their options.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        names = [name for group in groups.values() for name in group]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> Any:
+            values.pop("version")
+            return command(flags={name: values.pop(name) for name in names}, **values)
+
+        hints = {
+            name: _option_hint(cls, name, group) for group, keys in groups.items() for name in keys
+        }
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [one for one in signature.parameters.values() if one.name != "flags"]
+        for name, hint in {**hints, "version": _VERSION}.items():
+            default = False if name == "version" else None
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=hint))
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _option_hint(cls: type[Config], name: str, group: str) -> Any:
+    """Return the annotation of a key's option, by which typer reads and describes it."""
+    field = cls.model_fields[name]
+    kind = bool if field.annotation is bool else str
+    described = field.description or ""
+    choices = _choices(field)
+    if len(choices) <= _MANY_CHOICES and not all(choice in described for choice in choices):
+        described += f" ({', '.join(choices)})"
+    if kind is str and field.default is not None:
+        described += f"; default: {field.default}"
+    option = typer.Option(
+        *cls.option_of(name).split(),
+        help=described,
+        metavar=_value_name(field.annotation),
+        rich_help_panel=group,
+    )
+    return Annotated[kind | None, option]
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    """Return the names that a key takes; none if it takes other values."""
+    parts = (field.annotation, *get_args(field.annotation))
+    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+
+
+def _value_name(annotation: Any) -> str:
+    """Return how `--help` names the value of a key of this type."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _value_name(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        (first, *_) = (part for part in get_args(annotation) if part is not type(None))
+        return _value_name(first)
+    return _VALUE_NAMES.get(origin or annotation, "<text>")
