@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.digest import digest_files
-from medusa_train.checkpoint.heads import has_own_lm_head
+from medusa_train.checkpoint.eagle3_layouts import layers_that_vllm_shifts
+from medusa_train.checkpoint.heads import read_eagle3
 from medusa_train.checkpoint.load_model import read_stop_tokens
+from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import layers_that_vllm_shifts
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
@@ -248,7 +249,7 @@ def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
         " are taken one earlier than the draft was trained with (in SGLang's count), so it may be"
         " accepted less:"
     )
-    if has_own_lm_head(heads):
+    if LM_HEAD_0 in read_eagle3(heads)[0]:
         keys = f"--to vllm base_model={quote(backbone)} output_dir=DIR"
         return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
     # an export has nothing to convert without an lm_head
