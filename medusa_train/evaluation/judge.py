@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -122,75 +122,78 @@ def grade(
         (`graded`), with a reply that has none (`without_grade`), and without a reply (`failed`, and
         the `reason` of the last).
     """
-    # 1. the judgements that are there already
     prompts = _prompts(records, questions)
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
     judgements: dict[Key, dict[str, Any]] = {}
-    for line in _read(path):
-        key = (line["question_id"], line["turn"])
-        same_judge = line["judge"] == [judge.model, PROMPT_NAME]
-        if same_judge and texts.get(key) == line["user_prompt"]:
-            judgements[key] = line
-
-    # 2. ask for the others
     reason = ""
-    with JsonLinesFile(path) as file:
 
-        async def ask(key: Key) -> None:
-            nonlocal reason
-            try:
-                reply = await judge.ask(prompts[key])
-            except RequestRejected as rejected:
-                reason = str(rejected)
-            else:
-                judgements[key] = _judgement(key, model_id, judge.model, texts[key], reply)
-                file.append(judgements[key])
-            on_done()
-
-        async def ask_all() -> None:
-            async with judge.servers:
-                await judge.servers.for_each(ask, missing)
-
-        missing = [key for key in prompts if key not in judgements]
+    async def ask(key: Key) -> None:
+        nonlocal reason
         try:
-            asyncio.run(ask_all())
+            reply = await judge.ask(prompts[key])
+        except RequestRejected as rejected:
+            reason = str(rejected)
+        else:
+            judgements[key] = {
+                "question_id": key[0],
+                "model": model_id,
+                "judge": [judge.model, PROMPT_NAME],
+                "user_prompt": texts[key],
+                "judgment": reply,
+                "score": parse_grade(reply),
+                "turn": key[1],
+                "tstamp": time.time(),
+            }
+            file.append(judgements[key])
+        on_done()
+
+    async def ask_all(keys: Sequence[Key]) -> None:
+        async with judge.servers:
+            await judge.servers.for_each(ask, keys)
+
+    with JsonLinesFile(path) as file:
+        # 1. the judgements that are there already
+        for line in read_records(path):
+            if not isinstance(line, dict) or not line.keys() >= _READ_KEYS:
+                continue  # unrelated
+            key = (line["question_id"], line["turn"])
+            same_judge = line["judge"] == [judge.model, PROMPT_NAME]
+            if same_judge and texts.get(key) == line["user_prompt"]:
+                judgements[key] = line
+        # 2. ask for the others
+        try:
+            asyncio.run(ask_all([key for key in prompts if key not in judgements]))
         except ServerError as error:
             reason = str(error)
 
     # 3. means, and what failed
     categories = {record.question_id: record.category for record in records}
     judged = [judgements[key] for key in prompts if key in judgements]
-    result = _means(judged, categories, judge.model)
-    result["failed"] = len(prompts) - len(judged)
+    graded = [line for line in judged if line["score"] != NO_SCORE]
+    by_turn = sorted(graded, key=lambda line: line["turn"])
+    result = {
+        "model": judge.model,
+        "prompt": PROMPT_NAME,
+        "score": fmean(line["score"] for line in graded) if graded else None,
+        "turns": _means(by_turn, lambda line: str(line["turn"])),
+        "categories": _means(graded, lambda line: categories[line["question_id"]]),
+        "graded": len(graded),
+        "without_grade": len(judged) - len(graded),
+        "failed": len(prompts) - len(judged),
+    }
     if result["failed"]:
         result["reason"] = reason
     return result
 
 
 def _means(
-    judged: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str
-) -> dict[str, Any]:
-    """Return mean grades overall, per turn and per category, and how many answers have one."""
-    graded = [line for line in judged if line["score"] != NO_SCORE]
-    score = None
-    if graded:
-        score = fmean(line["score"] for line in graded)
-    by_turn: dict[str, list[float]] = {}
-    by_category: dict[str, list[float]] = {}
-    for turn in sorted({line["turn"] for line in graded}):
-        by_turn[str(turn)] = [line["score"] for line in graded if line["turn"] == turn]
-    for line in graded:
-        category = categories[line["question_id"]]
-        by_category.setdefault(category, []).append(line["score"])
-    return {
-        "model": judge,
-        "prompt": PROMPT_NAME,
-        "score": score,
-        "turns": {name: fmean(scores) for name, scores in by_turn.items()},
-        "categories": {name: fmean(scores) for name, scores in by_category.items()},
-        "graded": len(graded),
-        "without_grade": len(judged) - len(graded),
-    }
+    lines: Iterable[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], str]
+) -> dict[str, float]:
+    """Return the mean grades of groups of judgements, by the name of the group."""
+    groups: dict[str, list[float]] = {}
+    for line in lines:
+        groups.setdefault(name(line), []).append(line["score"])
+    return {group: fmean(scores) for group, scores in groups.items()}
 
 
 def parse_grade(reply: str) -> float:
@@ -213,25 +216,25 @@ def _prompts(
 ) -> dict[Key, list[dict[str, str]]]:
     """Build the judge's prompt for every turn."""
     by_id = {question.question_id: question for question in questions}
-    earlier_turns: dict[int | str, list[Turn]] = {}
+    asked: dict[int | str, list[Turn]] = {}
     prompts = {}
     for record in records:
-        question = by_id[record.question_id]
-        earlier = earlier_turns.setdefault(record.question_id, [])
-        prompts[record.question_id, record.turn] = _prompt(question, earlier, record)
-        earlier.append(record)
+        turns = asked.setdefault(record.question_id, [])
+        turns.append(record)
+        prompts[record.question_id, record.turn] = _prompt(by_id[record.question_id], turns)
     return prompts
 
 
-def _prompt(question: Question, earlier: Sequence[Turn], graded: Turn) -> list[dict[str, str]]:
-    """Build the judge's prompt for one turn: the conversation up to it, with reference answers
-    where there are any.
+def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """Build the judge's prompt for the last of `turns`: the conversation up to it, with reference
+    answers where there are any.
 
     Earlier answers are the plain ones, which the model has seen.
     """
     # 1. the task
+    graded = turns[-1]
     references = question.reference[: graded.turn]
-    which = "last" if earlier else "only"
+    which = "last" if len(turns) > 1 else "only"
     by_reference = _BY_REFERENCE if any(references) else ""
     task = _TASK.format(which=which, reference=by_reference)
 
@@ -239,7 +242,7 @@ def _prompt(question: Question, earlier: Sequence[Turn], graded: Turn) -> list[d
     parts = []
     if question.system is not None:
         parts.append(f"### System message\n{question.system}")
-    for number, record in enumerate([*earlier, graded], start=1):
+    for number, record in enumerate(turns, start=1):
         parts.append(f"### User, message {number}\n{question.turns[record.turn - 1]}")
         if number <= len(references) and references[number - 1]:
             parts.append(f"### Reference answer {number}\n{references[number - 1]}")
@@ -249,32 +252,6 @@ def _prompt(question: Question, earlier: Sequence[Turn], graded: Turn) -> list[d
         parts.append(f"### Assistant, answer {number}\n{without_reasoning(answer)}")
     conversation = "\n\n".join(parts)
     return [{"role": "system", "content": task}, {"role": "user", "content": conversation}]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
-    if not path.is_file():
-        return []
-    return [
-        line for line in read_records(path) if isinstance(line, dict) and line.keys() >= _READ_KEYS
-    ]
-
-
-def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> dict[str, Any]:
-    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has
-    no grade.
-    """
-    question_id, turn = key
-    return {
-        "question_id": question_id,
-        "model": model_id,
-        "judge": [judge, PROMPT_NAME],
-        "user_prompt": prompt,
-        "judgment": reply,
-        "score": parse_grade(reply),
-        "turn": turn,
-        "tstamp": time.time(),
-    }
 
 
 # FastChat's and Spec-Bench's files of answers
@@ -303,17 +280,15 @@ def model_answers(records: Sequence[Turn], model_id: str) -> list[dict[str, Any]
     lines = []
     for question_id, turns in questions.items():
         texts = [turn.text for turn in turns]
+        answers = [turn.answer for turn in turns]
         content = json.dumps([model_id, question_id, texts])
-        accept_lengths: list[int] = []
-        for turn in turns:
-            accept_lengths += _step_lengths(turn.answer)
         choice = {
             "index": 0,
             "turns": texts,
-            "decoding_steps": [turn.answer.steps for turn in turns],
-            "new_tokens": [len(turn.answer.tokens) for turn in turns],
-            "wall_time": [turn.answer.seconds for turn in turns],
-            "accept_lengths": accept_lengths,
+            "decoding_steps": [answer.steps for answer in answers],
+            "new_tokens": [len(answer.tokens) for answer in answers],
+            "wall_time": [answer.seconds for answer in answers],
+            "accept_lengths": [length for answer in answers for length in _step_lengths(answer)],
         }
         lines.append(
             {

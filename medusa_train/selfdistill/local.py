@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +32,6 @@ DEFAULT_BATCH_SIZE = 16
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
 # batches of requests to keep waiting, so that prompts of similar length can be batched
 POOL_BATCHES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    request_id: int
-    request: Request
-    prompt: list[int]
 
 
 class HFEngine:
@@ -91,8 +83,8 @@ class HFEngine:
         self._stop_looping = stop_looping
         # decoding steps of all answers, and the tokens that they made
         self.steps = self.step_tokens = 0
-        self._waiting: list[_Pending] = []
-        self._underway: dict[int, _Pending] = {}
+        self._waiting: list[PendingRequest] = []
+        self._asked: dict[int, tuple[Request, int]] = {}  # and the length of its prompt
         self._finished: deque[tuple[int, Answer]] = deque()
 
     @property
@@ -147,8 +139,12 @@ class HFEngine:
             return
         if len(prompt) > self.backbone.max_context:
             self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
-        else:
-            self._waiting.append(_Pending(request_id, request, prompt))
+            return
+        generator = None
+        if self.sampling:  # on the CPU, for the same numbers on every device
+            generator = torch.Generator().manual_seed(request.seed)
+        self._asked[request_id] = (request, len(prompt))
+        self._waiting.append(PendingRequest(request_id, prompt, generator))
 
     def next(self) -> tuple[int, Answer]:
         """Return the next answer, generating until one is finished."""
@@ -158,17 +154,15 @@ class HFEngine:
 
     def _generate_some(self) -> None:
         if self._batch is None:
-            requests = self._pick(self.batch_size)
-            outputs = self._generate(requests)
+            done = self._answer_batch()
         else:
-            requests, outputs = self._step(self._batch)
-        for pending, out in zip(requests, outputs, strict=True):
+            done = self._step(self._batch)
+        for request_id, out in done:
             self.steps += out.steps
             self.step_tokens += len(out.tokens) - 1
-            answer = self._prompting.answer(
-                pending.request, len(pending.prompt), out.tokens, out.finish
-            )
-            self._finished.append((pending.request_id, answer))
+            request, prompt_tokens = self._asked.pop(request_id)
+            answer = self._prompting.answer(request, prompt_tokens, out.tokens, out.finish)
+            self._finished.append((request_id, answer))
 
     @property
     def passes(self) -> int:
@@ -181,35 +175,39 @@ class HFEngine:
             return {}
         return {"tokens per step": f"{self.step_tokens / self.steps:.2f}"}
 
-    def _pick(self, count: int) -> list[_Pending]:
+    def _pick(self, count: int) -> list[PendingRequest]:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in
         order.
         """
-        oldest, *others = self._waiting
-        others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
-        picked = {asked.request_id for asked in [oldest, *others[: count - 1]]}
+        length = len(self._waiting[0].prompt)
+        nearest = sorted(self._waiting, key=lambda asked: abs(len(asked.prompt) - length))
+        picked = {asked.request_id for asked in nearest[:count]}
         batch = [asked for asked in self._waiting if asked.request_id in picked]
         self._waiting = [asked for asked in self._waiting if asked.request_id not in picked]
         return batch
 
-    def _step(self, batch: RunningBatch) -> tuple[list[_Pending], list[Generation]]:
+    def _answer_batch(self) -> list[tuple[int, Generation]]:
+        """Answer some of the waiting requests to their ends."""
+        batch = self._pick(self.batch_size)
+        generators = [asked.generator for asked in batch if asked.generator is not None]
+        outputs = self._decoder.generate_batch(
+            [asked.prompt for asked in batch],
+            self.max_new_tokens,
+            rule=self.sampling,
+            generators=generators or None,
+        )
+        return [(asked.request_id, out) for asked, out in zip(batch, outputs, strict=True)]
+
+    def _step(self, batch: RunningBatch) -> list[tuple[int, Generation]]:
         """Refill free rows, run one decoding step, and return the requests that are finished."""
-        # 1. refill: waiting requests join together once enough rows are free
+        # waiting requests join together once enough rows are free
         free = self.batch_size - len(batch.active)
         if self._waiting and free * REFILL_FRACTION >= self.batch_size:
-            joining: list[PendingRequest] = []
-            for asked in self._pick(free):
-                generator = self._generator(asked) if self.sampling else None
-                joining.append(PendingRequest(asked.request_id, asked.prompt, generator))
-                self._underway[asked.request_id] = asked
-            batch.add_requests(joining)
-        # 2. one step of all rows
+            batch.add_requests(self._pick(free))
         done = batch.step()
         if self._stop_looping:
             self._end_looping_rows(batch)
-        # 3. requests whose answers are complete
-        finished = [self._underway.pop(request_id) for request_id, _ in done]
-        return finished, [out for _, out in done]
+        return done
 
     def _end_looping_rows(self, batch: RunningBatch) -> None:
         for row in batch.active:
@@ -217,19 +215,6 @@ class HFEngine:
                 text = self.backbone.tokenizer.decode(row.out.tokens, skip_special_tokens=True)
                 if is_looping(text):
                     row.limit = len(row.out.tokens)
-
-    def _generate(self, batch: Sequence[_Pending]) -> list[Generation]:
-        generators = None
-        if self.sampling:
-            generators = [self._generator(asked) for asked in batch]
-        prompts = [asked.prompt for asked in batch]
-        return self._decoder.generate_batch(
-            prompts, self.max_new_tokens, rule=self.sampling, generators=generators
-        )
-
-    def _generator(self, asked: _Pending) -> torch.Generator:
-        """Return a CPU generator, for the same numbers on every device."""
-        return torch.Generator().manual_seed(asked.request.seed)
 
 
 def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) -> HFEngine:

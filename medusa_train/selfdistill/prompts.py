@@ -50,10 +50,7 @@ def load_prompts(
         progress.print(note)
 
     # 2. select, and say what was left out
-    selection = Selection(
-        cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit
-    )
-    selected, skipped = select_prompts(prompts, selection)
+    selected, skipped = select_prompts(prompts, cfg)
     if invalid:
         progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
         skipped["broken"] += len(invalid)
@@ -134,50 +131,35 @@ def _with_unique_id(prompt: Prompt, counts: dict[str, int]) -> Prompt:
     return replace(prompt, id=unique)
 
 
-# Selection: deduplication, length limits and random samples
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Criteria for prompts; None for no restriction."""
-
-    max_turns: int | None = None  # keep only the first user turns
-    min_chars: int | None = None  # of all user turns together, as is `max_chars`
-    max_chars: int | None = None
-    sample: int | None = None  # size of a random sample; larger samples contain the smaller ones
-    sample_seed: int = 42
-    limit: int | None = None  # keep only the first prompts of these
-
-
 def select_prompts(
-    prompts: Sequence[Prompt], selection: Selection
+    prompts: Sequence[Prompt], cfg: SelfDistillConfig
 ) -> tuple[list[Prompt], Counter[str]]:
     """Return the selected prompts in order, and the number of others by reason ("repeated", "short"
     or "long").
 
-    Of several prompts with the same turns and system message, the first is kept.
+    Of several prompts with the same turns and system message, the first is kept. A larger sample
+    contains the smaller ones.
     """
     skipped: Counter[str] = Counter()
     chosen: list[Prompt] = []
     seen: set[tuple[str | None, tuple[str, ...]]] = set()
     for prompt in prompts:
-        if selection.max_turns is not None:
-            prompt = replace(prompt, turns=prompt.turns[: selection.max_turns])
+        prompt = replace(prompt, turns=prompt.turns[: cfg.max_turns])
         length = sum(map(len, prompt.turns))
         if (prompt.system, prompt.turns) in seen:
             skipped["repeated"] += 1
-        elif selection.min_chars is not None and length < selection.min_chars:
+        elif cfg.min_chars is not None and length < cfg.min_chars:
             skipped["short"] += 1
-        elif selection.max_chars is not None and length > selection.max_chars:
+        elif cfg.max_chars is not None and length > cfg.max_chars:
             skipped["long"] += 1
         else:
             seen.add((prompt.system, prompt.turns))
             chosen.append(prompt)
-    if selection.sample is not None and selection.sample < len(chosen):
-        ranked = sorted(chosen, key=lambda prompt: _hash(selection.sample_seed, prompt.id))
-        names = {prompt.id for prompt in ranked[: selection.sample]}
+    if cfg.sample is not None:
+        ranked = sorted(chosen, key=lambda prompt: _hash(cfg.sample_seed, prompt.id))
+        names = {prompt.id for prompt in ranked[: cfg.sample]}
         chosen = [prompt for prompt in chosen if prompt.id in names]
-    return chosen[: selection.limit], skipped
+    return chosen[: cfg.limit], skipped
 
 
 def _hash(salt: int | str, name: str) -> int:

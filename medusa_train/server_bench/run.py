@@ -243,11 +243,11 @@ class BenchRun:
         A concurrency at which requests keep failing is left out with a note.
         """
         remaining = self.remaining(session)
-        count = 0
-        for concurrency, numbers in remaining.items():
-            count += sum(len(self._blocks[concurrency][number]) for number in numbers)
-        if not count:
-            return
+        count = sum(
+            len(self._blocks[concurrency][number])
+            for concurrency, numbers in remaining.items()
+            for number in numbers
+        )
         names = " and ".join(target.name for target in targets)
         with self.progress.phase(
             f"measuring {names}", count * len(targets), "conversations"
@@ -315,7 +315,7 @@ class BenchRun:
         return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
-        """Check a server's counters, and note what is unexpected; a server without heads must not
+        """Check a server's counters, and note what is unexpected; a server without a draft must not
         draft.
         """
         drafts = measurement.drafts
@@ -329,32 +329,21 @@ class BenchRun:
                 f"server {target.url}: is to be measured without heads, but its /metrics count"
                 " drafts; start it without --speculative-config"
             )
-        earlier_tokens = self._earlier_speculative_tokens(target)
-        if earlier_tokens - {drafts.speculative_tokens}:
-            self.note(
-                f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and measure"
-                " again"
-            )
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
+        for measured in self.measured.values():
+            earlier = measured[target.name].drafts if target.name in measured else None
+            if earlier and earlier.speculative_tokens not in (None, drafts.speculative_tokens):
+                self.note(
+                    f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and"
+                    " measure again"
+                )
         expected_tokens = sum(answer.tokens for answer in measurement.answers)
         if drafts.generated > FOREIGN_TRAFFIC * expected_tokens + 100:
             self.note(
                 f"{target.name}: others use it too, as its counter of tokens shows: its figures are"
                 " too low"
             )
-
-    def _earlier_speculative_tokens(self, target: Target) -> set[int]:
-        """Return the values of num_speculative_tokens in the server's measurements so far."""
-        values = set()
-        for measured in self.measured.values():
-            measurement = measured.get(target.name)
-            if measurement is None or measurement.drafts is None:
-                continue
-            tokens = measurement.drafts.speculative_tokens
-            if tokens is not None:  # None: nothing was drafted
-                values.add(tokens)
-        return values
 
 
 def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:

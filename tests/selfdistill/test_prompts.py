@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.unread import COLUMNS, Unread
 from medusa_train.errors import DataError
-from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts
+from medusa_train.selfdistill.prompts import Prompt, read_prompts, select_prompts
 
 SEEDS = [Prompt(f"s{n}", (f"question {n}", "and more")) for n in range(200)]
 
@@ -126,6 +129,10 @@ def test_an_id_that_comes_again_never_meets_one_of_the_file(tmp_path: Path) -> N
     assert len(set(names)) == 4
 
 
+def choice(**keys: Any) -> SelfDistillConfig:
+    return load_config(SelfDistillConfig, None, [f"{key}={value}" for key, value in keys.items()])
+
+
 def names(seeds: list[Prompt]) -> list[str]:
     return [seed.id for seed in seeds]
 
@@ -135,25 +142,25 @@ def test_without_a_wish_all_distinct_seeds_come_in_their_order() -> None:
         Prompt("x", ("question 3", "and more")),
         Prompt("y", ("question 3", "and more"), system="be brief"),
     ]
-    chosen, left_out = select_prompts([*SEEDS, *again], Selection())
+    chosen, left_out = select_prompts([*SEEDS, *again], choice())
     assert names(chosen) == [*names(SEEDS), "y"]
     assert left_out == {"repeated": 1}
 
 
 def test_length_is_counted_over_the_turns_that_are_asked() -> None:
     seeds = [Prompt("a", ("1234", "56")), Prompt("b", ("123", "4")), Prompt("c", ("123", "789"))]
-    chosen, left_out = select_prompts(seeds, Selection(min_chars=5, max_chars=6))
+    chosen, left_out = select_prompts(seeds, choice(min_chars=5, max_chars=6))
     assert (names(chosen), left_out) == (["a", "c"], {"short": 1})
-    assert select_prompts(seeds, Selection(max_chars=5))[1] == {"long": 2}
-    chosen, left_out = select_prompts(seeds, Selection(max_turns=1))
+    assert select_prompts(seeds, choice(max_chars=5))[1] == {"long": 2}
+    chosen, left_out = select_prompts(seeds, choice(max_turns=1))
     assert [seed.turns for seed in chosen] == [("1234",), ("123",)]
     assert left_out == {"repeated": 1}
 
 
 def test_a_larger_sample_holds_the_smaller_and_another_seed_draws_others() -> None:
-    small, large = (names(select_prompts(SEEDS, Selection(sample=count))[0]) for count in (20, 60))
+    small, large = (names(select_prompts(SEEDS, choice(sample=count))[0]) for count in (20, 60))
     assert set(small) < set(large)
     assert small == sorted(small, key=names(SEEDS).index)
     assert len(large) == 60
-    assert names(select_prompts(SEEDS, Selection(sample=20, sample_seed=1))[0]) != small
-    assert names(select_prompts(SEEDS, Selection(sample=20, limit=5))[0]) == small[:5]
+    assert names(select_prompts(SEEDS, choice(sample=20, sample_seed=1))[0]) != small
+    assert names(select_prompts(SEEDS, choice(sample=20, limit=5))[0]) == small[:5]

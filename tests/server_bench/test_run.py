@@ -142,6 +142,24 @@ def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) ->
     assert server.fake.bodies[0]["temperature"] == 0.7
 
 
+def test_a_server_that_drafts_another_number_of_tokens_than_before_is_noted(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+    two_tokens = heads.fake.others["/metrics"]
+
+    def more_tokens(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+        status, headers, page = two_tokens(body)
+        if len(heads.fake.bodies) > 12:
+            page += b'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 1.0\n'
+        return status, headers, page
+
+    heads.fake.others["/metrics"] = more_tokens
+    report, _ = measure(tmp_path, *against(heads, plain))
+    (note,) = report["meta"]["notes"]
+    assert note.startswith("heads: num_speculative_tokens changed; delete")
+
+
 def test_a_block_with_failed_requests_is_measured_again(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
