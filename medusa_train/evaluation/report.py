@@ -137,7 +137,7 @@ def terminal_report(report: Json) -> Group:
         lines.append("Overhead: time of a step with the tree divided by time of a plain step.")
     return Group(
         Text(title_of(report), style="bold"),
-        *(table.terminal(padding=0) for table in tables),
+        *tables,
         Text("\n".join(lines)),
     )
 

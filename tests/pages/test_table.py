@@ -28,7 +28,7 @@ def test_columns_without_text_are_left_out() -> None:
 
 def shown(table: Table, width: int = 40) -> list[str]:
     console = Console(width=width, file=io.StringIO())
-    console.print(table.terminal())
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
     return (
         "\n".join(" ".join(line.split()) for line in console.file.getvalue().splitlines())
