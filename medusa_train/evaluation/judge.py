@@ -22,7 +22,7 @@ from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.turns import Answer, Turn
-from medusa_train.io import JsonLinesFile, complete_lines, parse_json
+from medusa_train.json_lines import JsonLinesFile, read_records
 from medusa_train.servers.responses import RequestRejected
 
 if TYPE_CHECKING:
@@ -255,15 +255,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
     if not path.is_file():
         return []
-    judgements = []
-    for _, line in complete_lines(path):
-        try:
-            judgement = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(judgement, dict) and judgement.keys() >= _READ_KEYS:
-            judgements.append(judgement)
-    return judgements
+    return [
+        line for line in read_records(path) if isinstance(line, dict) and line.keys() >= _READ_KEYS
+    ]
 
 
 def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> dict[str, Any]:

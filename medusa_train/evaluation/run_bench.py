@@ -54,7 +54,6 @@ from medusa_train.evaluation.turns import (
     TREE,
     TURN,
     Answer,
-    MeasurementLog,
     Turn,
     completed_turns,
 )
@@ -62,6 +61,7 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.io import parse_json, warn_once
+from medusa_train.json_lines import MeasurementLog
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.precision import (
     WeightMemory,

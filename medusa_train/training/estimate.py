@@ -17,6 +17,7 @@ from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads,
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.lora import LM_HEAD, default_targets
 from medusa_train.training.backbone_recipe import unfrozen_modules
+from medusa_train.training.draft_cost import draft_cost
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
 # -> rate.
@@ -107,6 +108,7 @@ class Estimate:
         self._text = model_config.get_text_config()
         self._model = model_without_weights(model_config, trust_remote_code=cfg.trust_remote_code)
         self._section = cfg.draft_config
+        self._cost = draft_cost(self._section, self._text.hidden_size)
         self._settings = self._section.settings
         self._lm_head: Tensor = self._model.get_output_embeddings().weight
         #: Tokens that a head predicts: all, or a reduced vocabulary.
@@ -215,23 +217,24 @@ class Estimate:
         """
         section = self._section
         hidden = self._text.hidden_size
-        shared = section.shared_lm_heads
+        cost = self._cost
+        shared = cost.shared_lm_heads
         # 1. Weights that every token is multiplied by. The embeddings of a Markov bias are looked
         # up; matrices that give logits are counted apart, by the positions that need logits.
         rank = self._settings.get("markov_rank", 0)
         weights = self._heads
         if rank:
             weights = self._count_heads(markov_rank=0)
-        weights -= (section.output_matrices - shared) * self._draft_vocab * hidden
-        once = section.weights_used_once(hidden)
-        weights = section.repeats * (weights - once) + once
-        outputs = section.repeats * section.output_matrices
+        weights -= (cost.output_matrices - shared) * self._draft_vocab * hidden
+        once = cost.weights_used_once
+        weights = cost.repeats * (weights - once) + once
+        outputs = cost.repeats * cost.output_matrices
         # 2. Attention of Amphista over the vectors of all heads.
         blocks = self._settings.get("auto_blocks")
         if blocks:
             attended = self._text.num_attention_heads * head_dim(self._text)
             weights += (outputs - 1) * blocks * 4 * hidden * attended
-        in_states = (6 * weights + 3 * section.layer_passes * attention) * tokens
+        in_states = (6 * weights + 3 * cost.layer_passes * attention) * tokens
         # 3. Logits of every output: forward, backward to the states, and to a matrix of its own;
         # and the teacher's.
         per_logit = (4 if shared else 6) * (hidden + rank)
@@ -330,16 +333,16 @@ class Estimate:
         layer = tokens * self._layer_bytes(item, device)
         # 1. The draft: a head at a time, or all of them.
         alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads
-        heads = alive * (3 * self._section.blocks_per_head + 1) * states
+        heads = alive * (3 * self._cost.blocks_per_head + 1) * states
         layer_of_draft = tokens * self._layer_bytes(item, device, of_draft=True)
-        heads += self._section.layer_passes * layer_of_draft
+        heads += self._cost.layer_passes * layer_of_draft
         rank = self._settings.get("markov_rank")
         if rank:  # a head's states with the embeddings of its Markov bias
             heads += states + tokens * rank * item
         # 2. The mask of packed rows.
         mask = 0
         capped = getattr(text, "attn_logit_softcapping", None) is not None
-        if cfg.sample_packing and (capped or self._section.masks_packed_rows):
+        if cfg.sample_packing and (capped or self._cost.masks_packed_rows):
             mask = rows * width * width * item
         # 3. A frozen backbone. Of a quantized matrix a product takes a copy in the compute dtype.
         single = max((weight.numel() for weight in self._quantized), default=0) * item

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
+from medusa_train.checkpoint.digest import digest_base_model
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
@@ -126,7 +126,7 @@ def build_trainer(
 
     # 3. The weights of the checkpoint.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    backbone_hash = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+    backbone_hash = world.run_on_main(lambda: digest_base_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with progress.phase("reading the checkpoint", ticking=True):
@@ -158,7 +158,7 @@ def build_trainer(
         console,
     )
     if backbone_hash is not None:  # else the checkpoint's stands for a later resume
-        state.backbone = backbone_hash
+        state.base_model_digest = backbone_hash
 
     # 5. The run directory, with the configuration as it was used, and the logs.
     loggers = _open_loggers(_as_used(cfg, data, recipe), state, plan, progress, world)

@@ -176,7 +176,7 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     layer = (
         estimated._layer_bytes(2, "cpu", of_draft=True)
         * tokens.numel()
-        * estimated._section.layer_passes
+        * estimated._cost.layer_passes
     )
     assert states
     assert 0.8 * measured < layer < 1.2 * measured

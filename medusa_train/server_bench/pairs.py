@@ -166,8 +166,12 @@ class Target:
     name: str  # in reports
     url: str  # with the version
     model: str  # its name on the server
-    has_heads: bool  # whether it is to be served with draft heads; False if unknown
     is_vllm: bool  # whether it takes vLLM's parameters
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether it is to be served with a draft; False if unknown."""
+        return self.name not in (PLAIN, ALONE)
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.load_model import read_stop_tokens
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
+from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.run_metadata import bench_settings, model_settings
-from medusa_train.evaluation.turns import MeasurementLog
+from medusa_train.evaluation.run_metadata import bench_settings
 from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
-from medusa_train.server_bench.request_blocks import (
+from medusa_train.server_bench.metrics import Cell, collect_cells, summarize
+from medusa_train.server_bench.pairs import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
@@ -42,14 +42,12 @@ from medusa_train.server_bench.request_blocks import (
     Target,
     plan_blocks,
 )
-from medusa_train.server_bench.serve import KEY_VARIABLE, ServedModel, ServerPool, prepare_model
-from medusa_train.server_bench.served_figures import Cell, collect_cells, summarize
-from medusa_train.server_bench.served_report import terminal_report, write_report
+from medusa_train.server_bench.report import terminal_report, write_report
+from medusa_train.server_bench.serve import KEY_VARIABLE, StartedServers
 from medusa_train.servers.responses import Fault
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
-REMOTE = "running servers"  # name of the session of servers that are not started here
 
 
 def measure_servers(
@@ -61,8 +59,8 @@ def measure_servers(
     report of an interrupted measurement has what is complete.
 
     Args:
-        paths: backbone and heads to serve; for servers that run already, only the directory of the
-            report, or None.
+        paths: target model and heads to serve; for servers that run already, only the directory of
+            the report, or None.
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
@@ -75,22 +73,42 @@ def measure_servers(
         servers: RunningServers | StartedServers = RunningServers(running)
         if cfg.serve:
             assert paths is not None  # `serve` names a model
-            servers = StartedServers(prepare_model(cfg, paths, directory, progress), paths)
-        log = MeasurementLog(
-            directory / "blocks.jsonl",
-            settings(cfg, bench, mode, paths, servers),
-            BLOCK_ENTRY,
-        )
+            servers = StartedServers(cfg, paths, directory, progress)
+        # What answers and times depend on; not which concurrencies and numbers of tokens are
+        # measured.
+        settings = {
+            **bench_settings(bench),
+            "decoding": mode.as_json,
+            "seed": cfg.seed,
+            "max_new_tokens": cfg.max_new_tokens,
+            "chat_template_kwargs": _template_kwargs(cfg, paths),
+            "warmup": cfg.warmup,
+            "machine": platform.node(),
+            **servers.settings(),
+        }
+        log = MeasurementLog(directory / "blocks.jsonl", settings, BLOCK_ENTRY)
         run = BenchRun(cfg, bench, options, log, progress)
-        return _measure_into(directory, run, servers, mode, command)
+        meta = {
+            "model": None,
+            "base_model": None,
+            "bench": bench.name,
+            "bench_file": public_name(str(bench.path)),
+            "questions": len(bench.questions),
+            "max_new_tokens": cfg.max_new_tokens,
+            "decoding": mode.as_json,
+            "concurrency": list(dict.fromkeys(cfg.concurrency)),
+            **servers.metadata(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": command,
+        }
+        return _measure_into(directory, run, servers, meta)
 
 
 def _measure_into(
     directory: Path,
     run: BenchRun,
     servers: RunningServers | StartedServers,
-    mode: DecodingMode,
-    command: str,
+    meta: dict[str, Any],
 ) -> list[Path]:
     """Measure what the log does not have, and write the report; returns the paths of its files."""
     log = run.log
@@ -100,13 +118,20 @@ def _measure_into(
     if resumption is not None:
         progress.print(resumption)
     log.start(log.entries)
-    servers.announce(run)
-    meta = metadata(run.cfg, run.bench, mode, servers)
-    meta["command"] = command
+    for note in servers.notes:
+        run.note(note)
 
     # 2. measure
     try:
-        servers.measure(run, directory)
+        with servers:
+            for session in servers.sessions:
+                if not run.remaining(session):
+                    continue
+                targets = servers.targets(session)
+                try:
+                    run.measure(session, targets)
+                except ServerError as error:
+                    raise servers.explain(error) from error
     except (MedusaError, KeyboardInterrupt):
         log.close()
         run.notes.append("incomplete: the measurement was interrupted")
@@ -126,98 +151,43 @@ def _measure_into(
     return written
 
 
-@dataclass(frozen=True)
 class RunningServers:
-    """Servers that run already: nothing is known of their models but the names."""
+    """Servers that run already, as one session: nothing is known of their models but the names."""
 
-    targets: Sequence[Target]
+    notes: Sequence[str] = ()
+    sessions = ("running servers",)
+
+    def __init__(self, targets: list[Target]) -> None:
+        self._targets = targets
+
+    def __enter__(self) -> RunningServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave them running."""
 
     def settings(self) -> dict[str, Any]:
         """Return what answers and times depend on."""
-        return {"servers": [[target.name, target.url, target.model] for target in self.targets]}
+        return {"servers": [[target.name, target.url, target.model] for target in self._targets]}
 
     def metadata(self) -> dict[str, Any]:
         """Return their part of `meta` of served.json."""
         turns = "one server alone"
-        if len(self.targets) > 1:
+        if len(self._targets) > 1:
             turns = "in turns, block by block"
         return {
-            "model": self.targets[-1].model,
-            "servers": {target.name: f"{target.model} at {target.url}" for target in self.targets},
+            "model": self._targets[-1].model,
+            "servers": {target.name: f"{target.model} at {target.url}" for target in self._targets},
             "turns": turns,
         }
 
-    def announce(self, run: BenchRun) -> None:
-        """Say what the user should know of them beforehand: nothing."""
+    def targets(self, session: str) -> list[Target]:
+        """Return the servers."""
+        return self._targets
 
-    def measure(self, run: BenchRun, directory: Path) -> None:
-        """Measure the blocks that are left."""
-        run.measure(REMOTE, self.targets)
-
-
-@dataclass(frozen=True)
-class StartedServers:
-    """The servers that `--serve` starts, of the model at `paths`."""
-
-    served: ServedModel
-    paths: ModelPaths
-
-    def settings(self) -> dict[str, Any]:
-        """Return what answers and times depend on."""
-        return {
-            **model_settings(self.paths),
-            "vllm": self.served.version,
-            "arguments": list(self.served.options),
-            "draft": self.served.draft,
-        }
-
-    def metadata(self) -> dict[str, Any]:
-        """Return their part of `meta` of served.json."""
-        served = self.served
-        meta: dict[str, Any] = {
-            "model": public_name(str(self.paths.home)),
-            "base_model": public_name(served.backbone),
-        }
-        if self.paths.heads is not None:
-            meta["weights"] = digest_files(find_heads(self.paths.heads).files)[:16]
-        draft = dict(served.draft)
-        if "model" in draft:
-            draft["model"] = public_name(draft["model"])
-        meta["draft"] = draft
-        meta["server"] = served.version
-        meta["arguments"] = list(served.options)
-        if all(len(session.speculative_tokens) > 1 for session in served.sessions):
-            meta["turns"] = (
-                "the server without heads beside each one with heads, in turns, block by block"
-            )
-        else:
-            meta["turns"] = (
-                "one server at a time; the one without heads first and last, of which the faster"
-                " counts"
-            )
-        return meta
-
-    def announce(self, run: BenchRun) -> None:
-        """Say what the user should know of them beforehand, and where answers end."""
-        for note in self.served.notes:
-            run.note(note)
-        stop_tokens, tokenizer = read_stop_tokens(self.paths)
-        ends = stop_tokens.describe(tokenizer)
-        if ends is not None:
-            run.progress.print(f"{ends}; sent to the servers as stop_token_ids")
-
-    def measure(self, run: BenchRun, directory: Path) -> None:
-        """Start the servers of every session with blocks to do, and measure them."""
-        seconds = run.cfg.serve_start_seconds
-        with ServerPool(self.served, directory, seconds, run.progress) as pool:
-            for session in self.served.sessions:
-                if not run.remaining(session.name):
-                    continue
-                targets = pool.targets(session)
-                try:
-                    run.measure(session.name, targets)
-                except ServerError as error:
-                    raise pool.explain(error) from error
+    def explain(self, error: ServerError) -> ServerError:
+        """Return the error: nothing else is known."""
+        return error
 
 
 @dataclass
@@ -405,16 +375,14 @@ def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
     """
     assert cfg.server_url is not None
     if cfg.against is None:
-        return [_target(ALONE, cfg.server_url, cfg.base_model, options, has_heads=False)]
+        return [_target(ALONE, cfg.server_url, cfg.base_model, options)]
     return [
-        _target(PLAIN, cfg.against, cfg.base_model, options, has_heads=False),
-        _target(HEADS, cfg.server_url, cfg.base_model, options, has_heads=True),
+        _target(PLAIN, cfg.against, cfg.base_model, options),
+        _target(HEADS, cfg.server_url, cfg.base_model, options),
     ]
 
 
-def _target(
-    name: str, url: str, model: str | None, options: RequestOptions, *, has_heads: bool
-) -> Target:
+def _target(name: str, url: str, model: str | None, options: RequestOptions) -> Target:
     (server,) = options.connect(url, concurrency=1).servers
 
     async def list_models() -> dict[str, dict[str, Any]]:
@@ -442,7 +410,7 @@ def _target(
     if model is None:
         model = next(iter(models))
     is_vllm = models.get(model, {}).get("owned_by") == "vllm"
-    return Target(name, server.url, model, has_heads, is_vllm)
+    return Target(name, server.url, model, is_vllm)
 
 
 def request_options(
@@ -499,52 +467,8 @@ def output_directory(
     return runs_directory() / "served" / model / name
 
 
-def settings(
-    cfg: EvalConfig,
-    bench: Bench,
-    mode: DecodingMode,
-    paths: ModelPaths | None,
-    servers: RunningServers | StartedServers,
-) -> dict[str, Any]:
-    """Return what answers and times depend on; not which concurrencies and numbers of tokens are
-    measured.
-    """
-    return {
-        **bench_settings(bench),
-        "decoding": mode.as_json,
-        "seed": cfg.seed,
-        "max_new_tokens": cfg.max_new_tokens,
-        "chat_template_kwargs": _template_kwargs(cfg, paths),
-        "warmup": cfg.warmup,
-        "machine": platform.node(),
-        **servers.settings(),
-    }
-
-
 def _template_kwargs(cfg: EvalConfig, paths: ModelPaths | None) -> dict[str, Any] | None:
     """Return the variables of the chat template: a run's are those that it was trained with."""
     if paths is None:
         return cfg.chat_template_kwargs
     return dict(paths.chat_template_kwargs)
-
-
-def metadata(
-    cfg: EvalConfig,
-    bench: Bench,
-    mode: DecodingMode,
-    servers: RunningServers | StartedServers,
-) -> dict[str, Any]:
-    """Return `meta` of served.json: plain JSON values."""
-    meta: dict[str, Any] = {
-        "model": None,
-        "base_model": None,
-        "bench": bench.name,
-        "bench_file": public_name(str(bench.path)),
-        "questions": len(bench.questions),
-        "max_new_tokens": cfg.max_new_tokens,
-        "decoding": mode.as_json,
-        "concurrency": list(dict.fromkeys(cfg.concurrency)),
-    }
-    meta.update(servers.metadata())
-    meta["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return meta
