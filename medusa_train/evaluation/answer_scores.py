@@ -122,7 +122,7 @@ def build_program(test: FunctionTest, text: str) -> str:
 
 
 #: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package
-# rouge-score names its kinds.
+#: rouge-score names its kinds.
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 

@@ -30,7 +30,7 @@ from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 def load_with_progress(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
-    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no
+    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so if there is no
     tree.json.
     """
     what = "loading and compiling" if compiled else "loading"

@@ -56,7 +56,7 @@ class Table:
         if self.overall:
             rows[-1] = [f"**{cell}**" for cell in rows[-1]]
         title_line, *lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
-        alignment = "|---|" + "---:|" * (len(self.titles) - 1)  # figures stand on the right
+        alignment = "|---|" + "---:|" * (len(self.titles) - 1)  # numbers are on the right
         return "\n".join([title_line, alignment, *lines])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -103,7 +103,7 @@ class Table:
 def number(
     value: float | None, digits: int = 2, suffix: str = "", interval: Sequence[float] | None = None
 ) -> str:
-    """Format a figure with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
+    """Format a number with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
     if value is None:
         return "-"
     text = f"{value:.{digits}f}{suffix}"
@@ -184,7 +184,7 @@ def render_page(
     """Return a page; every text is escaped, and sections without content are left out.
 
     Args:
-        tiles: the main figures, each with its label.
+        tiles: the main numbers, each with its label.
     """
     shown = [section for section in sections if not section.is_empty]
     return _template().render(
