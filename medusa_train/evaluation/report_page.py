@@ -10,12 +10,10 @@ from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import (
-    AnswerGroup,
     Figure,
     Section,
     Table,
     number,
-    percent,
     render_page,
 )
 
@@ -167,7 +165,7 @@ def _draft_charts(report: Json) -> list[Figure]:
             Curve(f"head {k}", list(enumerate(row, start=1)))
             for k, row in enumerate(accuracies, start=1)
         ]
-        drawing = curves(heads, "head accuracy", "k", y_text=percent)
+        drawing = curves(heads, "head accuracy", "k", y_text=lambda share: f"{100 * share:g} %")
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
@@ -270,7 +268,7 @@ def answers_section(answers: Sequence[Json]) -> Section:
         "Answers",
         lines=lines,
         legend=[f"token {place}" for place in range(1, heads + 1)],
-        answers=[AnswerGroup(category, members) for category, members in categories.items()],
+        answers=categories,
         remarks=remarks,
     )
 

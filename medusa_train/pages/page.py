@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,6 @@ class Table:
                 shown[title] = cells
         rows = [list(row) for row in zip(*shown.values(), strict=True)]
         return cls(list(shown), rows, overall)
-
-    def column(self, title: str) -> list[str]:
-        """Return the cells of a column."""
-        index = self.titles.index(title)
-        return [row[index] for row in self.rows]
 
     def markdown(self) -> str:
         """Return the lines of a Markdown table."""
@@ -143,22 +138,13 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class AnswerGroup:
-    """Answers of a model, by question.
-
-    Attributes:
-        answers: each with `summary`, `details`, `asked` and `runs`: pieces of its text, each with
-            the number of the head that proposed it, 0 for the backbone.
-    """
-
-    name: str
-    answers: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a page, in this order: paragraphs, names by colour, figures, tables, facts, answers
     and remarks.
+
+    Attributes:
+        answers: of a model by category, each with `summary`, `details`, `asked` and `runs`: pieces
+            of its text, each with the number of the head that proposed it, 0 for the target model.
     """
 
     title: str = ""
@@ -167,7 +153,7 @@ class Section:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     facts: Sequence[tuple[str, str]] = ()
-    answers: Sequence[AnswerGroup] = ()
+    answers: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
     @property
@@ -205,11 +191,6 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
             blocks.append(f"## {section.title}")
         blocks += [text for text in texts if text]
     return "\n\n".join(blocks) + "\n"
-
-
-def percent(share: float) -> str:
-    """Format a share of 1 as an axis label."""
-    return f"{100 * share:g} %"
 
 
 @cache

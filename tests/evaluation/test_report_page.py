@@ -148,7 +148,7 @@ def test_every_answer_has_its_score() -> None:
         {**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}}
         for one in scored
     ]
-    right, wrong = (one["details"] for one in answers_section(lines).answers[0].answers)
+    right, wrong = (one["details"] for one in answers_section(lines).answers["math"])
     assert right.endswith("tokens per step, correct")
     assert wrong.endswith("wrong (<5>), plain: correct")
 
