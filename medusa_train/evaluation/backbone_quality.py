@@ -37,7 +37,7 @@ _ROWS = 8
 _POSITIONS = 4096
 
 #: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them
-# into logits.
+#: into logits.
 Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
@@ -109,7 +109,7 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
 def validation_conversations(
     cfg: TrainConfig, chat: ChatEncoder, least: int = 1
 ) -> tuple[EncodedDataset, bool, int] | None:
-    """Return a run's validation split, or its training split where fewer than `least` conversations
+    """Return a run's validation split, or its training split if fewer than `least` conversations
     are held out, with the assistant's turns supervised.
 
     With whether it was held out of training, and how many conversations are; None if the data are

@@ -185,9 +185,8 @@ def show(reports: Mapping[str, Json]) -> Group:
     # a run per column, since a run has many metrics
     titles, *rows = zip(runs.titles, *runs.rows, strict=True)
     tables = [Table(titles, rows), categories_table(reports)]
-    shown = [table.terminal() for table in tables]
     warnings = [Text(line, style="yellow") for line in differences(reports)]
-    return Group(*shown, *warnings)
+    return Group(*tables, *warnings)
 
 
 def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:

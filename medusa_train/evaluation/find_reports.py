@@ -19,7 +19,7 @@ def find_reports(names: Sequence[str], bench: str | None) -> list[Path]:
 
 
 def _find(name: str, bench: str | None) -> Path:
-    """Return the report.json that a name on the command line stands for."""
+    """Return the report.json that a name on the command line means."""
     path = resolve_path(name)
     if path is None:
         raise CheckpointError(f"{name}: no such run or report")

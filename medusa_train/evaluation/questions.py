@@ -15,7 +15,7 @@ import shutil
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Question:
     category: str
     turns: tuple[str, ...]  # the user's messages
     source: str  # where it was read, as `file:line`
-    reference: tuple[str, ...] = ()  # reference answers, one per turn; '' where there is none
+    reference: tuple[str, ...] = ()  # reference answers, one per turn; '' if there is none
     # the correct number or function; None if answers are not scored
     expected: Decimal | FunctionTest | None = None
     system: str | None = None  # the system message
@@ -99,17 +99,17 @@ class Bench:
         """
         if limit is None or limit >= len(self.questions):
             return self
-        seen: Counter[str] = Counter()
-        ranked: list[tuple[int, int]] = []  # by round over the categories
+        rounds: Counter[str] = Counter()  # over the categories
+        ranked: list[tuple[int, int]] = []
         for index, question in enumerate(self.questions):
-            ranked.append((seen[question.category], index))
-            seen[question.category] += 1
+            ranked.append((rounds[question.category], index))
+            rounds[question.category] += 1
         chosen = sorted(index for _, index in sorted(ranked)[:limit])
-        return Bench(self.name, self.path, tuple(self.questions[index] for index in chosen))
+        return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
 #: Benches that are known by name; `local_paths` are the usual names of their folder in a directory
-# of benches.
+#: of benches.
 NAMED_BENCHES = {
     "tiny": PublicDataset(("tiny",)),
     "mtbench": PublicDataset(
@@ -151,7 +151,9 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     if skipped:
         lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
         note("\n  ".join([*lines, *first_problems(skipped)]))
-    if not is_public or is_file:  # what public benches carry beside their questions is known
+    if (
+        not is_public or is_file
+    ):  # what public benchmarks have in addition to their questions is known
         for line in unread.describe(str(path)):
             note(line)
     return Bench(_name_of_file(path) if is_file else name_or_file, path, questions)

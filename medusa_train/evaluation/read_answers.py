@@ -22,8 +22,8 @@ from medusa_train.evaluation.questions import FunctionTest
 
 # Numbers
 
-#: LaTeX and Markdown around numbers and units, with what stands for it. The narrow space is also a
-# separator of thousands.
+#: LaTeX and Markdown around numbers and units, with what replaces it. The narrow space is also a
+#: separator of thousands.
 _MARKUP = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -63,20 +63,20 @@ _FRACTION = re.compile(r"(?<![0-9/.])(?:([0-9]+) )?([0-9]+)/([1-9][0-9]*)(?![0-9
 _POWERS = {"k": 3, "thousand": 3, "million": 6, "billion": 9}
 _POWER = re.compile(r"(?<=[0-9])(?:(k)| *(thousand|million|billion))\b", re.I)
 #: A number. Its minus follows neither a number nor a word: "10-5" has none. Digits behind a letter
-# belong to a name.
+#: belong to a name.
 _NUMBER = re.compile(
     r"((?<![\w)])[-−–])?[$€£¥₹]*(?<![^\W_])(?<![0-9]\.)(?<!\^)"
     r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![\w.]))?)"
 )
 #: The beginning of a calculation: a number, perhaps its unit, an operator and what it is applied
-# to; a number and a factor in parentheses, or a power; or a number before a LaTeX command.
+#: to; a number and a factor in parentheses, or a power; or a number before a LaTeX command.
 _CALCULATION = re.compile(
     r"[0-9)]%?\s*(?:[^\W\d_]+\s+)?"
     r"(?:[-+*×·÷^/−–]|(?<![^\W\d_])[xX](?![^\W\d_])|\b(?:plus|minus|times|divided by)\b)"
     r"\s*[($€£]*\.?[0-9]|[0-9]\s*%\s*of\b|[0-9]\)?(?:\([$€£]?[0-9]|[²³⁴])|[0-9)]\s*\\[A-Za-z]"
 )
 #: A further number that belongs to the one before it, perhaps after its unit: 3 hours 30 minutes,
-# 2:30, 12 apples and 5 pears; but not 42 eggs in 3 boxes.
+#: 2:30, 12 apples and 5 pears; but not 42 eggs in 3 boxes.
 _FURTHER = re.compile(
     r"(?:\s*(?:[,;:]|and\b|or\b)|\s+(?!(?:per|of|in|for|from|at|by|to|every|each|with|without|on|as"
     r"|out|over|under|after|before|within|until|than|about|around|because|since|when|if|is|are|left"
@@ -174,14 +174,14 @@ def _value(number: re.Match[str]) -> Decimal:
 # Code
 
 #: A fenced block, with its language; a text that was cut off leaves it open. Its end may follow the
-# last line of code without a line break.
+#: last line of code without a line break.
 _BLOCK = re.compile(
     r"(?<![^\s:])(?:```+|~~~+)[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|```[ \t]*$|\Z)",
     re.S | re.M,
 )
 _PYTHON = re.compile(r"(?:python\d*|py)", re.I)
 #: The first characters of lines of a module: the keywords before a definition, decorators,
-# comments, brackets.
+#: comments, brackets.
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.M)
 #: What may follow the function; all else behind it are examples and tests of the answer itself.

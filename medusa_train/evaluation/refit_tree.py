@@ -30,7 +30,7 @@ from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 def load_with_progress(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
-    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no
+    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so if there is no
     tree.json.
     """
     what = "loading and compiling" if compiled else "loading"
@@ -83,26 +83,18 @@ def _calibrate(
     if ends is not None:
         progress.print(ends)
 
-    # 2. prompts of the run, else those of the bench
+    # 2. prompts of the run, else those of the benchmark
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    budget = cfg.calibration_tokens
-    found = validation_prompts(paths, chat, cfg.seed, budget)
-    if found is not None:
-        conversations, source = found
-    else:
-        conversations = [[chat.prompt(question.opening)] for question in bench.questions]
-        source = (
-            f"questions of bench {bench.name}, since the run's data are not available, or too few:"
-            " evaluate on another bench"
-        )
+    conversations, source = _prompts(cfg, bench, paths, chat)
 
     # 3. answer them, and choose
+    budget = cfg.calibration_tokens
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
     traced = answer_prompts(
         model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens
     )
     choice = choose_tree(model.backbone, model.draft, traced, progress)
-    progress.console.print(_sizes_table(choice).terminal())
+    progress.console.print(_sizes_table(choice))
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
     return [choice.save(_results_of(cfg, paths), traced, paths)]
@@ -146,28 +138,27 @@ def is_compiled(cfg: EvalConfig, paths: ModelPaths) -> bool:
     return fitted is not None and fitted.compiled
 
 
-def validation_prompts(
-    paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int
-) -> tuple[list[Prompts], str] | None:
-    """Return the prompts of the run's validation conversations, in random order, and their name.
-
-    Where the run holds fewer out than a tree is fitted to, they are those of its training set; None
-    where these are as few, or without data.
+def _prompts(
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, chat: ChatEncoder
+) -> tuple[list[Prompts], str]:
+    """Return prompts by conversation, and their name: in random order those of the run's validation
+    split, or of its training split if the run holds fewer out than a tree is fitted to; else the
+    benchmark's.
     """
-    cfg = run_config(paths)
-    if cfg is None:
-        return None
-    data = validation_conversations(cfg, chat, MIN_CONVERSATIONS)
-    if data is None:
-        return None
-    dataset, is_held_out, held_out_count = data
-    conversations = prompts_by_conversation(dataset, token_budget, seed)
-    if len({example.prompt for example in dataset}) < MIN_CONVERSATIONS:
-        return None
-    source = "validation prompts of the run"
-    if not is_held_out:
-        source = f"training prompts of the run, which holds {held_out_count or 'none'} out"
-    return conversations, source
+    run = run_config(paths)
+    data = None if run is None else validation_conversations(run, chat, MIN_CONVERSATIONS)
+    if data is not None:
+        dataset, is_held_out, held_out_count = data
+        if len({example.prompt for example in dataset}) >= MIN_CONVERSATIONS:
+            source = "validation prompts of the run"
+            if not is_held_out:
+                source = f"training prompts of the run, which holds {held_out_count or 'none'} out"
+            return prompts_by_conversation(dataset, cfg.calibration_tokens, cfg.seed), source
+    source = (
+        f"questions of bench {bench.name}, since the run's data are not available, or too few:"
+        " evaluate on another bench"
+    )
+    return [[chat.prompt(question.opening)] for question in bench.questions], source
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

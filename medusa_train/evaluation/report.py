@@ -15,7 +15,7 @@ from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.machine_load import busy_signs
 from medusa_train.evaluation.metrics import Metrics, by_category, metrics
-from medusa_train.evaluation.report_page import html_page, sections_of
+from medusa_train.evaluation.report_page import Charts, draw_charts, html_page, sections_of
 from medusa_train.evaluation.turns import Turn
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
@@ -59,12 +59,17 @@ def build_report(
     return {**report, **(parts or {})}
 
 
-def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[Path]:
+def write_report(
+    report: Json, turns: Sequence[Turn], directory: Path, charts: Charts | None = None
+) -> list[Path]:
     """Write report.json, report.md, report.html, answers.jsonl and FastChat's
     model_answer/MODEL.jsonl.
 
     With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
     `Trace.ranks`.
+
+    Args:
+        charts: of the page; drawn if they are not given.
     """
     answered = [turn for turn in turns if not turn.skipped]
     answers = [_answer_line(turn) for turn in answered]
@@ -81,7 +86,8 @@ def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[P
             ranks.append(line)
 
     tables = [metrics_table(report), decoders_table(report)]
-    sections = sections_of(report, answers, tables, summary_of(report))
+    charts = charts or draw_charts(report)
+    sections = sections_of(report, charts, answers, tables, summary_of(report))
     name = model_id(report["meta"])
     files = {
         "report.json": report,
@@ -137,7 +143,7 @@ def terminal_report(report: Json) -> Group:
         lines.append("Overhead: time of a step with the tree divided by time of a plain step.")
     return Group(
         Text(title_of(report), style="bold"),
-        *(table.terminal(padding=0) for table in tables),
+        *tables,
         Text("\n".join(lines)),
     )
 

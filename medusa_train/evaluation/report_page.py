@@ -10,12 +10,10 @@ from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import (
-    AnswerGroup,
     Figure,
     Section,
     Table,
     number,
-    percent,
     render_page,
 )
 
@@ -41,8 +39,16 @@ SPEEDUP_CAPTION = (
 )
 
 
+#: Charts by the title of their part of the page.
+Charts = Mapping[str, Sequence[Figure]]
+
+
 def sections_of(
-    report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]
+    report: Json,
+    charts: Charts,
+    answers: Sequence[Json],
+    tables: Sequence[Table],
+    summary: Sequence[str],
 ) -> list[Section]:
     """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read
     the metrics.
@@ -51,8 +57,8 @@ def sections_of(
     terms = [text for title, text in TERMS.items() if title in shown]
     return [
         Section(lines=summary),
-        Section("Speed", figures=_speed_charts(report), tables=tables, remarks=[*terms, BRACKETS]),
-        Section("Draft", figures=_draft_charts(report), remarks=_draft_remarks(report["overall"])),
+        Section("Speed", figures=charts["Speed"], tables=tables, remarks=[*terms, BRACKETS]),
+        Section("Draft", figures=charts["Draft"], remarks=_draft_remarks(report["overall"])),
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
     ]
@@ -94,6 +100,11 @@ def _faster_baseline(overall: Json) -> str:
     return f"{'generate' if is_generate else 'plain decoding'}, the faster baseline"
 
 
+def draw_charts(report: Json) -> Charts:
+    """Draw the charts of an evaluation; nothing that is measured after the times changes them."""
+    return {"Speed": _speed_charts(report), "Draft": _draft_charts(report)}
+
+
 def _speed_charts(report: Json) -> list[Figure]:
     overall = report["overall"]
     charts = []
@@ -115,7 +126,7 @@ def _speed_charts(report: Json) -> list[Figure]:
 
 def speedup_chart(reports: Mapping[str, Json]) -> Figure:
     """Draw the speedups per category and overall of one run, or of several next to each other. An
-    only category stands for the whole benchmark.
+    only category is the whole benchmark.
     """
     several = len(reports) > 1
     categories: dict[str, None] = {}  # in the order in which they first appear
@@ -154,7 +165,7 @@ def _draft_charts(report: Json) -> list[Figure]:
             Curve(f"head {k}", list(enumerate(row, start=1)))
             for k, row in enumerate(accuracies, start=1)
         ]
-        drawing = curves(heads, "head accuracy", "k", y_text=percent)
+        drawing = curves(heads, "head accuracy", "k", y_text=lambda share: f"{100 * share:g} %")
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
@@ -257,7 +268,7 @@ def answers_section(answers: Sequence[Json]) -> Section:
         "Answers",
         lines=lines,
         legend=[f"token {place}" for place in range(1, heads + 1)],
-        answers=[AnswerGroup(category, members) for category, members in categories.items()],
+        answers=categories,
         remarks=remarks,
     )
 

@@ -47,6 +47,7 @@ from medusa_train.evaluation.refit_tree import (
     load_with_progress,
 )
 from medusa_train.evaluation.report import build_report, model_id, terminal_report, write_report
+from medusa_train.evaluation.report_page import Charts, draw_charts
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
@@ -132,6 +133,7 @@ class Evaluation:
         tree: to draw; None if each step has its own.
         meta: of the report; what was run.
         parts: of the report; what was measured in addition to the times.
+        charts: of the report; drawn once, since later parts do not change them.
     """
 
     cfg: EvalConfig
@@ -144,6 +146,7 @@ class Evaluation:
     tree: Tree | None = None
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    charts: Charts | None = None
 
     @property
     def answered(self) -> list[Turn]:
@@ -210,7 +213,9 @@ class Evaluation:
         self.meta["seconds"] = round(self.progress.total_seconds, 1)
         self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
         report = build_report(self.turns, self.meta, self.tree, self.parts)
-        return report, write_report(report, self.turns, self.directory)
+        if self.charts is None:
+            self.charts = draw_charts(report)
+        return report, write_report(report, self.turns, self.directory, self.charts)
 
     def _add(self, part: str, value: Any) -> None:
         """Add a part of the report, and write the files."""

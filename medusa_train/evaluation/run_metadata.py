@@ -95,41 +95,29 @@ def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dic
 
 def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     """Return what drafts, and its tree."""
-    described: dict[str, Any] = {
-        "draft": None,
-        "datastore": None,
-        "heads": None,
-        "weights": None,
-        "early_stop": 0.0,
-        "tree_nodes": None,
-        "tree_depth": None,
-        "dynamic_trees": None,
-        "tree_file": None,
-    }
-    # 1. a draft that looks up text
-    if paths.lookup is not None:
-        described["draft"] = paths.lookup.describe()
+    draft, tree, dynamic = model.draft, model.tree, model.dynamic
+    # a graph that is replayed always fills its whole tree
+    fixed_shape = model.proposer is not None and model.proposer.fixed_shape
+    is_replayed = model.backbone.step_runner is not None and fixed_shape
+    datastore = weights = None
     if isinstance(model.lookup, RestDraft):
-        described["datastore"] = model.lookup.datastore.describe()
-    # 2. a draft with weights
-    if model.draft is not None:
-        described["heads"] = model.draft.num_heads
-        # a graph that is replayed always fills its whole tree
-        fixed_shape = model.proposer is not None and model.proposer.fixed_shape
-        is_replayed = model.backbone.step_runner is not None and fixed_shape
-        if not is_replayed:
-            described["early_stop"] = model.draft.threshold
+        datastore = model.lookup.datastore.describe()
     if paths.heads is not None:
-        described["weights"] = digest_files(find_heads(paths.heads).files)[:16]
-    # 3. the tree
-    if model.dynamic is not None:
-        described["tree_nodes"] = "dynamic"
-        described["dynamic_trees"] = model.dynamic._asdict()
-    elif model.tree is not None:
-        described["tree_nodes"] = model.tree.size
-        described["tree_depth"] = model.tree.max_depth
-    if paths.tree is not None:
-        described["tree_file"] = public_name(str(paths.tree))
+        weights = digest_files(find_heads(paths.heads).files)[:16]
+    described: dict[str, Any] = {
+        "draft": None if paths.lookup is None else paths.lookup.describe(),
+        "datastore": datastore,
+        "heads": None if draft is None else draft.num_heads,
+        "weights": weights,
+        "early_stop": 0.0 if draft is None or is_replayed else draft.threshold,
+        "tree_nodes": None if tree is None else tree.size,
+        "tree_depth": None if tree is None else tree.max_depth,
+        "dynamic_trees": None,
+        "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
+    }
+    if dynamic is not None:
+        trees = {"tree_nodes": "dynamic", "tree_depth": None, "dynamic_trees": dynamic._asdict()}
+        described.update(trees)
     return described
 
 
@@ -197,7 +185,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     if torch.cuda.is_available():
         settings["device"] = torch.cuda.get_device_name()
 
-    # Keys that are there only where they are set.
+    # Keys that are there only if they are set.
     if paths.tree_mode != FIXED:
         settings["dynamic"] = paths.tree_mode
     if paths.threshold is not None:

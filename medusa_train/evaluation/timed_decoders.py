@@ -28,9 +28,9 @@ from medusa_train.trees.tree import Tree
 
 PROMPT_LOOKUP = "prompt_lookup"
 ASSISTED = "assisted"
-#: Measured beside dynamic trees.
+#: Measured in addition to dynamic trees.
 FIXED_TREE = "fixed_tree"
-#: Measured beside a merged draft: each of its parts.
+#: Measured in addition to a merged draft: each of its parts.
 HEADS_ALONE = "heads_alone"
 LOOKUP_ALONE = "lookup_alone"
 
@@ -215,7 +215,7 @@ def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
 
 @dataclass(frozen=True)
 class Reference:
-    """A part of what a model proposes, measured beside the whole; with a phrase for the report."""
+    """A part of what a model proposes, measured in addition to the whole; with a phrase for the report."""
 
     proposer: Proposer
     tree: Tree | None
@@ -223,7 +223,7 @@ class Reference:
 
 
 def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
-    """Return what to measure beside a model's proposals: the fixed tree, and the parts of a merged
+    """Return what to measure in addition to a model's proposals: the fixed tree, and the parts of a merged
     draft.
     """
     references: dict[str, Reference] = {}

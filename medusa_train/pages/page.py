@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,95 +45,60 @@ class Table:
         rows = [list(row) for row in zip(*shown.values(), strict=True)]
         return cls(list(shown), rows, overall)
 
-    def column(self, title: str) -> list[str]:
-        """Return the cells of a column."""
-        index = self.titles.index(title)
-        return [row[index] for row in self.rows]
-
     def markdown(self) -> str:
         """Return the lines of a Markdown table."""
         rows = [[cell.replace("|", r"\|") for cell in row] for row in self.rows]
         if self.overall:
             rows[-1] = [f"**{cell}**" for cell in rows[-1]]
         title_line, *lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
-        alignment = "|---|" + "---:|" * (len(self.titles) - 1)  # figures stand on the right
+        alignment = "|---|" + "---:|" * (len(self.titles) - 1)  # numbers are on the right
         return "\n".join([title_line, alignment, *lines])
 
-    def terminal(self, padding: int = 1) -> FittedTable:
-        """Return the table for a console, as wide as the console allows."""
-        return FittedTable(self, padding)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield every title and every number on one line if the console is that wide, else a narrow
+        table.
+        """
+        whole = self._terminal(narrow=False)
+        unlimited = options.update(max_width=_UNLIMITED)
+        fits = whole.__rich_measure__(console, unlimited).maximum <= options.max_width
+        yield whole if fits else self._terminal(narrow=True)
 
-    def whole(self) -> TerminalTable:
-        """Return the table with every title and every figure on one line."""
-        table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for index, title in enumerate(self.titles):
-            has_figures = self._has_figures(index)
-            table.add_column(title, justify="right" if has_figures else "left", no_wrap=True)
-        self._add_rows(table, self.rows)
-        return table
-
-    def narrow(self, padding: int) -> TerminalTable:
-        """Return the table with narrow columns, and intervals below their values.
+    def _terminal(self, *, narrow: bool) -> TerminalTable:
+        """Return the table for a console; if it is `narrow`, with titles broken into words, and
+        intervals below their values.
 
         Numbers are never cut off: the first column gives way.
         """
-        table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False)
+        padding = (0, 0 if narrow else 1)
+        table = TerminalTable(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
+        rows = self.rows
+        if narrow:
+            rows = [[name, *[cell.replace(" (", "\n(") for cell in cells]] for name, *cells in rows]
         for index, title in enumerate(self.titles):
-            if not self._has_figures(index):
-                table.add_column(title, overflow="fold")
-                continue
-            words = " ".join(row[index] for row in self.rows).split(" ")
+            cells = [row[index] for row in rows]
+            # the first column names its rows
+            has_numbers = index > 0 and any(cell[:1].isdigit() for cell in cells)
             table.add_column(
-                title.replace(" ", "\n"),
-                justify="right",
+                title.replace(" ", "\n") if narrow and has_numbers else title,
+                justify="right" if has_numbers else "left",
                 overflow="fold",
-                min_width=max(len(word) for word in words),
-                no_wrap=True,
+                min_width=max(map(len, " ".join(cells).split())) if has_numbers else None,
+                no_wrap=has_numbers or not narrow,
             )
-        rows = []
-        for first, *figures in self.rows:
-            rows.append([first, *[cell.replace(" (", "\n(") for cell in figures]])
-        self._add_rows(table, rows)
-        return table
-
-    def _has_figures(self, index: int) -> bool:
-        """Return whether a column holds figures; the first one names its rows."""
-        return index > 0 and any(row[index][:1].isdigit() for row in self.rows)
-
-    def _add_rows(self, table: TerminalTable, rows: Sequence[Sequence[str]]) -> None:
-        """Add `rows`, the cells of this table as they are shown, with a line between groups."""
-        names = [row[0] for row in self.rows]
+        names = [row[0] for row in rows]
         grouped = len(set(names)) < len(names)
-        last = len(names) - 1
         for index, row in enumerate(rows):
-            is_overall = self.overall and index == last
-            opens_group = grouped and index > 0 and names[index] != names[index - 1]
-            if is_overall or opens_group:
+            is_overall = self.overall and index == len(rows) - 1
+            if is_overall or (grouped and index and names[index] != names[index - 1]):
                 table.add_section()
             table.add_row(*row, style="bold" if is_overall else None)
-
-
-@dataclass(frozen=True)
-class FittedTable:
-    """A table on a console: whole where the width is there, else narrow, with `padding`."""
-
-    table: Table
-    padding: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table that fits."""
-        whole = self.table.whole()
-        unlimited = options.update(max_width=_UNLIMITED)
-        if whole.__rich_measure__(console, unlimited).maximum <= options.max_width:
-            yield whole
-        else:
-            yield self.table.narrow(self.padding)
+        return table
 
 
 def number(
     value: float | None, digits: int = 2, suffix: str = "", interval: Sequence[float] | None = None
 ) -> str:
-    """Format a figure with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
+    """Format a number with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
     if value is None:
         return "-"
     text = f"{value:.{digits}f}{suffix}"
@@ -173,22 +138,13 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class AnswerGroup:
-    """Answers of a model, by question.
-
-    Attributes:
-        answers: each with `summary`, `details`, `asked` and `runs`: pieces of its text, each with
-            the number of the head that proposed it, 0 for the backbone.
-    """
-
-    name: str
-    answers: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a page, in this order: paragraphs, names by colour, figures, tables, facts, answers
     and remarks.
+
+    Attributes:
+        answers: of a model by category, each with `summary`, `details`, `asked` and `runs`: pieces
+            of its text, each with the number of the head that proposed it, 0 for the target model.
     """
 
     title: str = ""
@@ -197,7 +153,7 @@ class Section:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     facts: Sequence[tuple[str, str]] = ()
-    answers: Sequence[AnswerGroup] = ()
+    answers: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
     @property
@@ -214,7 +170,7 @@ def render_page(
     """Return a page; every text is escaped, and sections without content are left out.
 
     Args:
-        tiles: the main figures, each with its label.
+        tiles: the main numbers, each with its label.
     """
     shown = [section for section in sections if not section.is_empty]
     return _template().render(
@@ -235,11 +191,6 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
             blocks.append(f"## {section.title}")
         blocks += [text for text in texts if text]
     return "\n\n".join(blocks) + "\n"
-
-
-def percent(share: float) -> str:
-    """Format a share of 1 as an axis label."""
-    return f"{100 * share:g} %"
 
 
 @cache

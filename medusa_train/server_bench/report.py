@@ -174,7 +174,7 @@ def terminal_report(report: Json) -> Group:
     """Return title, table, notes and recommendation for the terminal."""
     return Group(
         Text(title_of(report), style="bold"),
-        metrics_table(report).terminal(),
+        metrics_table(report),
         *(Text(f"note: {note}", style="yellow") for note in report["meta"]["notes"]),
         Text("recommendation", style="bold"),
         *(Text(f"  {line}") for line in recommendation_lines(report)),

@@ -9,6 +9,7 @@ from medusa_train.evaluation.report import build_report, decoders_table, metrics
 from medusa_train.evaluation.report_page import (
     answers_section,
     colored_runs,
+    draw_charts,
     html_page,
     proposing_heads,
     sections_of,
@@ -62,7 +63,9 @@ def page(records: list[Turn], **changes: Any) -> str:
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = build_report(records, meta(**changes), tree, extra)
     tables = [metrics_table(report), decoders_table(report)]
-    sections = sections_of(report, [answer(one) for one in records], tables, summary_of(report))
+    sections = sections_of(
+        report, draw_charts(report), [answer(one) for one in records], tables, summary_of(report)
+    )
     return html_page(report, sections)
 
 
@@ -145,7 +148,7 @@ def test_every_answer_has_its_score() -> None:
         {**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}}
         for one in scored
     ]
-    right, wrong = (one["details"] for one in answers_section(lines).answers[0].answers)
+    right, wrong = (one["details"] for one in answers_section(lines).answers["math"])
     assert right.endswith("tokens per step, correct")
     assert wrong.endswith("wrong (<5>), plain: correct")
 

@@ -435,6 +435,31 @@ def test_an_interrupted_evaluation_is_resumed(
     assert not (tmp_path / "turns.jsonl").exists()
 
 
+def test_the_log_of_an_older_version_starts_over_and_says_so(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines have other keys, and would be read as turns that were skipped."""
+    measure, log = SpeedTest._measure, tmp_path / "turns.jsonl"
+
+    def stops(self: SpeedTest, asking: Any, *args: Any, **keys: Any) -> None:
+        if log.read_text().count("\n") == 3:  # the header and two turns
+            raise KeyboardInterrupt
+        measure(self, asking, *args, **keys)
+
+    monkeypatch.setattr(SpeedTest, "_measure", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    monkeypatch.setattr(SpeedTest, "_measure", measure)
+    header, *lines = (json.loads(line) for line in log.read_text().splitlines())
+    del header["settings"]["format"]
+    older = [line | line.pop("answers") for line in lines]
+    log.write_text("".join(json.dumps(line) + "\n" for line in (header, *older)))
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False)
+    assert "had a different format: starting over" in " ".join(shown.split())
+    assert report["meta"]["resumed_turns"] == 0
+    assert report["overall"]["answers"] == 4
+
+
 def no_memory(*args: object, **options: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
