@@ -38,7 +38,7 @@ from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.io import parse_json
 from medusa_train.models.model_files import find_backbone
 from medusa_train.progress import RunProgress
-from medusa_train.training.signals import signals_by_default
+from medusa_train.training.stop_signals import signals_by_default
 
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench

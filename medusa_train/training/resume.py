@@ -32,13 +32,13 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
     load_snapshot,
     rng_states,
 )
-from medusa_train.training.trainer import Plan
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def check_backbone(
 def describe_differences(
     checkpoint: LoadedCheckpoint,
     state: TrainState,
-    plan: Plan,
+    schedule: TrainingSchedule,
     processes: int,
     saved: Sequence[int],
     console: Console,
@@ -233,9 +233,9 @@ def describe_differences(
         console.print(
             f"note: deleting the checkpoints of later steps: {', '.join(later)}", soft_wrap=True
         )
-    if state.step > plan.total_steps:
+    if state.step > schedule.total_steps:
         console.print(
-            f"note: the checkpoint has more steps than the {plan.total_steps} of this run: nothing is"
+            f"note: the checkpoint has more steps than the {schedule.total_steps} of this run: nothing is"
             f" trained, and the heads are those of step {state.step}",
             style="yellow",
             soft_wrap=True,
@@ -248,10 +248,10 @@ def describe_differences(
     if before != processes:
         now = "1 process" if processes == 1 else f"{processes} processes"
         console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
-    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+    if not math.isclose(state.epoch, schedule.epoch(state.step), rel_tol=1e-6):
         console.print(
             f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
-            f" {state.epoch:.2f} epochs, here they count as {plan.epoch(state.step):.2f}. To keep"
+            f" {state.epoch:.2f} epochs, here they count as {schedule.epoch(state.step):.2f}. To keep"
             " the batch, change gradient_accumulation_steps along with the number of processes",
             style="yellow",
             soft_wrap=True,
