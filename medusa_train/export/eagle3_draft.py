@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -27,16 +26,6 @@ _EAGLE3_COMMANDS: dict[ExportTarget, str] = {
     ),
     "speculators": "vllm serve {directory}",
 }
-_EAGLE3_DESCRIPTION = (
-    "One decoder layer that drafts the tokens after the next one (EAGLE-3, arXiv 2503.01840), from"
-    " the backbone's states after {layers} layers. Draft vocabulary: {tokens}. The server verifies"
-    " every drafted token."
-)
-_EAGLE3_USE = (
-    "```bash\n%s\n```\n\nvLLM drafts a chain of its first guesses, SGLang a chain or a tree of its own."
-    " {chain}\n\nMeasure your server under your load, with and without the draft: with many"
-    " requests at a time it can be slower."
-)
 
 
 def write_eagle3(
@@ -61,17 +50,17 @@ def write_eagle3(
     tensors, config = for_target(tensors, config, to, min(3, settings.get("num_heads", 3)))
     # 2. The card.
     drafted = f"{config['draft_vocab_size']:,} of {text_config.vocab_size:,} tokens"
-    layers = ", ".join(map(str, settings["layers"]))
-    use = _EAGLE3_USE % _EAGLE3_COMMANDS[to]
     text = card(
         paths,
-        "EAGLE-3 draft",
-        _EAGLE3_DESCRIPTION.format(layers=layers, tokens=drafted),
-        partial(use.format, directory="THIS_DIRECTORY"),
+        to,
         base_model,
         licence,
-        served_by_vllm=to != "sglang",
+        title="EAGLE-3 draft",
         tag="eagle3",
+        command=_EAGLE3_COMMANDS[to],
+        layers=", ".join(map(str, settings["layers"])),
+        drafted=drafted,
+        served_by_vllm=to != "sglang",
     )
     write_weights(target, VLLM_WEIGHTS, tensors, config)
     replace_text(target / "README.md", text)

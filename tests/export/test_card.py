@@ -12,7 +12,6 @@ import yaml
 
 from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.export import card as card_module
 from medusa_train.export.card import model_card
 from medusa_train.export.write import export_run
 
@@ -222,16 +221,22 @@ def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path:
     assert "# Backbone trained with Medusa heads" in merged
 
 
-def test_a_run_without_a_tree_has_no_speedup_in_its_card() -> None:
+def test_a_run_without_a_tree_has_no_speedup_in_its_card(make_run: Callable[..., Path]) -> None:
     report = {
         "meta": {"bench": "mtbench", "device": "A CPU", "dtype": "float32", "tree_nodes": 0},
         "overall": {"speedup": 1.22, "acceleration_rate": 1.0, "answers": 4},
     }
-    text = card_module._measured([report])
+    run = make_run()
+    path = run / "eval" / "mtbench" / "report.json"
+    path.write_text(json.dumps(report))
+    text = card(run)[1]
     assert "1.22" not in text
+    assert "Nothing has been measured" not in text
     assert "On A CPU in float32 (mtbench) no tree is used" in text
     with_tree = {"meta": {**report["meta"], "tree_nodes": 4}, "overall": report["overall"]}
-    text = card_module._measured([report, with_tree])
+    (run / "eval" / "other").mkdir()
+    (run / "eval" / "other" / "report.json").write_text(json.dumps(with_tree))
+    text = card(run)[1]
     assert text.count("1.22") == 1
     assert "no tree is used" in text
 
