@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
-from medusa_train.training.deepspeed_config import search_path, stage_of, unknown_entry
+from medusa_train.training.deepspeed_config import stage_of, unknown_entry
 from medusa_train.training.distributed import World
 from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
@@ -99,7 +98,6 @@ class DeepSpeedStrategy(Strategy):
             self._engine = deepspeed.initialize(
                 model=self._root, optimizer=optimizer, config=dict(config)
             )[0]
-        unlink_shared_buffer(world)
         if self._stage == 3:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
@@ -399,31 +397,21 @@ def _forget_module(root: nn.Module) -> None:
                 cell.cell_contents.cache_clear()
 
 
-def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> None:
-    """Unlink the shared memory that DeepSpeed opened for this process on a CPU, 67 MB that it never
-    frees.
-
-    Its launcher asks for it. Memory that is unlinked lives as long as the processes that have it
-    open.
-    """
-    world.gather(None)  # all have opened it
-    if not hasattr(os, "getuid"):
-        return
-    address = os.environ.get("MASTER_ADDR", "")
-    port = os.environ.get("MASTER_PORT", "")
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
-    (directory / name).unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress DeepSpeed's informational output; warnings and errors still go to stderr."""
-    os.environ["PATH"] = search_path()
-    if os.environ.get("MEDUSA_DEBUG", "") not in ("", "0"):
+    """Suppress DeepSpeed's informational output; warnings and errors still go to stderr. Nothing is
+    compiled.
+    """
+    debug = os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
+    with contextlib.redirect_stdout(sys.stderr):  # its logger binds this stream at import
+        import deepspeed.ops
+
+    # On a CPU an extension would be built for sums in tensor-parallel inference, which takes a C++
+    # compiler, half a minute and 67 MB of shared memory. Without it torch computes them.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    if debug:
         yield
         return
-    with contextlib.redirect_stdout(sys.stderr):
-        import deepspeed  # noqa: F401 (its logger binds the stream that is stdout at import)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         yield

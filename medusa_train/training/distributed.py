@@ -7,10 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,10 +24,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)
 #: How long the processes wait for all to have started.
 JOIN_TIMEOUT = timedelta(minutes=15)
-#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no
-# process of this machine holds was left by a killed one; a younger one may be held on another
-# machine that shares the directory.
-STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
 _LOST = (
     "by peer",
@@ -195,8 +189,6 @@ def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) 
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
-    if info.local_rank == 0:
-        remove_stale_build_locks()
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=join_timeout))
         store.set_timeout(TIMEOUT)
@@ -323,35 +315,3 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in str(error).lower() for word in _BACK_ENDS
     )
-
-
-def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> None:
-    """Delete the locks that killed processes left in the directory of torch's C++ extensions.
-
-    torch waits forever, in silence, for a lock whose owner was killed while it built an extension:
-    every later run with DeepSpeed would hang. A lock is kept while a process of this machine has it
-    open; one that nobody holds is waited for until it is gone or `age` seconds old.
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            while not _is_held(lock):
-                left = lock.stat().st_mtime + age - time.time()
-                if left <= 0:
-                    lock.unlink()
-                    break
-                time.sleep(min(left, 1.0))
-
-
-def _is_held(path: Path) -> bool:
-    """Return whether a process of this machine has the file open."""
-    import psutil  # a dependency of DeepSpeed
-
-    target = str(path.resolve())
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # exited, or another user's
-            if any(file.path == target for file in process.open_files()):
-                return True
-    return False

@@ -387,7 +387,7 @@ def _strategy_phase(cfg: TrainConfig, world: World) -> str:
     """Return what the time for building the strategy is called."""
     if world.size == 1 and cfg.deepspeed is None:
         return "preparing the optimizer"
-    return "starting DeepSpeed (which compiles an extension once)"
+    return "starting DeepSpeed"
 
 
 def build_strategy(
