@@ -17,6 +17,7 @@ from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads,
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.precision import Precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.training.draft_cost import draft_cost
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
 # -> rate.
@@ -119,6 +120,7 @@ class Estimate:
         self._cfg = cfg
         self._text = text
         self._section = cfg.draft_config
+        self._cost = draft_cost(self._section, model_config.get_text_config().hidden_size)
         self._settings = self._section.settings
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
@@ -227,19 +229,19 @@ class Estimate:
         `operations`.
         """
         text = self._text
-        section = self._section
+        section, cost = self._section, self._cost
         # 1. Layers and blocks, without matrices that give logits.
-        outputs = section.repeats * section.output_matrices
-        own_outputs = section.output_matrices - section.shared_lm_heads
-        once = section.weights_used_once(self._hidden)
+        outputs = cost.repeats * cost.output_matrices
+        own_outputs = cost.output_matrices - cost.shared_lm_heads
+        once = cost.weights_used_once
         inner = self._multiplied - own_outputs * self._draft_vocab * self._hidden - once
         if "auto_blocks" in self._settings:  # which run on the vectors of all heads
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)
             inner += (outputs - 1) * self._settings["auto_blocks"] * projections
-        passes = 3 * section.layer_passes * self._attention(width)
-        inner_operations = tokens * (6 * (section.repeats * inner + once) + passes)
+        passes = 3 * cost.layer_passes * self._attention(width)
+        inner_operations = tokens * (6 * (cost.repeats * inner + once) + passes)
         # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.
-        per_logit = (4 if section.shared_lm_heads else 6) * self._hidden
+        per_logit = (4 if cost.shared_lm_heads else 6) * self._hidden
         per_logit += 6 * self._settings.get("markov_rank", 0)
         if section.heads_loss.soft_targets:
             per_logit += 2 * self._hidden
@@ -253,12 +255,12 @@ class Estimate:
         or nothing if they are frozen. After them come the draft and the largest loss.
         """
         cfg = self._cfg
-        section = self._section
+        section, cost = self._section, self._cost
         states = tokens * self._hidden * item
         # 1. The draft, a head at a time or all of them, and its loss.
         at_once = 1 if DRAFTS[cfg.draft].independent_heads else section.num_heads
-        draft = at_once * (3 * section.blocks_per_head + 1) * states
-        draft += section.layer_passes * tokens * self._layer_bytes(_KEPT_DRAFT, item)
+        draft = at_once * (3 * cost.blocks_per_head + 1) * states
+        draft += cost.layer_passes * tokens * self._layer_bytes(_KEPT_DRAFT, item)
         taught = bool(section.heads_loss.soft_targets)
         loss = self._loss_bytes(self._draft_vocab, tokens, item, device, taught)
         if cfg.recipe == "medusa1":

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from medusa_train.checkpoint.changed_settings import (
     changed_weight_keys,
+    config_of,
     device_choices_of,
-    has_readable_config,
 )
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
@@ -126,7 +126,7 @@ def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
 def _note_of_config(checkpoint: Path) -> str | None:
     """Say that changed settings cannot be named where the run's config.yaml cannot be read."""
     run = checkpoint.parent.parent
-    if has_readable_config(run):
+    if config_of(run) is not None:
         return None
     return (
         f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since {checkpoint} is"
@@ -190,9 +190,9 @@ def check_backbone(
     on; say it in one line where that cannot be known.
 
     Args:
-        found: the fingerprint of the weights of `base_model`; None where there are no files.
+        found: the digest of the weights of `base_model`; None where there are no files.
     """
-    expected = checkpoint.snapshot["run"].get("backbone")
+    expected = checkpoint.snapshot["run"].get("base_model_digest")
     unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
     if found is None:
         console.print(

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
+from medusa_train.checkpoint.digest import digest_base_model
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
@@ -201,7 +201,7 @@ def load_models(stage: Stage) -> Models:
             )
     _describe_models(stage, cfg, draft, recipe)
     # 3. The weights of the checkpoint.
-    fingerprint = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+    fingerprint = world.run_on_main(lambda: digest_base_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
@@ -495,7 +495,7 @@ def restore_run(
         console,
     )
     if models.fingerprint is not None:  # otherwise keep the checkpoint's
-        state.backbone = models.fingerprint
+        state.base_model_digest = models.fingerprint
     return state
 
 

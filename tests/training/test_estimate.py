@@ -182,9 +182,7 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     )
     measured = sum(one.nbytes() for one in kept.values()) - copies
     estimated = Estimate(config(draft="eagle3", eagle3={"train_steps": steps}), backbone.config)
-    layer = (
-        estimated._layer_bytes(_KEPT_DRAFT, 2) * tokens.numel() * estimated._section.layer_passes
-    )
+    layer = estimated._layer_bytes(_KEPT_DRAFT, 2) * tokens.numel() * estimated._cost.layer_passes
     assert states
     assert 0.8 * measured < layer < 1.2 * measured
 
