@@ -30,7 +30,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import stage_of, unknown_entry
-from medusa_train.training.distributed import World
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         config: Mapping[str, Any],
-        world: World,
+        distributed: DistributedContext,
         loss_scale: LossScale | None = None,
     ) -> None:
         """Hand the trained parameters to DeepSpeed.
@@ -83,7 +83,7 @@ class DeepSpeedStrategy(Strategy):
             config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
-        self._world = world
+        self._distributed = distributed
         self._stage = int(stage_of(config))
         self._pending = False  # all gradients of a step are accumulated and not yet applied
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -125,14 +125,14 @@ class DeepSpeedStrategy(Strategy):
     @property
     def partitioned(self) -> bool:
         """Whether no process holds all weights: at stage 3, with several processes."""
-        return self._stage == 3 and self._world.size > 1
+        return self._stage == 3 and self._distributed.size > 1
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: gather the parameters `saved` in rank 0, one at a time, and remove
         DeepSpeed's hooks.
         """
         if self.partitioned:
-            make_whole(saved, keep=self._world.is_main)
+            make_whole(saved, keep=self._distributed.is_main)
         elif self._stage == 3:
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
@@ -183,7 +183,7 @@ class DeepSpeedStrategy(Strategy):
         """
         poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
         scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
-        self._engine.backward(loss * (poison * scale * self._world.size), scale_wrt_gas=False)
+        self._engine.backward(loss * (poison * scale * self._distributed.size), scale_wrt_gas=False)
         self._pending = self._engine.is_gradient_accumulation_boundary()
         if not self._pending:
             self._engine.step()  # only counts the micro-batch
@@ -244,9 +244,9 @@ class DeepSpeedStrategy(Strategy):
             entry = {key: _counter(value, None) for key, value in counters.items()}
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                entry[key] = full.cpu() if self._world.is_main else None
+                entry[key] = full.cpu() if self._distributed.is_main else None
             gathered[number] = entry
-        return gathered if self._world.is_main else {}
+        return gathered if self._distributed.is_main else {}
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Load this process's partition of what `_gather_optimizer` returned.
@@ -312,7 +312,7 @@ class DeepSpeedStrategy(Strategy):
             return
         # of equal size in all processes: the last one is padded
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype)
-        own = value.flatten()[len(part) * self._world.rank :][: len(part)]
+        own = value.flatten()[len(part) * self._distributed.rank :][: len(part)]
         part[: len(own)] = own
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
