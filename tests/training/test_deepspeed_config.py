@@ -249,6 +249,11 @@ def test_each_kind_of_offloading_has_the_keys_that_deepspeed_reads(kind):
     assert f"zero_optimization.{kind}.pin: unknown key" in problem
 
 
+def test_entries_of_offloading_may_be_left_to_deepspeed():
+    zero = {"stage": 3, "offload_param": {"device": "auto", "buffer_count": "auto"}}
+    check_zero(check_deepspeed(config(deepspeed={"zero_optimization": zero}), 2))
+
+
 @pytest.mark.parametrize(
     "entry", [{"ratio": 0.3}, {"super_offload": True}, {"cpuadam_cores_perc": 0.5}]
 )
