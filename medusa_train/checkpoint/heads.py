@@ -365,11 +365,13 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
                 f"{path}: not valid settings of a {kind} draft: {name}: {format_value(value)}:"
                 f" {reason}"
             ) from None
-        is_number = isinstance(value, int) and not name.endswith("_size")
+        is_number = isinstance(value, int) and not name.endswith(
+            ("_size", "_id", "window", "anchors")
+        )
         if is_number and value > _MAX_SETTING:
             raise CheckpointError(f"{path}: {name}: {format_value(value)} is more than a draft has")
     layers = settings.get("layers")
-    if layers is not None and len(layers) != 3:
+    if kind == "eagle3" and layers is not None and len(layers) != 3:
         raise CheckpointError(f"{path}: layers must be three numbers, it is {layers!r}")
     return settings
 

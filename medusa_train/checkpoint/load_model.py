@@ -228,20 +228,24 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
     tokenizer = load_tokenizer(
         source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
     )
-    try:
-        generation_config = GenerationConfig.from_pretrained(
-            source, local_files_only=hub_is_unreachable()
-        )
-    except OSError:  # no such file: transformers takes it from config.json then
-        generation_config = GenerationConfig.from_model_config(config)
-    except UNREADABLE as error:
-        raise BackboneError(
-            f"base_model {paths.base_model}: cannot read generation_config.json:"
-            f" {describe_unreadable(error)}"
-        ) from error
+    generation_config = read_generation_config(source, config, paths.base_model)
     chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     vocab_size = config.get_text_config().vocab_size
     return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer
+
+
+def read_generation_config(source: Any, config: Any, name: str) -> GenerationConfig:
+    """Read the generation config of the model called `name` from its files at `source`; BackboneError
+    if it cannot be read.
+    """
+    try:
+        return GenerationConfig.from_pretrained(source, local_files_only=hub_is_unreachable())
+    except OSError:  # no such file: transformers takes it from config.json then
+        return GenerationConfig.from_model_config(config)
+    except UNREADABLE as error:
+        raise BackboneError(
+            f"base_model {name}: cannot read generation_config.json: {describe_unreadable(error)}"
+        ) from error
 
 
 def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:

@@ -86,7 +86,11 @@ class DraftConfig(Section):
     layers_key: ClassVar[str] = ""  # of `early_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
-    num_heads: Int
+    if TYPE_CHECKING:
+
+        @property
+        def num_heads(self) -> int:
+            """The depth of the deepest tree that the draft fills."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -324,7 +328,7 @@ class KangarooConfig(DraftConfig):
         )
 
 
-def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
     if list(layers) != sorted(layers):
         raise problem("must be in ascending order")
     return layers
@@ -390,6 +394,85 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
+class DFlashConfig(DraftConfig):
+    """Keys of `dflash`: decoder layers that guess a block of tokens in one pass (DFlash)."""
+
+    prefix = "dflash."
+    title = "DFlash"
+    layers_key = "dflash.layers"
+    dynamic_trees = True
+
+    max_draft_tokens: PositiveInt = key(7, "K: tokens that one pass guesses", HEADS, le=32)
+    num_layers: PositiveInt = key(5, "decoder layers", HEADS, le=16)
+    layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] | None = key(
+        None,
+        "after how many of the base model's layers the draft reads states; default: as many as"
+        " num_layers, from 2 to all but 2",
+        HEADS,
+    )
+    anchors: PositiveInt = key(
+        512, "blocks that are trained in each row and step, at random supervised positions", HEADS
+    )
+    window: NonNegativeInt = key(
+        2048,
+        "positions that a token of a block sees, and of the block those before it; 0: all of both,"
+        " as in most published drafts",
+        HEADS,
+    )
+    mask_token_id: NonNegativeInt | None = key(
+        None,
+        "id of the token that stands for those to be guessed; default: the last one of the base"
+        " model's embeddings",
+        HEADS,
+    )
+    markov_rank: NonNegativeInt = key(
+        0, "rank of a bias on each guess by the token before it; 0: none", HEADS
+    )
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    decay_coefficient: PositiveShare = key(
+        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum", TRAINING
+    )
+    soft_targets: Share = key(
+        0.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+    )
+
+    @property
+    def num_heads(self) -> int:
+        """Each token of a block counts as a head."""
+        return self.max_draft_tokens
+
+    @property
+    def heads_loss(self) -> HeadsLoss:
+        """The mean over a block of the guesses' losses, weighted by c**k."""
+        weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
+        return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
+
+    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers whose states are read."""
+        return self.layers or spread_layers(num_layers, self.num_layers)
+
+    def describe(self) -> str:
+        """Describe the draft by its block, its layers, its window and its Markov bias."""
+        window = f", window {self.window:,}" if self.window else ", bidirectional"
+        text = (
+            f"DFlash, blocks of {self.max_draft_tokens} guesses, {_layers(self.num_layers)}{window}"
+        )
+        if self.markov_rank:
+            text += f", a Markov bias of rank {self.markov_rank}"
+        return text + _vocabulary(self.vocab_size)
+
+
+def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Return after which layers DFlash's authors read states: evenly from 2 to all but 2, or half of
+    all if it is one.
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    first = min(2, num_layers)
+    last = max(first, num_layers - 2)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
@@ -404,6 +487,7 @@ SECTIONS: dict[str, type[DraftConfig]] = {
     "amphista": AmphistaConfig,
     "kangaroo": KangarooConfig,
     "eagle3": Eagle3Config,
+    "dflash": DFlashConfig,
 }
 #: The same with Medusa, whose keys are flat.
 DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTIONS}

@@ -18,6 +18,7 @@ from medusa_train.config.draft_sections import (
     LOOKUPS,
     SECTIONS,
     AmphistaConfig,
+    DFlashConfig,
     DraftConfig,
     Eagle3Config,
     HydraConfig,
@@ -299,6 +300,7 @@ class TrainConfig(Config):
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo", HEADS)
     eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3", HEADS)
+    dflash: DFlashConfig | None = key(None, "settings of draft: dflash", HEADS)
     medusa_num_heads: PositiveInt = flat("num_heads")
     medusa_num_layers: NonNegativeInt = flat("num_layers")
     medusa_decay_coefficient: PositiveShare = flat("decay_coefficient")
@@ -422,6 +424,12 @@ class TrainConfig(Config):
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
+        DATA,
+    )
+    max_rows_per_chat: PositiveInt = key(
+        8,
+        "maximum number of rows of a chat with tool calls, if its template changes earlier turns: the"
+        " last ones, and some of the others",
         DATA,
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(

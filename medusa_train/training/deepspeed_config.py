@@ -213,18 +213,18 @@ def read_deepspeed(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
             raise ConfigError(f"deepspeed: {path}: cannot read JSON: {error}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"deepspeed: {path}: not a JSON object")
-    read: dict[str, Any] = without(None, DEFAULT if config is None else config)
+    read: dict[str, Any] = _without(None, DEFAULT if config is None else config)
     return read
 
 
-def without(left_out: object, value: Any) -> Any:
+def _without(left_out: object, value: Any) -> Any:
     """Copy a value of JSON without the entries that are `left_out`, and with numbers in place of
     the text that YAML makes of them (5e8).
     """
     if isinstance(value, Mapping):
-        return {k: without(left_out, item) for k, item in value.items() if item != left_out}
+        return {k: _without(left_out, item) for k, item in value.items() if item != left_out}
     if isinstance(value, list):
-        return [without(left_out, item) for item in value]
+        return [_without(left_out, item) for item in value]
     if isinstance(value, str) and value[:1] in "+-.0123456789":
         with contextlib.suppress(ValueError):
             return float(value)
@@ -233,7 +233,7 @@ def without(left_out: object, value: Any) -> Any:
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of a checked configuration: 0 (nothing partitioned) to 3 (weights too)."""
-    zero = without(AUTO, config).get("zero_optimization", {})
+    zero = _without(AUTO, config).get("zero_optimization", {})
     return int(zero.get("stage", 0))
 
 
@@ -356,7 +356,7 @@ def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[st
     Args:
         hidden_size: of the base model.
     """
-    given = without(AUTO, read_deepspeed(cfg.deepspeed))
+    given = _without(AUTO, read_deepspeed(cfg.deepspeed))
     passed_on = {name.partition(".")[0] for name in _PASSED_ON} - {"optimizer"}
     config: dict[str, Any] = {"steps_per_print": 1 << 62}  # never
     config.update({name: value for name, value in given.items() if name in passed_on})

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
-from medusa_train.training.deepspeed_config import AUTO, stage_of, unknown_entry, without
+from medusa_train.training.deepspeed_config import stage_of, unknown_entry
 from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
@@ -344,7 +344,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
     with _quiet():
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     try:
-        DeepSpeedZeroConfig(**without(AUTO, config).get("zero_optimization", {}))
+        DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     except ValidationError as error:
         problems = []
         for detail in error.errors():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from medusa_train.config.draft_sections import (
     AmphistaConfig,
+    DFlashConfig,
     DraftConfig,
     Eagle3Config,
     HydraConfig,
@@ -56,6 +57,14 @@ def draft_cost(section: DraftConfig, hidden_size: int) -> DraftCost:
             layer_passes=steps,
             repeats=steps,
             weights_used_once=3 * hidden_size**2,  # fc joins the states of three layers
+            masks_packed_rows=True,
+        )
+    if isinstance(section, DFlashConfig):
+        return DraftCost(
+            output_matrices=1,
+            shared_lm_heads=1,
+            blocks_per_head=0,
+            layer_passes=section.num_layers,
             masks_packed_rows=True,
         )
     return DraftCost(heads)

@@ -13,7 +13,13 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads, quantization_of
+from medusa_train.models.hf_config import (
+    decoder_of,
+    head_dim,
+    key_value_heads,
+    largest,
+    quantization_of,
+)
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.precision import Precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
@@ -278,7 +284,7 @@ class Estimate:
         """
         text = self._text
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
-        inner = getattr(text, "intermediate_size", None) or 4 * self._hidden
+        inner = largest(text, "intermediate_size") or 4 * self._hidden
         return int(hidden_states * self._hidden + attention + 4 * inner) * item
 
     def _loss_bytes(self, vocab: int, tokens: int, item: int, device: str, taught: bool) -> int:

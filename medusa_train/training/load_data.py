@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from medusa_train.checkpoint.load_model import read_generation_config
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Example
@@ -145,7 +146,8 @@ def _load_data(
     if (unneeded := unneeded_special_tokens(tokenizer, cfg.special_tokens)) is not None:
         console.print(f"note: {unneeded}", style="yellow", highlight=False, markup=False)
     cfg = _with_default_template(cfg, tokenizer, console)
-    encoder = chat_encoder(cfg, tokenizer)
+    generation_config = read_generation_config(resolved, config, cfg.base_model)
+    encoder = chat_encoder(cfg, tokenizer, generation_config.eos_token_id)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
     # 2. The data that are trained on.
@@ -271,11 +273,13 @@ def _drop_unknown_tokens(
     return found
 
 
-def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
+def chat_encoder(
+    cfg: TrainConfig, tokenizer: Any, eos_token_id: int | list[int] | None = None
+) -> ChatEncoder:
     """Build the encoder from which every data set derives its own.
 
     If every data set sets the same `conversation`, or the tokenizer has no template, that of the
-    data sets is used.
+    data sets is used. `eos_token_id` is that of the generation config.
     """
     template = cfg.chat_template or None
     if template is None:
@@ -283,7 +287,15 @@ def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
         all_equal = len(set(of_datasets)) == 1
         if all(of_datasets) and (all_equal or not tokenizer.chat_template):
             template = of_datasets[0]
-    return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
+    return ChatEncoder(
+        tokenizer,
+        template,
+        cfg.chat_template_kwargs,
+        stops=[token for token in stops if token is not None],
+        max_tool_rows=cfg.max_rows_per_chat,
+    )
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:

@@ -73,6 +73,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     check_8bit_states(cfg, config, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this backbone.
+    check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
     return resolved, config
 
@@ -108,6 +109,21 @@ def check_shape(
         )
     for count in cfg.draft_config.early_layers(layers):
         check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
+
+
+def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
+    """Refuse what needs masks or layers of a backbone that can only run whole documents."""
+    from medusa_train.models.architecture import describe_without_trees
+
+    problem = describe_without_trees(model_config, cfg.base_model)
+    if problem is None:
+        return
+    if cfg.sample_packing:
+        raise ConfigError(f"sample_packing: true: {problem}. Set sample_packing: false")
+    if cfg.recipe != "medusa1":
+        raise ConfigError(f"recipe: {cfg.recipe}: {problem}. Set recipe: medusa1")
+    if cfg.draft not in ("medusa", "eagle3"):
+        raise ConfigError(f"draft: {cfg.draft}: {problem}. Set draft: medusa or eagle3")
 
 
 def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:

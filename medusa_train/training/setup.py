@@ -239,6 +239,7 @@ def _load_model(
             quantization=cfg.quantization,
             trust_remote_code=cfg.trust_remote_code,
             special_tokens=cfg.special_tokens,
+            only_trains=True,
         )
     backbone.end_answers_by(stage.data.chat_template, cfg.chat_template_kwargs)
     stage.print(backbone.stop_tokens.describe(backbone.tokenizer))

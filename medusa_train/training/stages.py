@@ -21,6 +21,7 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
+from medusa_train.models.architecture import describe_without_trees
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import release_memory
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
@@ -119,17 +120,20 @@ def load_stages(
         else:
             loaded.append(load_data(cfg, console, distributed, shown.update))
     # said before hours of training, not only at the export
-    for warning in _server_warnings(stages[-1]):
+    for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
     return loaded
 
 
-def _server_warnings(cfg: TrainConfig) -> list[str]:
-    """Warn where vLLM cannot serve the draft with this backbone."""
-    if cfg.draft != "eagle3":
-        return []
+def _notes(cfg: TrainConfig) -> list[str]:
+    """Say where the draft cannot be decoded with here, and where vLLM cannot serve it."""
     _, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    return vllm_eagle3_warnings(config)
+    notes = []
+    if (note := describe_without_trees(config, cfg.base_model)) is not None:
+        notes.append(note)
+    if cfg.draft == "eagle3":
+        notes += vllm_eagle3_warnings(config)
+    return notes
 
 
 def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:

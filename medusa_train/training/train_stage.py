@@ -86,6 +86,8 @@ def train(
     """
     with _explain_out_of_memory(cfg):
         trainer = build_trainer(cfg, data, progress, distributed, start)
+        if trainer.recipe.backbone.tree_obstacle is not None:
+            cfg = cfg.model_copy(update={"calibration_tokens": 0})
         trainer.parent_run_dir = parent_run_dir
         try:
             with _resume_hint(trainer):
@@ -194,6 +196,8 @@ def _finish(
     following = "stage two"
     if trainer.parent_run_dir is None:
         following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
+        if trainer.recipe.backbone.tree_obstacle is not None:
+            following = shlex.join(["medusa-export", str(out), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 

@@ -29,7 +29,7 @@ WINDOWS = "one call per document, for rows with sliding windows"
         ("llama", "auto", True, [DOCUMENTS_APART, "needs a GPU"], True),
         ("llama", True, True, [DOCUMENTS_APART, "needs a GPU"], True),
         ("llama", False, True, [DOCUMENTS_APART, "flash_attention: false"], True),
-        ("gemma2", "auto", True, [MASKED, "soft-capped scores"], False),
+        ("gemma2", "auto", True, [MASKED, "soft-capped scores or sinks"], False),
         ("llama", True, False, ["causal"], False),
         ("mistral-window", "auto", False, [WINDOWS], True),
     ],

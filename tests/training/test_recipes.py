@@ -49,6 +49,21 @@ RECIPES: dict[str, dict[str, Any]] = {
         "draft": "eagle3",
         "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]},
     },
+    "dflash": {
+        "draft": "dflash",
+        "dflash": {"max_draft_tokens": 2, "num_layers": 1, "layers": [1], "anchors": 4},
+    },
+    "dflash-markov": {
+        "draft": "dflash",
+        "dflash": {
+            "max_draft_tokens": 2,
+            "num_layers": 1,
+            "layers": [1],
+            "markov_rank": 4,
+            "vocab_size": 24,
+            "soft_targets": 0.5,
+        },
+    },
 }
 PACKED = {"sample_packing": True, "sequence_len": 64}
 PROMPT = [0, 2, 10, 3]
