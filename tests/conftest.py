@@ -14,10 +14,6 @@ import pytest
 # `compile_cache_dir` does not use that one.
 COMPILED = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
-# DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
-os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions")
-)
 # A shell starts background jobs of a script with Ctrl-C ignored, and commands that tests start
 # would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -201,10 +201,10 @@ def train_distributed(
     try:
         stop_with_launcher()
         with progress.phase(f"waiting for {process.size} processes", ticking=True):
-            world = init_distributed(process)
-        check_same_config(world, cfg.model_dump(mode="json"))
-        code = train_stages(cfg, console, results, world)
-        world.destroy()
+            distributed = init_distributed(process)
+        check_same_config(distributed, cfg.model_dump(mode="json"))
+        code = train_stages(cfg, console, results, distributed)
+        distributed.destroy()
         if code:
             exit_now(code)
         return code

@@ -26,7 +26,7 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, is_partitioned, to_float32
 from medusa_train.models.precision import Precision, exact_buffers
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.hidden_states import HiddenStateCache
 
 
@@ -94,7 +94,9 @@ class BackboneRecipe:
             return list(self.backbone.model.parameters())
         return list(self.parameters.values())
 
-    def load_state_dict(self, state: dict[str, Tensor], world: World = SINGLE_PROCESS) -> None:
+    def load_state_dict(
+        self, state: dict[str, Tensor], distributed: DistributedContext = SINGLE_PROCESS
+    ) -> None:
         """Load the trained parameters, whole, by name; ValueError if names or shapes differ.
 
         Of parameters that are partitioned, only rank 0 reads the values.
@@ -109,7 +111,7 @@ class BackboneRecipe:
                     raise ValueError(
                         f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}"
                     )
-                read = world.is_main or not is_partitioned(parameter)
+                read = distributed.is_main or not is_partitioned(parameter)
                 with gathered([parameter], modify=True):
                     if read:
                         parameter.copy_(state[name])

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import format_value
-from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.errors import ConfigError
 from medusa_train.io import parse_json
 
 AUTO = "auto"
@@ -372,7 +367,7 @@ def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[st
         "zero_optimization": zero | config.get("zero_optimization", {}),
         "gradient_clipping": cfg.max_grad_norm,
         "zero_allow_untested_optimizer": True,  # the tests compare torch's with one process
-        # torch's fused AdamW runs on CPUs as well, without a compiler
+        # torch's fused AdamW runs on CPUs as well, and nothing has to be compiled for it
         "zero_force_ds_cpu_optimizer": False,
     }
 
@@ -393,33 +388,3 @@ def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, An
     if dtype in switches:
         config[switches[dtype]] = {"enabled": True}
     return config
-
-
-def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication
-    extension.
-    """
-    if cuda:
-        return  # NCCL comes with torch, and the optimizers are torch's or bitsandbytes'
-    compiler = environ.get("CXX") or "c++"
-    path = search_path(environ)
-    missing = []
-    if shutil.which(compiler, path=path) is None:
-        missing.append(f"a C++ compiler ({compiler})")
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        missing.append("Python.h (python3-dev)")
-    if shutil.which("ninja", path=path) is None:
-        missing.append("ninja")
-    if missing:
-        raise MedusaError(
-            f"training with DeepSpeed on CPU needs {' and '.join(missing)}: it compiles an"
-            " extension on first use. Install build-essential (or gcc-c++), and ninja with pip, or"
-            " train in one process without `deepspeed`"
-        )
-
-
-def search_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Return PATH with this Python's directory first, which has ninja even if no environment is
-    activated.
-    """
-    return os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])

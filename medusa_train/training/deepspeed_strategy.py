@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
-from medusa_train.training.deepspeed_config import search_path, stage_of, unknown_entry
-from medusa_train.training.distributed import World
+from medusa_train.training.deepspeed_config import stage_of, unknown_entry
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
 T = TypeVar("T")
@@ -73,7 +72,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         config: Mapping[str, Any],
-        world: World,
+        distributed: DistributedContext,
         loss_scale: LossScale | None = None,
     ) -> None:
         """Hand the trained parameters to DeepSpeed.
@@ -84,7 +83,7 @@ class DeepSpeedStrategy(Strategy):
             config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
-        self._world = world
+        self._distributed = distributed
         self._stage = int(stage_of(config))
         self._pending = False  # all gradients of a step are accumulated and not yet applied
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -99,7 +98,6 @@ class DeepSpeedStrategy(Strategy):
             self._engine = deepspeed.initialize(
                 model=self._root, optimizer=optimizer, config=dict(config)
             )[0]
-        unlink_shared_buffer(world)
         if self._stage == 3:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
@@ -127,14 +125,14 @@ class DeepSpeedStrategy(Strategy):
     @property
     def partitioned(self) -> bool:
         """Whether no process holds all weights: at stage 3, with several processes."""
-        return self._stage == 3 and self._world.size > 1
+        return self._stage == 3 and self._distributed.size > 1
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: gather the parameters `saved` in rank 0, one at a time, and remove
         DeepSpeed's hooks.
         """
         if self.partitioned:
-            make_whole(saved, keep=self._world.is_main)
+            make_whole(saved, keep=self._distributed.is_main)
         elif self._stage == 3:
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
@@ -185,7 +183,7 @@ class DeepSpeedStrategy(Strategy):
         """
         poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
         scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
-        self._engine.backward(loss * (poison * scale * self._world.size), scale_wrt_gas=False)
+        self._engine.backward(loss * (poison * scale * self._distributed.size), scale_wrt_gas=False)
         self._pending = self._engine.is_gradient_accumulation_boundary()
         if not self._pending:
             self._engine.step()  # only counts the micro-batch
@@ -246,9 +244,9 @@ class DeepSpeedStrategy(Strategy):
             entry = {key: _counter(value, None) for key, value in counters.items()}
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                entry[key] = full.cpu() if self._world.is_main else None
+                entry[key] = full.cpu() if self._distributed.is_main else None
             gathered[number] = entry
-        return gathered if self._world.is_main else {}
+        return gathered if self._distributed.is_main else {}
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Load this process's partition of what `_gather_optimizer` returned.
@@ -314,7 +312,7 @@ class DeepSpeedStrategy(Strategy):
             return
         # of equal size in all processes: the last one is padded
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype)
-        own = value.flatten()[len(part) * self._world.rank :][: len(part)]
+        own = value.flatten()[len(part) * self._distributed.rank :][: len(part)]
         part[: len(own)] = own
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
@@ -399,31 +397,21 @@ def _forget_module(root: nn.Module) -> None:
                 cell.cell_contents.cache_clear()
 
 
-def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> None:
-    """Unlink the shared memory that DeepSpeed opened for this process on a CPU, 67 MB that it never
-    frees.
-
-    Its launcher asks for it. Memory that is unlinked lives as long as the processes that have it
-    open.
-    """
-    world.gather(None)  # all have opened it
-    if not hasattr(os, "getuid"):
-        return
-    address = os.environ.get("MASTER_ADDR", "")
-    port = os.environ.get("MASTER_PORT", "")
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
-    (directory / name).unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress DeepSpeed's informational output; warnings and errors still go to stderr."""
-    os.environ["PATH"] = search_path()
-    if os.environ.get("MEDUSA_DEBUG", "") not in ("", "0"):
+    """Suppress DeepSpeed's informational output; warnings and errors still go to stderr. Nothing is
+    compiled.
+    """
+    debug = os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
+    with contextlib.redirect_stdout(sys.stderr):  # its logger binds this stream at import
+        import deepspeed.ops
+
+    # On a CPU an extension would be built for sums in tensor-parallel inference, which takes a C++
+    # compiler, half a minute and 67 MB of shared memory. Without it torch computes them.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    if debug:
         yield
         return
-    with contextlib.redirect_stdout(sys.stderr):
-        import deepspeed  # noqa: F401 (its logger binds the stream that is stdout at import)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         yield

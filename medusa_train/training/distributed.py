@@ -7,10 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,10 +24,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)
 #: How long the processes wait for all to have started.
 JOIN_TIMEOUT = timedelta(minutes=15)
-#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no
-# process of this machine holds was left by a killed one; a younger one may be held on another
-# machine that shares the directory.
-STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
 _LOST = (
     "by peer",
@@ -52,7 +46,7 @@ class PeerError(MedusaError):
         self.exit_code = exit_code
 
 
-class World:
+class DistributedContext:
     """All processes of a run, seen from one of them; a single process communicates with none.
 
     Every method except the properties must be called by all processes, in the same order. They
@@ -111,25 +105,11 @@ class World:
         """Call `action` in rank 0 and return its result in every process; if it fails, the others
         raise PeerError.
         """
-        if self.size == 1:
-            return action()
-        # 1. Rank 0 acts.
-        result: T | None = None
-        error: MedusaError | None = None
-        exit_code: int | None = None  # of a failure
-        if self.is_main:
-            try:
+        result: Any = None
+        with self.failing_together():
+            if self.is_main:
                 result = action()
-            except MedusaError as raised:
-                error = raised
-                exit_code = raised.exit_code
-        # 2. All processes get what came of it.
-        outcome: list[Any] = [result, exit_code]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result, exit_code = outcome
-        if exit_code is not None:
-            raise error or PeerError(exit_code)
-        return cast(T, result)
+        return cast(T, self.gather(result)[0])
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -141,15 +121,10 @@ class World:
             yield
         except MedusaError as raised:
             error = raised
-        exit_code = None
-        if error is not None:
-            exit_code = error.exit_code
-        codes = self.gather(exit_code)
-        failed = [rank for rank, code in enumerate(codes) if code is not None]
-        if error is not None and self.rank == failed[0]:
-            raise error
-        if failed:
-            raise PeerError(codes[failed[0]] or 1)
+        exit_codes = self.gather(None if error is None else error.exit_code)
+        for rank, exit_code in enumerate(exit_codes):
+            if exit_code is not None:
+                raise error if error is not None and rank == self.rank else PeerError(exit_code)
 
     def node_main(self) -> int:
         """Return the lowest rank on this process's machine."""
@@ -172,10 +147,12 @@ class World:
             dist.destroy_process_group()
 
 
-SINGLE_PROCESS = World()
+SINGLE_PROCESS = DistributedContext()
 
 
-def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) -> World:
+def init_distributed(
+    info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT
+) -> DistributedContext:
     """Initialize the process group; returns when all processes have joined.
 
     Raises:
@@ -195,8 +172,6 @@ def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) 
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
-    if info.local_rank == 0:
-        remove_stale_build_locks()
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=join_timeout))
         store.set_timeout(TIMEOUT)
@@ -210,15 +185,15 @@ def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) 
             f"process {info.rank} of {info.size} cannot connect to the others at"
             f" {info.address}:{info.port}: {error}"
         ) from error
-    world = World(info, group)
+    distributed = DistributedContext(info, group)
     if cuda:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         # not every build of torch has it
-        check_distinct_gpus(world, str(getattr(properties, "uuid", info.rank)))
-    return world
+        check_distinct_gpus(distributed, str(getattr(properties, "uuid", info.rank)))
+    return distributed
 
 
-def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
+def check_same_config(distributed: DistributedContext, values: Mapping[str, Any] | None) -> None:
     """Check that all processes train by the same values; only paths may differ between machines.
 
     Args:
@@ -231,7 +206,7 @@ def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
     leaves = None
     if values is not None:
         leaves = dict(_leaves("", values))
-    of_ranks = world.gather((socket.gethostname(), leaves))
+    of_ranks = distributed.gather((socket.gethostname(), leaves))
     # 2. Compare with rank 0.
     expected = of_ranks[0][1] or {}
     lines = []
@@ -250,7 +225,7 @@ def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
                 " The configuration file or an environment variable differs between the machines"
             )
     if lines:
-        raise world.error_on_main(ConfigError(lines))
+        raise distributed.error_on_main(ConfigError(lines))
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
@@ -293,15 +268,15 @@ def gpu_index(info: ProcessInfo, visible: int) -> int:
     return 0
 
 
-def check_distinct_gpus(world: World, uuid: str) -> None:
+def check_distinct_gpus(distributed: DistributedContext, uuid: str) -> None:
     """Check that no two processes use the same GPU, which NCCL would say only in its log; `uuid` is
     this one's.
     """
-    uuids = world.gather(uuid)
-    if len(set(uuids)) < world.size:
-        raise world.error_on_main(
+    uuids = distributed.gather(uuid)
+    if len(set(uuids)) < distributed.size:
+        raise distributed.error_on_main(
             MedusaError(
-                f"{world.size} processes share {len(set(uuids))} GPUs; start one process per GPU"
+                f"{distributed.size} processes share {len(set(uuids))} GPUs; start one process per GPU"
                 " (--num-gpus)"
             )
         )
@@ -323,35 +298,3 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in str(error).lower() for word in _BACK_ENDS
     )
-
-
-def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> None:
-    """Delete the locks that killed processes left in the directory of torch's C++ extensions.
-
-    torch waits forever, in silence, for a lock whose owner was killed while it built an extension:
-    every later run with DeepSpeed would hang. A lock is kept while a process of this machine has it
-    open; one that nobody holds is waited for until it is gone or `age` seconds old.
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            while not _is_held(lock):
-                left = lock.stat().st_mtime + age - time.time()
-                if left <= 0:
-                    lock.unlink()
-                    break
-                time.sleep(min(left, 1.0))
-
-
-def _is_held(path: Path) -> bool:
-    """Return whether a process of this machine has the file open."""
-    import psutil  # a dependency of DeepSpeed
-
-    target = str(path.resolve())
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # exited, or another user's
-            if any(file.path == target for file in process.open_files()):
-                return True
-    return False

@@ -27,7 +27,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, existing_parent, installed_version, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 
 _LIBRARIES = ("torch", "transformers", "medusa-train")
 #: Entries of a model's config that do not affect its hidden states.
@@ -42,7 +42,7 @@ class HiddenStateCache:
         device: where features are returned.
         rope_switch: see `Backbone`; beyond it a model computes the whole batch with other
             positions.
-        world: the processes that train together; all of them call `features`, the same number of
+        distributed: the processes that train together; all of them call `features`, the same number of
         times. read, computed: number of documents whose states were read, and computed, by this
         process.
     """
@@ -50,7 +50,7 @@ class HiddenStateCache:
     store: StateStore
     device: torch.device
     rope_switch: int | None = None
-    world: World = SINGLE_PROCESS
+    distributed: DistributedContext = SINGLE_PROCESS
     warn: Callable[[str], None] = print
     read: int = 0
     computed: int = 0
@@ -67,10 +67,10 @@ class HiddenStateCache:
         """
         documents = list(self._documents(batch))
         states, missing = self._read(batch, documents)
-        if missing and self.world.size > 1:  # other processes may have stored them meanwhile
+        if missing and self.distributed.size > 1:  # other processes may have stored them meanwhile
             self.store.refresh()
             states, missing = self._read(batch, documents)
-        if not self.world.any(bool(missing)):
+        if not self.distributed.any(bool(missing)):
             self.read += len(documents)
             first, *early = states.to(self.device, non_blocking=True)  # [B, T, d] each
             if not early:
@@ -90,9 +90,9 @@ class HiddenStateCache:
         self._write(missing, computed)
         return feats
 
-    def describe(self, world: World) -> str:
+    def describe(self, distributed: DistributedContext) -> str:
         """Return what all processes read and computed, in one sentence; each of them calls this."""
-        of_each = world.gather((self.read, self.computed, self.store.damaged))
+        of_each = distributed.gather((self.read, self.computed, self.store.damaged))
         read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
         noted = f"; {damaged} entries were damaged" if damaged else ""
         return (
@@ -179,21 +179,21 @@ def open_hidden_states(
     examples: Iterable[Example],
     need: FeatureSpec,
     backbone: Backbone,
-    world: World,
+    distributed: DistributedContext,
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
     """Open the cache of all documents of the run in `prepared`, for a frozen backbone, and print
     its full size.
     """
-    fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
+    fingerprint = distributed.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all
         states = _states_of(
             backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need)
         )
     store = StateStore(
-        directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), world.rank
+        directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), distributed.rank
     )
 
     def check() -> str:
@@ -206,13 +206,13 @@ def open_hidden_states(
             ) from error
         return line
 
-    line = world.run_on_main(check)
+    line = distributed.run_on_main(check)
     console.print(f"hidden states: {line}", highlight=False, soft_wrap=True)
     return HiddenStateCache(
         store,
         backbone.device,
         backbone.rope_switch,
-        world,
+        distributed,
         lambda text: console.print(text, style="yellow"),
     )
 

@@ -27,7 +27,7 @@ from medusa_train.errors import DataError, MedusaError
 from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
@@ -61,7 +61,7 @@ class TrainingData:
 def load_data(
     cfg: TrainConfig,
     console: Console,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
     """Check the configuration against the backbone's config and tokenize the data; no weights are
@@ -70,26 +70,26 @@ def load_data(
     One process of each machine tokenizes, the others read what it wrote. If it fails in one process
     it raises in all.
     """
-    if world.size == 1:
+    if distributed.size == 1:
         return _load_data(cfg, console, 1, on_progress)
-    node_main = world.node_main()
-    tokenizes = world.rank == node_main
-    with _node_cache(cfg, world, node_main) as cfg:
+    node_main = distributed.node_main()
+    tokenizes = distributed.rank == node_main
+    with _node_cache(cfg, distributed, node_main) as cfg:
         # 1. One process of each machine tokenizes and writes the file.
-        with world.failing_together():
+        with distributed.failing_together():
             data = None
             if tokenizes:
-                data = _load_data(cfg, console, world.size, on_progress)
+                data = _load_data(cfg, console, distributed.size, on_progress)
         # 2. The others read it; each tokenizes for itself if it could not be written.
-        with world.failing_together():
+        with distributed.failing_together():
             if data is None:
                 alone = cfg.model_copy(update={"dataset_processes": 1})
-                data = _load_data(alone, console, world.size)
+                data = _load_data(alone, console, distributed.size)
     # 3. All have to have read the same.
     fingerprint = data.train.fingerprint() + data.validation.fingerprint()
-    if len(set(world.gather(fingerprint))) > 1:
+    if len(set(distributed.gather(fingerprint))) > 1:
         reason = "a file changed in the meantime, or differs between the machines"
-        raise world.error_on_main(
+        raise distributed.error_on_main(
             DataError(f"datasets: the processes have read different data: {reason}")
         )
     return data
@@ -112,7 +112,9 @@ def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console
 
 
 @contextmanager
-def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[TrainConfig]:
+def _node_cache(
+    cfg: TrainConfig, distributed: DistributedContext, node_main: int
+) -> Iterator[TrainConfig]:
     """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is
     configured.
     """
@@ -120,10 +122,10 @@ def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[Trai
         yield cfg
         return
     created = None
-    if world.rank == node_main:
+    if distributed.rank == node_main:
         with suppress(OSError):  # the disk is full: every process tokenizes
             created = tempfile.mkdtemp(prefix="medusa-train-")
-    path = world.gather(created)[node_main]
+    path = distributed.gather(created)[node_main]
     try:
         yield cfg.model_copy(update={"dataset_prepared_path": path})
     finally:

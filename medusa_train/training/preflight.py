@@ -19,7 +19,7 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
 from medusa_train.models.hf_config import check_exit_layer, quantization_of
 from medusa_train.models.model_files import find_backbone, read_adapter_config
-from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
+from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 
 
 def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True) -> None:
@@ -60,7 +60,6 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and
     its config.
     """
-    import torch
     from transformers.integrations import is_deepspeed_available
 
     from medusa_train.models.loading import resolve_backbone
@@ -72,8 +71,6 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     if cfg.deepspeed is not None and is_deepspeed_available():
         check_zero(deepspeed)
     check_8bit_states(cfg, config, stage_of(deepspeed), processes)
-    if processes > 1 or cfg.deepspeed is not None:
-        check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this backbone.
     check_without_trees(cfg, config)

@@ -31,7 +31,7 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
@@ -176,10 +176,13 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
 
 
 def load_checkpoint(
-    path: Path, changed: Sequence[str], store: CheckpointStore, world: World = SINGLE_PROCESS
+    path: Path,
+    changed: Sequence[str],
+    store: CheckpointStore,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> LoadedCheckpoint:
     """Load the checkpoint that a stage starts from, in every process."""
-    snapshot = load_snapshot(store, path, world)
+    snapshot = load_snapshot(store, path, distributed)
     return LoadedCheckpoint(path, snapshot, changed)
 
 
@@ -277,7 +280,7 @@ def forget_incomparable_best(
     objective: Mapping[str, Any],
     store: CheckpointStore,
     patience: int | None,
-    world: World,
+    distributed: DistributedContext,
     console: Console,
 ) -> None:
     """Forget the best evaluation if later ones cannot be compared with it, and print why: it was
@@ -297,7 +300,7 @@ def forget_incomparable_best(
         if before != now:
             reasons.append(f"{name} was {before}, now {now}")
     if patience is not None and state.best_loss is not None:
-        best = world.run_on_main(lambda: store.best(state.best_step))
+        best = distributed.run_on_main(lambda: store.best(state.best_step))
         if best is None:
             reasons.append(f"its weights are not in {store.root}")
     state.validation = validation

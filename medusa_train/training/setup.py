@@ -49,7 +49,7 @@ from medusa_train.training.device_choices import (
     memory_without_checkpointing,
     precision_of_run,
 )
-from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.optimizer import (
@@ -96,7 +96,7 @@ class Stage:
     cfg: TrainConfig
     data: TrainingData
     progress: RunProgress
-    world: World
+    distributed: DistributedContext
     start: StageStart
     store: CheckpointStore
 
@@ -129,7 +129,7 @@ def build_trainer(
     cfg: TrainConfig,
     data: TrainingData,
     progress: RunProgress,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
     start: StageStart = NEW_STAGE,
 ) -> Trainer:
     """Build everything that trains, and restore what the stage starts from.
@@ -138,12 +138,12 @@ def build_trainer(
     are restored, and nothing is written to the run directory before all else succeeded.
     """
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    stage = Stage(cfg, data, progress, world, start, store)
+    stage = Stage(cfg, data, progress, distributed, start, store)
     models = load_models(stage)
     loader, schedule = plan_steps(stage, models)
-    with progress.phase(_strategy_phase(cfg, world), ticking=True):
+    with progress.phase(_strategy_phase(cfg, distributed), ticking=True):
         strategy = build_strategy(
-            models.cfg, models.draft, models.recipe, schedule, world, progress.console
+            models.cfg, models.draft, models.recipe, schedule, distributed, progress.console
         )
     objective = build_objective(models.cfg, models.draft, models.recipe.joint)
     state = restore_run(stage, models, loader, schedule, strategy, objective)
@@ -160,7 +160,7 @@ def build_trainer(
         store=store,
         loggers=loggers,
         state=state,
-        world=world,
+        distributed=distributed,
         progress=progress,
     )
 
@@ -172,22 +172,22 @@ def load_models(stage: Stage) -> Models:
     """Load the base model, build or load the draft, and read the weights of the checkpoint; the
     same in every process.
     """
-    cfg, world, start = stage.cfg, stage.world, stage.start
+    cfg, distributed, start = stage.cfg, stage.distributed, stage.start
     limit_kernel_cache()
-    choose_kernels(world.device)
+    choose_kernels(distributed.device)
     # 1. What `auto` means here: the same in every process, however much memory each finds.
     report = stage.progress.print
-    dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, report).dtype)
-    precision = Precision(world.device, dtype)
+    dtype = distributed.run_on_main(lambda: precision_of_run(cfg, distributed.device, report).dtype)
+    precision = Precision(distributed.device, dtype)
     needed = partial(_memory_without_checkpointing, cfg, stage.data, precision)
     before = start.choices.get("gradient_checkpointing")
-    cfg, note = choose_checkpointing(cfg, world.device, needed, before)
+    cfg, note = choose_checkpointing(cfg, distributed.device, needed, before)
     stage.print(note)
     for line in describe_other_choices(cfg, start):
         stage.print(line)
     # 2. The models.
     with stage.progress.phase("loading the model", ticking=True):
-        with world.failing_together():
+        with distributed.failing_together():
             recipe, draft = _load_model(stage, cfg, precision)
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
             recipe.cache = open_hidden_states(
@@ -195,20 +195,20 @@ def load_models(stage: Stage) -> Models:
                 [*stage.data.train, *stage.data.validation],
                 draft.needs,
                 recipe.backbone,
-                world,
+                distributed,
                 stage.progress.console,
                 cfg.tf32,
             )
     _describe_models(stage, cfg, draft, recipe)
     # 3. The weights of the checkpoint.
-    fingerprint = world.run_on_main(lambda: digest_base_model(cfg.base_model))
+    fingerprint = distributed.run_on_main(lambda: digest_base_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
-            checkpoint = load_checkpoint(start.checkpoint, start.changed, stage.store, world)
+            checkpoint = load_checkpoint(start.checkpoint, start.changed, stage.store, distributed)
             check_backbone(checkpoint, cfg.base_model, fingerprint, stage.progress.console)
-            with world.failing_together():
-                restore_weights(checkpoint, draft, recipe, world)
+            with distributed.failing_together():
+                restore_weights(checkpoint, draft, recipe, distributed)
     return Models(cfg, draft, recipe, checkpoint, fingerprint)
 
 
@@ -231,7 +231,7 @@ def _load_model(
     torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     if cfg.fp16 and precision.dtype != torch.float16:
         stage.print(f"fp16: not supported on {precision.device.type}; using {precision}")
-    with partitioned_loading(loading_config(cfg, stage.world.size, str(precision))):
+    with partitioned_loading(loading_config(cfg, stage.distributed.size, str(precision))):
         backbone = load_backbone(
             cfg.base_model,
             dtype=precision.dtype,
@@ -357,9 +357,9 @@ def _describe_models(stage: Stage, cfg: TrainConfig, draft: Draft, recipe: Backb
 
 def plan_steps(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSchedule]:
     """Return this process's batches and the schedule of the run, and print the latter."""
-    cfg, data, size = models.cfg, stage.data, stage.world.size
+    cfg, data, size = models.cfg, stage.data, stage.distributed.size
     loader = BatchLoader(
-        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=stage.world.rank, size=size
+        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=stage.distributed.rank, size=size
     )
     schedule = make_schedule(cfg, loader.batches_per_epoch, size)
     unit = "rows"
@@ -384,11 +384,11 @@ def plan_steps(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSched
 # 3. Optimizer and loss
 
 
-def _strategy_phase(cfg: TrainConfig, world: World) -> str:
+def _strategy_phase(cfg: TrainConfig, distributed: DistributedContext) -> str:
     """Return what the time for building the strategy is called."""
-    if world.size == 1 and cfg.deepspeed is None:
+    if distributed.size == 1 and cfg.deepspeed is None:
         return "preparing the optimizer"
-    return "starting DeepSpeed (which compiles an extension once)"
+    return "starting DeepSpeed"
 
 
 def build_strategy(
@@ -396,7 +396,7 @@ def build_strategy(
     draft: nn.Module,
     recipe: BackboneRecipe,
     schedule: TrainingSchedule,
-    world: World,
+    distributed: DistributedContext,
     console: Console,
 ) -> Strategy:
     """Build optimizer, schedule and strategy; print a line where they differ from the
@@ -429,20 +429,29 @@ def build_strategy(
     loss_scale = None
     if recipe.precision.dtype == torch.float16:
         loss_scale = LossScale()
-    if world.size == 1 and cfg.deepspeed is None:
+    if distributed.size == 1 and cfg.deepspeed is None:
         return LocalStrategy(optimizer, lr_scheduler, cfg.max_grad_norm, loss_scale)
 
-    if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
+    if distributed.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     backbone = recipe.backbone
-    config = engine_config(cfg, world.size, backbone.hidden_size)
+    config = engine_config(cfg, distributed.size, backbone.hidden_size)
     default = ""
     if cfg.deepspeed is None:
         default = " (default, deepspeed is not set)"
-    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
+    console.print(
+        f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}"
+    )
     read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
     return DeepSpeedStrategy(
-        draft, backbone.model, read_directly, optimizer, lr_scheduler, config, world, loss_scale
+        draft,
+        backbone.model,
+        read_directly,
+        optimizer,
+        lr_scheduler,
+        config,
+        distributed,
+        loss_scale,
     )
 
 
@@ -474,17 +483,17 @@ def restore_run(
     """Restore optimizer, random generators and the position in the data; return the counters, those
     of a new run where nothing is resumed.
     """
-    world, store, console = stage.world, stage.store, stage.progress.console
-    if not world.is_main:
+    distributed, store, console = stage.distributed, stage.store, stage.progress.console
+    if not distributed.is_main:
         # other dropout masks per process, now that weights are equal
-        torch.manual_seed(hash((models.cfg.seed, world.rank)))
+        torch.manual_seed(hash((models.cfg.seed, distributed.rank)))
     state = TrainState()
     if models.checkpoint is not None:
-        with world.failing_together():
-            state = restore_state(models.checkpoint, strategy, world)
+        with distributed.failing_together():
+            state = restore_state(models.checkpoint, strategy, distributed)
             loader.load_state_dict(state.data)
             describe_differences(
-                models.checkpoint, state, schedule, world.size, store.steps(), console
+                models.checkpoint, state, schedule, distributed.size, store.steps(), console
             )
     forget_incomparable_best(
         state,
@@ -492,7 +501,7 @@ def restore_run(
         {**objective.terms, "quantization": models.cfg.quantization},
         store,
         models.cfg.early_stopping_patience,
-        world,
+        distributed,
         console,
     )
     if models.fingerprint is not None:  # otherwise keep the checkpoint's
@@ -512,8 +521,8 @@ def open_run(
     cfg = _as_used(models, stage.data)
     out = cfg.run_dir
     console = stage.progress.console
-    stage.world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
-    if not stage.world.is_main:
+    stage.distributed.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
+    if not stage.distributed.is_main:
         return MetricLoggers([])
     write_config(cfg, out)
     boards = []

@@ -21,7 +21,7 @@ from medusa_train.hide_secrets import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.optimizer import Strategy
 from medusa_train.training.step_metrics import Window
 
@@ -89,14 +89,14 @@ class TrainState:
 
 
 def take_weights(
-    draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS
+    draft: Draft, recipe: BackboneRecipe, distributed: DistributedContext = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
     Partitioned weights are gathered one at a time into CPU memory; the others are not copied.
     """
     parts = {"draft": draft.state_dict(keep_vars=True), "student": recipe.parameters}
-    return {name: whole_copies(part, keep=world.is_main) for name, part in parts.items()}
+    return {name: whole_copies(part, keep=distributed.is_main) for name, part in parts.items()}
 
 
 def take_snapshot(
@@ -104,13 +104,13 @@ def take_snapshot(
     recipe: BackboneRecipe,
     strategy: Strategy,
     state: TrainState,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> dict[str, Any]:
     """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes
     on.
     """
-    main, *others = world.gather(rng_state())
-    snapshot = take_weights(draft, recipe, world)
+    main, *others = distributed.gather(rng_state())
+    snapshot = take_weights(draft, recipe, distributed)
     snapshot["engine"] = strategy.state_dict()
     snapshot["rng"] = main
     if others:
@@ -131,7 +131,10 @@ class LoadedCheckpoint:
 
 
 def load_snapshot(
-    store: CheckpointStore, path: Path, world: World, parts: Collection[str] | None = None
+    store: CheckpointStore,
+    path: Path,
+    distributed: DistributedContext,
+    parts: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint in every process: rank 0 reads all of it, to compare checksums; the others
     read what they restore.
@@ -140,11 +143,11 @@ def load_snapshot(
         parts: as for `CheckpointStore.load`.
     """
     snapshot: dict[str, Any] = {}
-    with world.failing_together():
-        if world.is_main:
+    with distributed.failing_together():
+        if distributed.is_main:
             snapshot = store.load(path, parts=parts)
-    with world.failing_together():
-        if not world.is_main:
+    with distributed.failing_together():
+        if not distributed.is_main:
             snapshot = store.load(path, verify=False, parts=parts)
     return snapshot
 
@@ -153,22 +156,24 @@ def restore_weights(
     checkpoint: LoadedCheckpoint,
     draft: Draft,
     recipe: BackboneRecipe,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> None:
     """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.
 
     Of weights that are partitioned, only rank 0 reads the values.
     """
-    reads = world.is_main or not any(map(is_partitioned, draft.parameters()))
+    reads = distributed.is_main or not any(map(is_partitioned, draft.parameters()))
     with _matching(checkpoint):
         with gathered(draft.parameters(), modify=True):
             if reads:
                 draft.load_state_dict(checkpoint.snapshot["draft"])
-        recipe.load_state_dict(checkpoint.snapshot.get("student", {}), world)
+        recipe.load_state_dict(checkpoint.snapshot.get("student", {}), distributed)
 
 
 def restore_state(
-    checkpoint: LoadedCheckpoint, strategy: Strategy, world: World = SINGLE_PROCESS
+    checkpoint: LoadedCheckpoint,
+    strategy: Strategy,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 
@@ -179,8 +184,8 @@ def restore_state(
     with _matching(checkpoint):
         strategy.load_state_dict(snapshot["engine"])
         generators = rng_states(snapshot)
-        if world.rank < len(generators):
-            set_rng_state(generators[world.rank])
+        if distributed.rank < len(generators):
+            set_rng_state(generators[distributed.rank])
         return TrainState.from_json(snapshot["run"])
 
 

@@ -26,7 +26,7 @@ from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import release_memory
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.progress import LoadingProgress, RunProgress
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.resume import ResumePlan, plan_resume
@@ -38,7 +38,10 @@ TITLES = ("stage 1 of 2", "stage 2 of 2")
 
 
 def train_stages(
-    cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS
+    cfg: TrainConfig,
+    console: Console,
+    results: Console,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> int:
     """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`.
 
@@ -47,7 +50,7 @@ def train_stages(
 
     Args:
         console: for progress and notes. results: for the closing tables. Only rank 0 prints.
-        world: the processes that train together; each of them calls this function.
+        distributed: the processes that train together; each of them calls this function.
 
     Returns: The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is
         saved and how to resume.
@@ -60,9 +63,9 @@ def train_stages(
     progress = RunProgress(console)
     with signals_as_interrupts(), ExitStack() as lock:
         # 1. The run directory is this process's, and what the run goes on from is decided.
-        world.run_on_main(lambda: check_output_dir(cfg))
-        world.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
-        plan = world.run_on_main(lambda: plan_resume(cfg, first))
+        distributed.run_on_main(lambda: check_output_dir(cfg))
+        distributed.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
+        plan = distributed.run_on_main(lambda: plan_resume(cfg, first))
         if first is not None and plan.stage_one_is_finished:
             console.print(
                 f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True
@@ -73,22 +76,22 @@ def train_stages(
         # 2. The data of all stages.
         stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
-            data = load_stages(stages, console, world, shown)
-        steps = [_count_steps(*stage, world) for stage in zip(stages, data, strict=True)]
+            data = load_stages(stages, console, distributed, shown)
+        steps = [_count_steps(*stage, distributed) for stage in zip(stages, data, strict=True)]
         if plan.note is not None:
             console.print(plan.note, soft_wrap=True)
 
         # 3. Training: one stage, or both.
         if first is None:
-            return train(cfg, data[0], progress, results, world, plan.start)
+            return train(cfg, data[0], progress, results, distributed, plan.start)
 
         for line in _describe_stages(stages, steps):
             console.print(line, highlight=False, soft_wrap=True)
-        world.run_on_main(lambda: _begin(cfg, plan))
+        distributed.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         code = train(
-            first, data[0], progress, results, world, plan.start, parent_run_dir=cfg.run_dir
+            first, data[0], progress, results, distributed, plan.start, parent_run_dir=cfg.run_dir
         )
         if code != 0:
             return code
@@ -96,11 +99,14 @@ def train_stages(
         console.print(f"\n{TITLES[1]}", style="bold")
         progress.title = TITLES[1]
         progress.seconds = {"stage one": progress.total_seconds}
-        return train(cfg, data[1], progress, results, world)
+        return train(cfg, data[1], progress, results, distributed)
 
 
 def load_stages(
-    stages: Sequence[TrainConfig], console: Console, world: World, shown: LoadingProgress
+    stages: Sequence[TrainConfig],
+    console: Console,
+    distributed: DistributedContext,
+    shown: LoadingProgress,
 ) -> list[TrainingData]:
     """Load the data of all stages, once for those that read the same, and check each stage as
     `load_data` does.
@@ -108,11 +114,11 @@ def load_stages(
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
         if number > 0 and _read_the_same(cfg, stages[0]):
-            with world.failing_together():
-                check_run(cfg, world.size)
+            with distributed.failing_together():
+                check_run(cfg, distributed.size)
             loaded.append(loaded[0])
         else:
-            loaded.append(load_data(cfg, console, world, shown.update))
+            loaded.append(load_data(cfg, console, distributed, shown.update))
     # said before hours of training, not only at the export
     for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
@@ -137,12 +143,16 @@ def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(cfg, key) == getattr(other, key) for key in DATA_KEYS)
 
 
-def _count_steps(cfg: TrainConfig, data: TrainingData, world: World) -> int:
+def _count_steps(cfg: TrainConfig, data: TrainingData, distributed: DistributedContext) -> int:
     """Return the number of steps of a stage; ConfigError if they would train nothing."""
     loader = BatchLoader(
-        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
+        data.train,
+        cfg.micro_batch_size,
+        seed=cfg.seed,
+        rank=distributed.rank,
+        size=distributed.size,
     )
-    return make_schedule(cfg, loader.batches_per_epoch, world.size).total_steps
+    return make_schedule(cfg, loader.batches_per_epoch, distributed.size).total_steps
 
 
 def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_train.data.batch import Batch
 from medusa_train.losses.objective import ObjectiveOutput
-from medusa_train.training.distributed import World
+from medusa_train.training.distributed import DistributedContext
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,12 @@ class StepTotals:
     known: list[int] = field(default_factory=list)
 
     @classmethod
-    def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
+    def reduce(
+        cls, results: Sequence[MicroBatchResult], distributed: DistributedContext
+    ) -> StepTotals:
         """Sum this process's micro-batches, then all processes."""
         rows = torch.stack([result.row for result in results])  # [micro-batches, 5 + 3 K]
-        loss, tokens, ce, kl, targets, *heads = world.sum(rows.sum(dim=0)).tolist()
+        loss, tokens, ce, kl, targets, *heads = distributed.sum(rows.sum(dim=0)).tolist()
         counted = [int(number) for number in heads]
         k = len(counted) // 3
         return cls(

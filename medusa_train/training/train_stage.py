@@ -29,7 +29,7 @@ from medusa_train.models.precision import WeightMemory, free_memory, is_out_of_m
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
@@ -70,7 +70,7 @@ def train(
     data: TrainingData,
     progress: RunProgress,
     results: Console,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
     start: StageStart = NEW_STAGE,
     parent_run_dir: Path | None = None,
 ) -> int:
@@ -85,7 +85,7 @@ def train(
         The exit code, see `stages.train_stages`.
     """
     with _explain_out_of_memory(cfg):
-        trainer = build_trainer(cfg, data, progress, world, start)
+        trainer = build_trainer(cfg, data, progress, distributed, start)
         if trainer.recipe.backbone.tree_obstacle is not None:
             cfg = cfg.model_copy(update={"calibration_tokens": 0})
         trainer.parent_run_dir = parent_run_dir
@@ -104,7 +104,7 @@ def _train_and_finish(
 ) -> int:
     """Train to the end or to a request to stop; return the exit code."""
     console = progress.console
-    world = trainer.world
+    distributed = trainer.distributed
     state = trainer.state
     # 1. The steps.
     first_step = state.step  # of the run that is resumed
@@ -121,7 +121,7 @@ def _train_and_finish(
             soft_wrap=True,
         )
         # the signal may have reached only one of the processes
-        return max(world.gather(stop.exit_code))
+        return max(distributed.gather(stop.exit_code))
 
     # 2. The weights to save, and their evaluation, which is missing where nothing was left to train.
     step = state.step
@@ -133,17 +133,19 @@ def _train_and_finish(
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     cache_summary = None
     if trainer.recipe.cache is not None:
-        cache_summary = trainer.recipe.cache.describe(world)
+        cache_summary = trainer.recipe.cache.describe(distributed)
     # 4. What needs no other process: the files, the tree and the closing tables.
     try:
-        if world.is_main:
+        if distributed.is_main:
             with writing(trainer.output_dir):
                 took_no_step = first_step == state.step
                 keeps_tree = took_no_step and _has_tree_of_its_heads(trainer.output_dir)
                 finished = FinishedStage(step, keeps_tree, cache_summary)
                 _finish(cfg, data, trainer, finished, progress, results)
     finally:
-        world.gather(None)  # the others wait, since NCCL's connections must be closed together
+        distributed.gather(
+            None
+        )  # the others wait, since NCCL's connections must be closed together
     return 0
 
 
@@ -209,7 +211,7 @@ def _print_time_left(
     """Print how long the rest of the stage takes; the time in the log's lines is of its steps alone."""
     schedule, state = trainer.schedule, trainer.state
     steps = schedule.total_steps - state.step
-    if not steps or not trainer.world.is_main:
+    if not steps or not trainer.distributed.is_main:
         return
     # 1. The steps and the validations: held-out text takes about as long as training text.
     validations = max(1, math.ceil(steps / schedule.eval_every))
@@ -242,7 +244,7 @@ def resume_command(trainer: Trainer) -> str:
     in.
     """
     # 1. The processes on this machine: by torchrun's name, and DeepSpeed's.
-    processes = trainer.world.size
+    processes = trainer.distributed.size
     known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
     if known:
         local = int(known)

@@ -27,7 +27,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
@@ -71,7 +71,7 @@ class Trainer:
         loggers: where metrics are written.
         state: counters of the run; restored from the checkpoint when resuming.
         last_validation: the last evaluation's result.
-        world: the processes that train together.
+        distributed: the processes that train together.
         progress: what is shown meanwhile.
         parent_run_dir: of the two-stage run whose stage one this is.
     """
@@ -88,7 +88,7 @@ class Trainer:
     loggers: MetricLoggers
     state: TrainState
     last_validation: ValidationResult | None = None
-    world: World = SINGLE_PROCESS
+    distributed: DistributedContext = SINGLE_PROCESS
     progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
     parent_run_dir: Path | None = None
 
@@ -123,7 +123,7 @@ class Trainer:
             is_best = self._evaluate_and_log(stop)
             if is_best:
                 self._save_checkpoint()
-            if self.world.any(bool(stop)):
+            if self.distributed.any(bool(stop)):
                 return Outcome.INTERRUPTED
         # 2. Train, evaluate and save.
         batches = iter(self.loader)
@@ -141,7 +141,7 @@ class Trainer:
             if schedule.evaluates(state.step):
                 is_best = self._evaluate_and_log(stop)
             # the signal may have reached only one of the processes
-            stopping = self.world.any(bool(stop))
+            stopping = self.distributed.any(bool(stop))
             if stopping or self._out_of_patience() or schedule.saves(state.step):
                 self._save_checkpoint()
             elif is_best:
@@ -149,7 +149,7 @@ class Trainer:
             if stopping:
                 return Outcome.INTERRUPTED
         # 3. Say why it ended; a signal may have come while the last checkpoint was written.
-        if self.world.any(bool(stop)):
+        if self.distributed.any(bool(stop)):
             return Outcome.INTERRUPTED
         if self._out_of_patience():
             return Outcome.EARLY
@@ -171,14 +171,14 @@ class Trainer:
         accumulation = self.cfg.gradient_accumulation_steps
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
-        counts = self.world.sum(counts.sum(dim=0))
+        counts = self.distributed.sum(counts.sum(dim=0))
 
         # 2. Features, loss and backward pass.
         results: list[MicroBatchResult] = []
         for batch in micro_batches:
             output = strategy.forward_backward(self.compute_loss, batch, counts)
             results.append(MicroBatchResult.from_output(batch, output))
-        totals = StepTotals.reduce(results, self.world)
+        totals = StepTotals.reduce(results, self.distributed)
 
         # 3. Clip the gradients and step the optimizer, unless something is NaN/Inf.
         state.window.lr = strategy.lr
@@ -242,7 +242,7 @@ class Trainer:
         with self.progress.phase("validation", unit="batches", inline=True) as phase:
             counted = _counted(batches, phase)
             return self.strategy.with_gathered_params(
-                validate, self.recipe, self.draft, counted, self.objective, stop, self.world
+                validate, self.recipe, self.draft, counted, self.objective, stop, self.distributed
             )
 
     def restore_best(self) -> int:
@@ -252,12 +252,12 @@ class Trainer:
         It is the current one where that checkpoint no longer exists (it was deleted, or left in
         another directory).
         """
-        path = self.world.run_on_main(lambda: self.store.best(self.state.best_step))
+        path = self.distributed.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
             return self.state.step
-        snapshot = load_snapshot(self.store, path, self.world, WEIGHTS)
+        snapshot = load_snapshot(self.store, path, self.distributed, WEIGHTS)
         checkpoint = LoadedCheckpoint(path, snapshot)
-        restore_weights(checkpoint, self.draft, self.recipe, self.world)
+        restore_weights(checkpoint, self.draft, self.recipe, self.distributed)
         self.last_validation = None
         return self.state.best_step
 
@@ -276,7 +276,7 @@ class Trainer:
             return False
         self.last_validation = result
         is_best = self.state.record_eval(result.objective)
-        if self.world.is_main:
+        if self.distributed.is_main:
             record = result.record()
             record["best"] = is_best
             self.loggers.log("eval", self.state.step, record)
@@ -325,8 +325,12 @@ class Trainer:
         state = self.state
         state.data = self.loader.state_dict()
         with self.progress.phase("checkpoints", inline=True, ticking=True):
-            snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world)
-            self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step))
+            snapshot = take_snapshot(
+                self.draft, self.recipe, self.strategy, state, self.distributed
+            )
+            self.distributed.run_on_main(
+                lambda: self.store.save(state.step, snapshot, state.best_step)
+            )
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
@@ -334,8 +338,8 @@ class Trainer:
         resuming.
         """
         with self.progress.phase("checkpoints", inline=True, ticking=True):
-            weights = take_weights(self.draft, self.recipe, self.world)
-            self.world.run_on_main(
+            weights = take_weights(self.draft, self.recipe, self.distributed)
+            self.distributed.run_on_main(
                 lambda: self.store.save_best(self.state.step, weights, {self._resumable_best})
             )
 
@@ -352,14 +356,14 @@ class Trainer:
             if math.isfinite(loss) or not math.isfinite(float(result.loss)):
                 own_records += result.records
         records: list[str] = []
-        for part in self.world.gather(own_records):
+        for part in self.distributed.gather(own_records):
             records += part
         # 2. Abort, or skip the step.
         state = self.state
         step = state.step + 1
         if state.skipped >= self.cfg.max_nonfinite_steps:
             error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
-            raise self.world.error_on_main(error)
+            raise self.distributed.error_on_main(error)
         self.strategy.skip()
         state.skipped += 1
         record = {

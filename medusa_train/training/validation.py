@@ -23,7 +23,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_step
 from medusa_train.tree_search.traces import rank_of
 
@@ -103,7 +103,7 @@ def validate(
     batches: Iterable[Batch],
     objective: Objective,
     stop: Callable[[], bool] = lambda: False,
-    world: World = SINGLE_PROCESS,
+    distributed: DistributedContext = SINGLE_PROCESS,
 ) -> ValidationResult | None:
     """Evaluate the heads on `batches` without dropout; supervised tokens only, at most [ROWS, V]
     logits in memory.
@@ -125,8 +125,8 @@ def validate(
     recipe.train(False)
     draft.eval()
     try:
-        for batch in _share_of(batches, world):
-            if world.any(stop()):
+        for batch in _share_of(batches, distributed):
+            if distributed.any(stop()):
                 return None
             batch = batch.to(recipe.backbone.device)
             feats = recipe.features(batch, draft.needs)
@@ -141,9 +141,9 @@ def validate(
         recipe.train()
         draft.train(was_training)
     # 2. Means over all processes: of every head, and of the backbone.
-    loss, targets, in_vocab, hits = world.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
+    loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
-    ce, kl, lm_count = world.sum(lm_sums).tolist()
+    ce, kl, lm_count = distributed.sum(lm_sums).tolist()
     lm_loss = None
     lm_kl = None
     if lm_count:
@@ -155,7 +155,7 @@ def validate(
         heads_loss += objective.head_weight(k) * mean
     # 3. The conversations in the order of the batches, with which processes take turns.
     ordered: list[RankedConversation] = []
-    for batches_of_turn in zip_longest(*world.gather(conversations), fillvalue=[]):
+    for batches_of_turn in zip_longest(*distributed.gather(conversations), fillvalue=[]):
         for ranked in batches_of_turn:
             ordered += ranked
     return ValidationResult(
@@ -249,8 +249,8 @@ def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
     return torch.stack([sums.ce_sum.double(), sums.kl_sum.double(), count.double()]).cpu()
 
 
-def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
-    """Yield every `world.size`-th batch, beginning with this process's rank.
+def _share_of(batches: Iterable[Batch], distributed: DistributedContext) -> Iterator[Batch]:
+    """Yield every `distributed.size`-th batch, beginning with this process's rank.
 
     All processes get equally many batches, because a model partitioned over them has to run in all
     of them: in the last round, a process without a batch gets another one's with all labels
@@ -259,11 +259,11 @@ def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
     turn: list[Batch] = []
     for batch in batches:
         turn.append(batch)
-        if len(turn) == world.size:
-            yield turn[world.rank]
+        if len(turn) == distributed.size:
+            yield turn[distributed.rank]
             turn = []
-    if world.rank < len(turn):
-        yield turn[world.rank]
+    if distributed.rank < len(turn):
+        yield turn[distributed.rank]
     elif turn:
         yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
 

@@ -33,9 +33,6 @@ from tests.training.worker import SMALL, equal, run_plan, whole_run
 pytestmark = [
     forks,
     pytest.mark.timeout(1800),  # all cases run in the first test's fixture
-    pytest.mark.skipif(
-        shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler"
-    ),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="DeepSpeed runs on Linux"),
 ]
 
@@ -49,13 +46,14 @@ CACHED: dict[str, Any] = {
     "micro_batch_size": 1,
     "max_steps": None,
     "num_epochs": 3,
+    "eval_steps": 8,
 }
 #: The first stage of a run in two; its keys are those of a run with one recipe.
 STAGE_ONE = {
     "recipe": "medusa1",
-    "max_steps": 3,
+    "max_steps": 2,
     "micro_batch_size": 2,
-    "save_steps": 3,
+    "save_steps": 2,
     "logging_steps": 1,
 }
 OTHER: dict[str, Any] = {"recipe": "medusa1", "medusa_num_heads": None}
@@ -128,6 +126,8 @@ def run_two(plan: Path) -> list[int]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # nothing may be compiled: there is no compiler, and no place for what it would write
+    where |= {"CXX": "false", "CC": "false", "TORCH_EXTENSIONS_DIR": "/dev/null"}
     files = [plan.parent / f"log-{rank}" for rank in range(2)]
     started = [
         start(log, run_plan, plan, RANK=str(n), LOCAL_RANK=str(n), **where)
@@ -177,6 +177,8 @@ EQUAL_KEYS = {
     "medusa_lr_multiplier": 2.0,
     "lr_scheduler": "linear",
     "seed": 1,
+    "max_steps": 2,
+    "save_steps": 2,
 }
 FIGURES = ("loss", "grad_norm", "objective", "head_top1", "tokens", "targets", "lm_loss", "lm_kl")
 
@@ -263,7 +265,7 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
     resume = {"resume_from_checkpoint": "latest"}
     for strategy, deepspeed in STRATEGIES.items():
         one = {**run_keys, "deepspeed": deepspeed}
-        two = {**one, "stage_one": STAGE_ONE}
+        two = {**one, "stage_one": STAGE_ONE, "max_steps": 2}
         run(
             f"{strategy}-cached",
             given({**one, **CACHED, "dataset_prepared_path": str(out / f"{strategy}-prepared")}),
@@ -272,7 +274,7 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
         run(f"{strategy}-parts", one, stop=2)
         run(f"{strategy}-rest", {**one, **resume}, f"{strategy}-parts")
         run(f"{strategy}-two-whole", two)
-        run(f"{strategy}-two-parts", two, stop=2)
+        run(f"{strategy}-two-parts", two, stop=1)
         run(f"{strategy}-two-rest", {**two, **resume}, f"{strategy}-two-parts")
         run(f"{strategy}-spoilt", {**one, "max_nonfinite_steps": 1}, spoil=2)
     zero3 = {**run_keys, "deepspeed": ZERO3}
@@ -281,7 +283,8 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
     run("first", {**zero3, "lora_dropout": 0.0}, stop=2)
     run("early", {**zero3, **early, "calibration_tokens": 80})
     plain = {"keys": {**keys, **RECIPES["m1"], **EQUAL_KEYS}, "optimizer": "sgd"}
-    cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
+    longer = {**plain, "keys": {**plain["keys"], "max_steps": 4}}
+    cases.append({"do": "equal", "name": "overscaled", **longer, "loss_scale": 2.0**66})
     cases.append({"do": "dies", "name": "dies", **plain})
     return cases
 
@@ -310,7 +313,7 @@ def test_two_processes_are_one(two, one, case):
     assert (two / case / "done").exists(), logs(two)
     recipe, optimizer, _, _ = EQUAL[case]
     reference = one(recipe, optimizer)
-    # rounding alone moves a gradient in bfloat16 by 0.4 % within the four steps
+    # rounding alone moves a gradient in bfloat16 by 0.4 % within two steps
     relative, absolute = (8e-3, 4e-4) if recipe == "bf16" else (2e-5, 1e-6)
     for mine, wanted in zip(metrics(two / case / "run"), metrics(reference / "run"), strict=True):
         assert (set(mine), mine["kind"], mine["step"]) == (
@@ -376,8 +379,8 @@ def test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit(two, strategy):
              for case in ("whole", "parts", "rest")}  # fmt: skip
     assert codes == {"whole": ["0", "0"], "parts": ["143", "143"], "rest": ["0", "0"]}
     whole, parts = (two / f"{strategy}-two-{case}" / "run" for case in ("whole", "parts"))
-    assert_equal_runs(whole / "stage_one", parts / "stage_one", [1, 2, 3])
-    assert_equal_runs(whole, parts, [1, 2, 3, 4])
+    assert_equal_runs(whole / "stage_one", parts / "stage_one", [1, 2])
+    assert_equal_runs(whole, parts, [1, 2])
     assert [(whole.parent / f"left-{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
 
 

@@ -318,7 +318,7 @@ def test_all_processes_run_the_backbone_if_one_lacks_a_document(cache_and_batch,
     cache, batch, recipe = cache_and_batch
     cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
     asked = []
-    cache.world = SimpleNamespace(size=2, any=lambda flag: asked.append(flag) or True)
+    cache.distributed = SimpleNamespace(size=2, any=lambda flag: asked.append(flag) or True)
     cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
     assert asked == [False]
     assert len(passes) == 2

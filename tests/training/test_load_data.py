@@ -17,7 +17,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.evaluation.backbone_quality import validation_conversations
 from medusa_train.models.loading import load_tokenizer
-from medusa_train.training.distributed import PeerError, World
+from medusa_train.training.distributed import DistributedContext, PeerError
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
 from medusa_train.tree_search.traces import prompts_by_conversation
@@ -322,7 +322,7 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
     assert torch.tensor(tokens).max() < len(tokenizer)
 
 
-class ThreadWorld(World):
+class ThreadWorld(DistributedContext):
     """Processes as threads: ranks 0 and 1 on one machine, rank 2 on another."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, object]) -> None:
@@ -363,7 +363,7 @@ def test_one_process_of_each_machine_tokenizes(
     barrier, values = threading.Barrier(3), {}
     with ThreadPoolExecutor(3) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
-        loaded = list(pool.map(lambda world: load_data(cfg, console, world), worlds))
+        loaded = list(pool.map(lambda distributed: load_data(cfg, console, distributed), worlds))
     # with one directory for all, the second machine may come late and read what the first has
     # written
     expected = [None, None, *([1] if is_full else [])]
@@ -388,8 +388,8 @@ def test_processes_with_different_data_are_refused(make_config, console, chats, 
     with ThreadPoolExecutor(3) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
         done = [
-            pool.submit(load_data, cfg, console, world)
-            for cfg, world in zip(configs, worlds, strict=True)
+            pool.submit(load_data, cfg, console, distributed)
+            for cfg, distributed in zip(configs, worlds, strict=True)
         ]
     assert "a file changed in the meantime, or differs between the machines" in str(
         done[0].exception()

@@ -4,8 +4,8 @@ import pytest
 
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.distributed import (
+    DistributedContext,
     PeerError,
-    World,
     _leaves,
     check_distinct_gpus,
     check_same_config,
@@ -85,30 +85,30 @@ def test_more_processes_than_gpus_are_refused():
 
 
 def test_a_block_fails_in_all_processes(monkeypatch):
-    world = World(ProcessInfo(1, 2, 1, "127.0.0.1", 1))
+    distributed = DistributedContext(ProcessInfo(1, 2, 1, "127.0.0.1", 1))
     for code, visible, words in (
         (None, 2, "has no GPU"),
         (2, 2, "another process"),
         (2, 8, "another process"),
     ):
         # code: how rank 0 ends
-        monkeypatch.setattr(world, "gather", lambda value, code=code: [code, value])
-        with pytest.raises(MedusaError, match=words), world.failing_together():
+        monkeypatch.setattr(distributed, "gather", lambda value, code=code: [code, value])
+        with pytest.raises(MedusaError, match=words), distributed.failing_together():
             gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), visible)
 
 
 @pytest.mark.parametrize(("rank", "error"), [(0, MedusaError), (1, PeerError)])
 def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
-    world = World(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
-    monkeypatch.setattr(world, "gather", lambda value: [value, "GPU-2"])
-    check_distinct_gpus(world, "GPU-1")
+    distributed = DistributedContext(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    monkeypatch.setattr(distributed, "gather", lambda value: [value, "GPU-2"])
+    check_distinct_gpus(distributed, "GPU-1")
     with pytest.raises(error, match=r"2 processes share 1 GPU|another process"):
-        check_distinct_gpus(world, "GPU-2")
+        check_distinct_gpus(distributed, "GPU-2")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_with_other_values_are_named_by_their_keys(rank, monkeypatch):
-    world = World(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    distributed = DistributedContext(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
     values = {"rate": 0.1, "datasets": [{"path": "/a/b", "split": "x"}], "kwargs": {"x": "a"}}
     for of_other, words in (
         ({**values, "rate": 0.2}, "process 1 on two has other values than process 0 of: rate. The"),
@@ -123,14 +123,16 @@ def test_processes_with_other_values_are_named_by_their_keys(rank, monkeypatch):
             leaves = (None if one is None else dict(_leaves("", one)) for one in of_rank)
             return list(zip(hosts, leaves, strict=True))
 
-        monkeypatch.setattr(world, "gather", gather)
+        monkeypatch.setattr(distributed, "gather", gather)
         with pytest.raises(PeerError if rank else ConfigError, match=None if rank else words):
-            check_same_config(world, of_rank[rank])
+            check_same_config(distributed, of_rank[rank])
 
 
 def test_only_paths_may_differ_between_machines(monkeypatch):
-    world = World(ProcessInfo(0, 2, 0, "127.0.0.1", 1))
-    monkeypatch.setattr(world, "gather", lambda own: [own, ("two", {"base_model": "/scratch/b"})])
-    check_same_config(world, {"base_model": "/local/a"})
+    distributed = DistributedContext(ProcessInfo(0, 2, 0, "127.0.0.1", 1))
+    monkeypatch.setattr(
+        distributed, "gather", lambda own: [own, ("two", {"base_model": "/scratch/b"})]
+    )
+    check_same_config(distributed, {"base_model": "/local/a"})
     with pytest.raises(ConfigError, match="base_model"):
-        check_same_config(world, {"base_model": "gpt2"})
+        check_same_config(distributed, {"base_model": "gpt2"})

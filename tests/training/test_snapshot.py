@@ -120,7 +120,7 @@ def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumul
 
 def load_in_process(info: ProcessInfo, run: Path) -> None:
     """Load the checkpoint of `run` as one of several processes; write which files it read whole."""
-    world = init_distributed(info)
+    distributed = init_distributed(info)
     store = CheckpointStore(run)
     checksum, verified = store_module.checksum, []
 
@@ -129,10 +129,10 @@ def load_in_process(info: ProcessInfo, run: Path) -> None:
         return checksum(path)
 
     with patch.object(store_module, "checksum", recorded):
-        snapshot = load_snapshot(store, run / "checkpoints" / "step-1", world)
+        snapshot = load_snapshot(store, run / "checkpoints" / "step-1", distributed)
     assert snapshot["engine"]["m"].sum() == 8
     (run / f"verified-{info.rank}.json").write_text(json.dumps(sorted(verified)))
-    world.destroy()
+    distributed.destroy()
 
 
 @forks
@@ -171,7 +171,7 @@ def test_every_process_takes_its_part_of_an_optimizer_state_under_zero_3(numel: 
     for rank in range(3):
         fake = SimpleNamespace(
             _stage=3,
-            _world=SimpleNamespace(rank=rank, size=3),
+            _distributed=SimpleNamespace(rank=rank, size=3),
             _deepspeed=SimpleNamespace(utils=setter),
         )
         DeepSpeedStrategy._set_optimizer_state(fake, parameter, "exp_avg", value)  # type: ignore[arg-type]

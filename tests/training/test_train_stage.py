@@ -20,7 +20,7 @@ from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaE
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.training import train_stage
-from medusa_train.training.distributed import World
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
@@ -88,7 +88,7 @@ def test_the_time_left_is_that_of_steps_validation_answers_and_timing() -> None:
         schedule=TrainingSchedule(total_steps=100, steps_per_epoch=100.0, eval_every=100.0),
         state=SimpleNamespace(step=20, tokens=4000, seconds=40.0),
         strategy=SimpleNamespace(partitioned=False),
-        world=SimpleNamespace(is_main=True),
+        distributed=SimpleNamespace(is_main=True),
     )
     data = SimpleNamespace(
         train=SimpleNamespace(tokens=20_000), validation=SimpleNamespace(tokens=2_000)
@@ -154,7 +154,7 @@ def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console,
     """NCCL's connections are closed together."""
     chosen = []
 
-    class Observed(World):
+    class Observed(DistributedContext):
         def gather(self, value):
             chosen.append((tmp_path / "run" / "tree.json").exists())
             return super().gather(value)
@@ -352,14 +352,6 @@ def test_other_heads_cannot_resume(make_config, console):
     (saved.parent.parent / "config.yaml").unlink()  # nothing to compare with
     with pytest.raises(CheckpointError, match="keep the base_model, draft, heads"):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
-
-
-def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(
-    make_config, console, monkeypatch
-):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(MedusaError, match=r"C\+\+ compiler"):
-        train(make_config(deepspeed={}, datasets=[{"path": "absent.jsonl"}]), console)
 
 
 def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):

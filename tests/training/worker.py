@@ -28,7 +28,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.models.partitioned import full_shape, is_partitioned
 from medusa_train.progress import RunProgress
 from medusa_train.training import setup, stages
-from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext, init_distributed
 from medusa_train.training.load_data import load_data
 from medusa_train.training.optimizer import LossScale
 from medusa_train.training.process_info import process_info_from_env
@@ -45,7 +45,7 @@ SMALL = {
 }
 
 
-def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
+def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContext) -> Trainer:
     """The trainer of a run, with the optimizer that the case names and heads that are not all one."""
     cfg = TrainConfig(**case["keys"], output_dir=str(out / "run"))
     build_heads, load_backbone, quiet = setup.build_heads, setup.load_backbone, Console(quiet=True)
@@ -74,7 +74,9 @@ def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
     with patch.multiple(
         setup, build_optimizer=optimizer, load_backbone=backbone, build_heads=heads
     ):
-        trainer = setup.build_trainer(cfg, load_data(cfg, quiet, world), RunProgress(quiet), world)
+        trainer = setup.build_trainer(
+            cfg, load_data(cfg, quiet, distributed), RunProgress(quiet), distributed
+        )
     if "loss_scale" in case:
         strategy: Any = trainer.strategy
         strategy.loss_scale = LossScale(case["loss_scale"])
@@ -82,16 +84,18 @@ def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
     return trainer
 
 
-def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
+def equal(
+    case: dict[str, Any], out: Path, distributed: DistributedContext = SINGLE_PROCESS
+) -> None:
     """Train a few steps; write the weights in the order of their names, and how much this process
     held at once.
     """
     with at_once() as counts:
-        trainer = make_trainer(case, out, world)
+        trainer = make_trainer(case, out, distributed)
     with trainer.loggers:
         trainer.run(StopRequest(lambda line: None))
     parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
-    parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, world))
+    parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, distributed))
     weights = {
         f"{part}.{name}": weight
         for part, named in parts_of_weights.items()
@@ -104,8 +108,8 @@ def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> Non
         "gathered": max(counts, default=0),
         "at_end": max(counts_at_end, default=0),
     }
-    (out / f"held-{world.rank}.json").write_text(json.dumps(held))
-    if world.is_main:
+    (out / f"held-{distributed.rank}.json").write_text(json.dumps(held))
+    if distributed.is_main:
         released = {f"draft.{name}": tensor for name, tensor in trainer.draft.state_dict().items()}
         released |= {
             f"student.{name}": tensor.detach() for name, tensor in trainer.recipe.parameters.items()
@@ -146,7 +150,9 @@ def at_once() -> Iterator[list[int]]:
         deepspeed.zero.GatheredParameters.__enter__ = enter
 
 
-def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
+def whole_run(
+    case: dict[str, Any], out: Path, distributed: DistributedContext = SINGLE_PROCESS
+) -> None:
     """`train_stages` with the case's keys; rank 0's console and every rank's exit code are written.
 
     Between two stages, the number of backbones that are left in memory is written. The last rank
@@ -170,7 +176,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
             for x in gc.get_objects()
             if issubclass(type(x), PreTrainedModel) and id(x) not in before
         ]
-        (out / f"left-{world.rank}").write_text(str(len(left)))
+        (out / f"left-{distributed.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:
         step(trainer, batches)
@@ -185,27 +191,29 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
             else output
         )
 
-    if world.rank == world.size - 1:
+    if distributed.rank == distributed.size - 1:
         Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
     console = Console(
-        file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main
+        file=(out / f"console-{distributed.rank}").open("w"),
+        width=200,
+        quiet=not distributed.is_main,
     )
     stages.release_memory = freed
     store.checksum = recorded
     try:
-        code = stages.train_stages(cfg, console, console, world)
+        code = stages.train_stages(cfg, console, console, distributed)
     finally:
         stages.release_memory = free
         store.checksum = checksum
         Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
-    (out / f"code-{world.rank}").write_text(str(code))
-    (out / f"verified-{world.rank}.json").write_text(json.dumps(verified))
+    (out / f"code-{distributed.rank}").write_text(str(code))
+    (out / f"verified-{distributed.rank}.json").write_text(json.dumps(verified))
 
 
-def dies(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
+def dies(case: dict[str, Any], out: Path, distributed: DistributedContext = SINGLE_PROCESS) -> None:
     """The last rank ends without a word in the middle of a step."""
-    trainer = make_trainer(case, out, world)
-    if world.rank == world.size - 1:
+    trainer = make_trainer(case, out, distributed)
+    if distributed.rank == distributed.size - 1:
         trainer.loader = iter(())  # type: ignore[assignment]
     trainer.run(StopRequest(lambda line: None))
 
@@ -216,8 +224,8 @@ CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
 def run_plan(plan: Path) -> None:
     place = process_info_from_env()
     assert place is not None
-    world = init_distributed(place)
+    distributed = init_distributed(place)
     for case in json.loads(plan.read_text()):
-        CASES[case["do"]](case, plan.parent / case["name"], world)
-        world.run_on_main((plan.parent / case["name"] / "done").touch)
-    world.destroy()
+        CASES[case["do"]](case, plan.parent / case["name"], distributed)
+        distributed.run_on_main((plan.parent / case["name"] / "done").touch)
+    distributed.destroy()
