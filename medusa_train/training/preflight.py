@@ -22,15 +22,17 @@ from medusa_train.models.model_files import find_backbone, read_adapter_config
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
 
 
-def check_files(cfg: TrainConfig, processes: int = 1) -> None:
+def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True) -> None:
     """Check the files of a run and its stage one, without the seconds that importing torch takes.
+    The data may be missing unless the run `reads_data`.
 
     What only the backbone's config tells is checked if config.json is here and has it.
 
     Raises:
         MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
     """
-    check_inputs(cfg)
+    if reads_data:
+        check_inputs(cfg)
     first = stage_one_config(cfg)
     stages = [cfg] if first is None else [first, cfg]
     for stage in stages:
@@ -42,6 +44,8 @@ def check_files(cfg: TrainConfig, processes: int = 1) -> None:
         for name in (stage.chat_template, *(entry.conversation for entry in stage.all_datasets)):
             if name:
                 get_template(name)
+    if not reads_data:
+        return
     check_first_records(cfg.all_datasets, skip_bad=cfg.skip_bad_records)
     if first is not None:
         others = [entry for entry in first.all_datasets if entry not in cfg.all_datasets]

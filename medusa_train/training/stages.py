@@ -30,8 +30,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.resume import ResumePlan, plan_resume
-from medusa_train.training.setup import make_plan
-from medusa_train.training.signals import signals_as_interrupts
+from medusa_train.training.schedule import make_schedule
+from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
 
 TITLES = ("stage 1 of 2", "stage 2 of 2")
@@ -87,7 +87,9 @@ def train_stages(
         world.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
-        code = train(first, data[0], progress, results, world, plan.start, whole_run=cfg.run_dir)
+        code = train(
+            first, data[0], progress, results, world, plan.start, parent_run_dir=cfg.run_dir
+        )
         if code != 0:
             return code
         release_memory()
@@ -140,7 +142,7 @@ def _count_steps(cfg: TrainConfig, data: TrainingData, world: World) -> int:
     loader = BatchLoader(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
-    return make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
+    return make_schedule(cfg, loader.batches_per_epoch, world.size).total_steps
 
 
 def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, save_draft, write_weights
-from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.medusa_layouts import HeadTensors, to_vllm
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
-from medusa_train.checkpoint.server_layouts import to_vllm
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
