@@ -76,6 +76,11 @@ DECODED: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 320,
         "pad_token_id": 0,
     },
+    "gemma4_unified_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "pad_token_id": 0,
+    },
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     # latent attention
     "deepseek_v2": {},
@@ -93,6 +98,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "glm4v": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     "internvl": {},
     "gemma4": {},
+    "gemma4_unified": {},
 }
 #: Types whose token trees cannot be verified: recurrent, chunked and sparse layers.
 TRAINED: dict[str, dict[str, Any]] = {

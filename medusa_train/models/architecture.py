@@ -145,7 +145,8 @@ def _problems(config: Any) -> Iterator[str]:
         yield "no max_position_embeddings in its config, so the length of its context is unknown"
     if getattr(text, "alibi", False):
         yield "ALiBi attention: distances within the row are wrong between the branches of a tree"
-    if getattr(text, "use_bidirectional_attention", False):
+    # "vision": only between the tokens of an image (Gemma 4)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "bidirectional attention: a position attends to later tokens"
 
 

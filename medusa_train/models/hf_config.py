@@ -23,11 +23,13 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def decoder_of(model: Any) -> Any:
     """Return a model's decoder without lm_head; of a model that also reads images, the part for
-    text.
+    text. BackboneError: it has no such part (Qwen3-Omni, which also speaks).
     """
     base = model.base_model
     if base is model:  # Llama 4 names its decoder otherwise than its class says
-        base = model.model
+        base = getattr(model, "model", None)
+    if base is None:
+        raise BackboneError(f"{type(model).__name__} is not supported: it has no decoder `model`")
     return getattr(base, "language_model", base)
 
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     MistralConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -22,10 +23,11 @@ from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN
 from medusa_train.data.sources import PUBLIC_DATASETS
 from medusa_train.evaluation.questions import NAMED_BENCHES
 from tests.chat_templates import LLAMA_3_1, QWEN3, SMOLLM2
+from tests.model_types import tiny_model
 
-#: Class of the config, chat template (Vicuna has none), end token and size of the vocabulary of
-# each model.
-MODELS: dict[str, tuple[type, str | None, str, int]] = {
+#: Class or type of the config, chat template (Vicuna has none), end token and size of the vocabulary
+#: of each model.
+MODELS: dict[str, tuple[type | str, str | None, str, int]] = {
     "lmsys/vicuna-7b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-13b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-33b-v1.3": (LlamaConfig, None, "</s>", 2048),
@@ -37,6 +39,10 @@ MODELS: dict[str, tuple[type, str | None, str, int]] = {
         32064,
     ),  # EAGLE-3 predicts 32,000
     "Qwen/Qwen3-8B": (Qwen3Config, QWEN3, "<|im_end|>", 32064),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", QWEN3, "<|im_end|>", 32064),
+    "Qwen/Qwen3.5-27B": ("qwen3_5", QWEN3, "<|im_end|>", 32064),
+    "openai/gpt-oss-20b": ("gpt_oss", SMOLLM2, "<|im_end|>", 32064),
+    "google/gemma-4-12B-it": ("gemma4_unified", SMOLLM2, "<|im_end|>", 32064),
     "Qwen/Qwen3-0.6B": (Qwen3Config, QWEN3, "<|im_end|>", 16448),  # its heads predict 16,384 tokens
     # their heads predict 8,192
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": (Qwen2Config, SMOLLM2, "<|im_end|>", 8256),
@@ -93,6 +99,9 @@ def write_local_data(place: Path) -> None:
         "llama31_8b",
         "qwen3_8b",
         "qwen3_06b",
+        "qwen3_30b_a3b",
+        "qwen35_27b",
+        "gemma4_12b",
         "qwen_coder_15b",
         "vicuna33b_m2",
         "zephyr7b_m2",
@@ -109,14 +118,33 @@ def write_local_data(place: Path) -> None:
 
 
 def write_model(folder: Path, name: str) -> None:
-    """Write a random model of four layers that ends its answers, with the tokenizer of the embedded
-    one.
-    """
+    """Write a random model that ends its answers, with the tokenizer of the embedded one."""
     kind, template, end, vocab_size = MODELS[name]
     tokenizer = AutoTokenizer.from_pretrained(PROJECT_ROOT / "data" / "tiny")
     if end != tokenizer.eos_token:
         tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL, "eos_token": end})
     tokenizer.chat_template = template
+    if isinstance(kind, str):
+        model = _tiny_model_that_ends(kind, vocab_size, tokenizer)
+    else:
+        model = _model_that_ends(kind, vocab_size, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tiny_model_that_ends(model_type: str, vocab_size: int, tokenizer: Any) -> PreTrainedModel:
+    """Build a random model of a type in bfloat16, of whose answers every tenth token is the last."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 8192}
+    model = tiny_model(model_type, vocab_size, **ids).to(torch.bfloat16)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[len(tokenizer) :] = 0.0
+        head[tokenizer.eos_token_id] *= 3.0
+    return model
+
+
+def _model_that_ends(kind: type, vocab_size: int, tokenizer: Any) -> PreTrainedModel:
+    """Build a random model of four layers in bfloat16 that ends its answers."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -148,8 +176,7 @@ def write_model(folder: Path, name: str) -> None:
         head[tokenizer.eos_token_id] = 0.0
         head[tokenizer.eos_token_id, 0] = 12.0
         head[len(tokenizer) :, 0] = -40.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model
 
 
 def _chats() -> list[list[dict[str, str]]]:

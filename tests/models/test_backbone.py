@@ -75,6 +75,14 @@ def test_unknown_transforms_of_logits_are_rejected() -> None:
         check_model(Backbone(Strange(config), NoTokenizer()))
 
 
+def test_a_model_without_a_decoder_is_rejected() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.base_model_prefix = "thinker"
+    del model.model
+    with pytest.raises(BackboneError, match="LlamaForCausalLM is not supported: it has no decoder"):
+        Backbone(model, NoTokenizer())
+
+
 def test_layers_that_trees_do_not_support_are_an_obstacle() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     for kind, words in (
