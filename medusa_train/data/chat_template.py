@@ -105,7 +105,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error}") from None
-        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:

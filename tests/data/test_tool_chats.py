@@ -3,11 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import Conversation
+from medusa_train.data.dataset import load_datasets
 from medusa_train.data.examples import encode_examples
 from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
@@ -268,6 +271,36 @@ def test_tools_are_rendered_before_the_chat(make: Make) -> None:
     conversation = chat(*AGENT, tools=[tool])
     shown = masked(encoder, conversation)
     assert shown.startswith(f"<|im_start|>system\n<tools>{json.dumps(tool)}</tools><|im_end|>")
+
+
+def test_chats_that_cannot_be_rendered_or_read_are_skipped_and_counted(
+    make: Make, tmp_path: Path
+) -> None:
+    parallel = [Q, calls(call(1), call(2)), result(), result("S", 2), A]
+    missing = [Q, calls(call(1)), A]
+    path = tmp_path / "d.jsonl"
+    chats = [AGENT, parallel, missing, parallel]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+    settings = {"base_model": "m", "datasets": str(path), "val_set_size": 0}
+    encoder = make(templates.TOOLS_LLAMA)
+    with pytest.raises(DataError, match="turn 3 has the role assistant, expected tool"):
+        load_datasets(TrainConfig.model_validate(settings), encoder)
+    settings["skip_bad_records"] = True
+    train, _ = load_datasets(TrainConfig.model_validate(settings), encoder)
+    assert [example.source for example in train.examples] == [f"{path}:1"]
+    assert (
+        "invalid records by reason: the chat template rejects the chat: This model only supports"
+        " single tool-calls at once! (2); turn N has the role assistant, expected tool (1)"
+    ) in train.report.describe()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_everything_is_trained_with_train_on_inputs(name: str, make: Make) -> None:
+    encoder = make(getattr(templates, f"TOOLS_{name}"), train_on_inputs=True)
+    (first, *others) = encoder.encode(chat(*AGENT))
+    assert all(first.supervised)
+    for row in others:  # history was trained in an earlier row
+        assert row.supervised == sorted(row.supervised)
 
 
 def test_what_a_template_leaves_out_is_said_with_its_count(make: Make) -> None:
