@@ -56,7 +56,7 @@ from medusa_train.errors import (  # noqa: E402
     signal_exit_code,
 )
 from medusa_train.io import existing_parent  # noqa: E402
-from medusa_train.training.signals import signals_as_interrupts  # noqa: E402
+from medusa_train.training.stop_signals import signals_as_interrupts  # noqa: E402
 
 MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL

@@ -148,7 +148,10 @@ def load_for_decoding(
     if paths.adapter is None:
         backbone = load_backbone_without_adapter(paths, dtype)
     else:
-        backbone = _load_merged(paths, paths.adapter, dtype)
+        # loaded as in training, quantised or not; merging dequantises
+        backbone = _load_backbone(paths, dtype, paths.quantization)
+        Adapter.load(backbone, paths.adapter).merge()
+        backbone = backbone.to_dtype(dtype)
     if prepack:
         prepack_linears(backbone.model)
     # a graph fills the whole tree: its host would wait at every level to stop early
@@ -274,10 +277,8 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     if paths.tree_mode == FIXED:
         return None
     size = paths.tree_mode.partition(":")[2]
-    if not size:
-        return Limits(tree.size, tree.max_depth)
-    nodes, depth = size.split("x")
-    return Limits(int(nodes), int(depth))
+    nodes, depth = map(int, size.split("x")) if size else (tree.size, tree.max_depth)
+    return Limits(nodes, depth)
 
 
 def compile_backbone(
@@ -314,15 +315,6 @@ def compile_cache_dir() -> Path:
         if value != default_cache_dir():  # torch sets its default there on first use
             return Path(value)
     return user_cache_dir() / "compiled"
-
-
-def _load_merged(paths: ModelPaths, adapter: Path, dtype: str | torch.dtype) -> Backbone:
-    """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
-    `dtype`.
-    """
-    backbone = _load_backbone(paths, dtype, paths.quantization)
-    Adapter.load(backbone, adapter).merge()
-    return backbone.to_dtype(dtype)
 
 
 def _load_backbone(

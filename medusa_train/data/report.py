@@ -6,13 +6,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from medusa_train.data.tokenize import SplitReason
 from medusa_train.data.unread import Unread
 
 #: Reasons for which records are skipped of which so many are listed.
 _MAX_KINDS = 5
-#: What is said of conversations that became several rows.
-_SPLIT_WORDS: dict[SplitReason, str] = {
+#: What is said of conversations that became several rows, by `SplitReason`.
+_SPLIT_WORDS: dict[str, str] = {
     "template": "the chat template changes earlier turns in later prompts",
     "token_ids": (
         "the data give tokens of answers (token_ids); in later prompts an answer has the tokens"

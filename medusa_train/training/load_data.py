@@ -10,14 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from medusa_train.checkpoint.load_model import read_generation_config
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Example
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.examples import EncodedDataset
+from medusa_train.data.examples import DataReport, EncodedDataset
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
@@ -29,6 +31,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
+#: Tokens of a conversation, and the share of them that is supervised, where no data are read.
+ASSUMED_LENGTH, ASSUMED_SHARE = 1000, 0.7
 #: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
@@ -89,6 +93,22 @@ def load_data(
             DataError(f"datasets: the processes have read different data: {reason}")
         )
     return data
+
+
+def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
+    """Check the configuration as `load_data` does, and return data of so many tokens, of which
+    nothing but the lengths is meant: conversations of 1,000 tokens, 70 % of them supervised.
+    """
+    _, config = check_run(cfg, processes)
+    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    length = min(ASSUMED_LENGTH, cfg.sequence_len)
+    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
+    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
+    report = DataReport(cfg.sequence_len)
+    row_len = cfg.sequence_len if cfg.sample_packing else None
+    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
+    nothing = EncodedDataset([], report)
+    return TrainingData(train, nothing, train, cfg.sequence_len)
 
 
 @contextmanager

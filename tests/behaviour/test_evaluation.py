@@ -648,8 +648,8 @@ def test_a_judge_grades_answers(
     grades = ["[[7]]", "I say [[3]] and then [[4/10]]", "no grade", "[[11]]", "[[9.5]]", "[[1]]"]
 
     def script(number: int, body: dict[str, Any]) -> Any:
-        if number == 0:
-            return error(503, "busy", retry_after="0")
+        if number < 2:
+            return error([503, 500][number], "busy", retry_after="0")
         text = body["messages"][-1]["content"]
         if text == "Hello":  # whether the judge replies at all
             return 200, {}, json.dumps(completion(body, text="Hi")).encode()
@@ -667,9 +667,9 @@ def test_a_judge_grades_answers(
         evaluate(*words, **keys).ok()
         judged = read_json(tmp_path / "out" / "report.json")["judge"]
         count = len(server.bodies)
-        assert count == 1 + 1 + 7
+        assert count == 2 + 1 + 7
         assert set(server.authorization) == {"Bearer sk-judge-0123456789"}
-        assert server.bodies[2]["temperature"] == 0
+        assert server.bodies[3]["temperature"] == 0
         evaluate(*words, **keys).ok()
         assert len(server.bodies) == count + 1  # the judge is greeted again, and grades nothing
     given = [7, 4, None, None, 9.5, 1, 2]

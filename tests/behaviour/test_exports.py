@@ -390,6 +390,8 @@ def test_heads_in_the_layouts_of_other_programs(
         assert [line["accepted"] for line in lines] == ours
 
     check("pt", lambda where: torch.save(weights, where / "medusa_lm_head.pt"))
+    prefixed = {f"medusa_head.{name}": tensor for name, tensor in weights.items()}
+    check("prefixed", lambda where: torch.save(prefixed, where / "medusa_lm_head.pt"))
     check("tgi", lambda where: save_file(weights, where / "medusa_lm_head.safetensors"))
 
     def vllm(where: Path) -> None:

@@ -189,6 +189,7 @@ def test_a_page_that_compares(report: Any, tmp_path: Path) -> None:
             group["speedup"] *= factor
             group["acceleration_rate"] *= factor
             group["intervals"].pop("speedup", None)
+            group["speedup_over_generate"] = None if bench == "a" else 1.25
         path = tmp_path / "run" / "eval" / bench / "report.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(faster), encoding="utf-8")
@@ -204,6 +205,7 @@ def test_a_page_that_compares(report: Any, tmp_path: Path) -> None:
     assert first["tokens per step"].startswith(f"{2 * report['overall']['acceleration_rate']:.2f}")
     assert second["tokens per step"].startswith(f"{report['overall']['acceleration_rate']:.2f}")
     assert (first["heads"], first["nodes"]) == ("3", "4")
+    assert (first["over generate"][:5], second["over generate"]) == ("1.25x", "-")
     pairs = [(2 * group["speedup"], group["speedup"]) for group in groups]
     assert proportional(
         drawn_bars(page, "Speedup per category"), [v for pair in pairs for v in pair]

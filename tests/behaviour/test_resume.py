@@ -183,6 +183,14 @@ def test_changed_settings_behind_the_weights_are_named(
     )
 
 
+def test_a_moved_run_goes_on_where_it_is(short: dict[str, Any], tmp_path: Path) -> None:
+    """Its own config.yaml names the directory that it is in, not the one that it was in."""
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    train(moved / "config.yaml", resume_from_checkpoint="auto", max_steps=4).ok()
+    assert [record["step"] for record in metrics(moved)] == [1, 2, 3, 4]
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_learning_rate_of_the_configuration_is_used(short: dict[str, Any]) -> None:
     train(**short | {"learning_rate": 0.5, "lr_scheduler": "constant"}).ok()
     assert [record["lr"] for record in metrics(short["output_dir"])[2:]] == [0.5, 0.5]

@@ -32,6 +32,7 @@ from tests.behaviour.world import (
     train,
     training_keys,
     write_lines,
+    write_model,
     write_tree,
 )
 from tests.fake_server import completion, error, serving, short_context
@@ -302,6 +303,15 @@ def test_other_settings_are_not_mixed_in_one_file(
     found = selfdistill("--prompts", other, *words[2:], **LOCAL, **KEEP)
     assert found.code != 0
     assert out.read_bytes() == before
+
+
+def test_answers_of_other_weights_are_not_mixed_in_one_file(prompts: Path, tmp_path: Path) -> None:
+    """Of a model that was trained again into the same directory."""
+    words = ["--prompts", prompts, "--output", tmp_path / "own.jsonl"]
+    words += ["--model", write_model(tmp_path / "model", num_hidden_layers=1)]
+    selfdistill(*words, **LOCAL, **KEEP, limit=1).ok()
+    write_model(tmp_path / "model", num_hidden_layers=1, seed=1)
+    selfdistill(*words, **LOCAL, **KEEP, limit=2).fails(2, "with other settings", "weights")
 
 
 # Servers

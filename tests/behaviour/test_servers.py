@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.behaviour.world import ROOT, Ran, evaluate, read_json, write_tree
-from tests.fake_server import error
+from tests.fake_server import error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
 
 FAKE = ROOT / "tests" / "server_bench" / "fake_vllm.py"
@@ -180,6 +180,15 @@ def test_a_block_with_failures_is_measured_again(bench: Path, tmp_path: Path) ->
         shown = measure(heads, bench, tmp_path / "out", against=plain.url).ok()
     shown.says("measured again")
     assert cell(read_json(tmp_path / "out" / "served.json"), "heads")["answers"] % 8 == 0
+
+
+def test_an_answer_that_its_server_aborted_is_no_answer(bench: Path, tmp_path: Path) -> None:
+    """vLLM ends answers so when it is shut down."""
+    with bench_server() as server:
+        server.script = lambda number, body: (
+            stream(body, "half", end="abort") if number == 3 else None
+        )
+        measure(server, bench, tmp_path / "out").ok().says("measured again")
 
 
 def test_what_makes_figures_wrong_ends_the_measurement(bench: Path, tmp_path: Path) -> None:
