@@ -225,6 +225,18 @@ def test_a_chat_ends_before_a_turn_that_is_rendered_without_its_header(make: Mak
     assert counts["cut_before_turn"] == 1
 
 
+def test_calls_that_are_rendered_as_another_turn_than_their_text_reject_the_chat(
+    make: Make,
+) -> None:
+    encoder = make(templates.TOOLS_TWO_TURNS)
+    with pytest.raises(
+        DataError, match="the chat template renders turn 2 differently after a prom"
+    ):
+        encoder.encode(chat(*AGENT))
+    shown = masked(encoder, chat(Q, calls(call(x=1)), result(), A))
+    assert '[[f1{"x": 1}<|im_end|>]]' in shown
+
+
 def test_results_of_calls_in_text_are_the_users_if_the_template_knows_no_tool(make: Make) -> None:
     turns = [Q, {**A, "content": "[f(1)]"}, {"role": "tool", "content": "R"}, A]
     counts = Counter[str]()
