@@ -294,6 +294,12 @@ def test_what_calls_leave_unread_is_counted() -> None:
     assert unread == {(TURN_KEYS, "name"): 1, (TURN_KEYS, "agent"): 1}
 
 
+def test_results_after_the_last_answer_are_counted() -> None:
+    unread = Unread()
+    normalize({"messages": READ[:3]}, unread=unread)
+    assert unread.describe("d") == ["d: not read: turns of tool after the last answer (1)"]
+
+
 def test_prompts_of_tool_chats_are_the_users_turns() -> None:
     unread = Unread()
     assert parse_user_turns({"messages": READ}, unread=unread) == (["Q"], None)

@@ -16,6 +16,7 @@ from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
+from medusa_train.training.load_data import chat_encoder
 from tests import chat_templates as templates
 from tests.data.conftest import SPECIAL
 from tests.data.test_tokenize_chat import masked, masked_row
@@ -321,3 +322,25 @@ def test_what_a_template_leaves_out_is_said_with_its_count(make: Make) -> None:
     assert report.describe() == [
         "chats with tools (1): the chat template leaves out the text beside tool calls"
     ]
+
+
+def test_a_run_limits_rows_and_ends_answers_at_the_models_tokens(
+    make_tokenizer: Make, tmp_path: Path
+) -> None:
+    turns = [Q]
+    for number in range(6):
+        turns += [calls(call(number)), result("R", number)]
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    tokenizer = make_tokenizer(templates.TOOLS_THOUGHT, special=[*SPECIAL, *TAGS])
+    settings = {"base_model": "m", "datasets": str(path), "val_set_size": 0, "sequence_len": 9999}
+    cfg = TrainConfig.model_validate({**settings, "max_rows_per_chat": 3})
+    end = tokenizer.convert_tokens_to_ids("<turn|>")
+    train, _ = load_datasets(cfg, chat_encoder(cfg, tokenizer, [end]))
+    assert len(train) == 3
+    for example in train.examples:
+        assert int(example.tokens[-1]) == end
+        assert bool(example.supervised[-1])
+    default = TrainConfig.model_validate(settings)
+    whole, _ = load_datasets(default, chat_encoder(default, tokenizer, end))
+    assert len(whole) == 6
