@@ -163,3 +163,11 @@ TOOLS_HEADLESS = (
     " m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|>' }}{%"
     " endif %}"
 )
+
+#: Writes the text beside the calls of a last answer as a turn of its own (Nemotron Nano 2's kind).
+TOOLS_TWO_TURNS = (
+    "{% for m in messages %}{% if m.content %}{{ '<|im_start|>' + m.role + '\\n' + m.content +"
+    " '<|im_end|>\\n' }}{% endif %}{% for c in m.tool_calls or [] %}{{ '<|im_start|>assistant\\n' +"
+    " c.function.name }}{{ c.function.arguments | tojson }}{{ '<|im_end|>\\n' }}{% endfor %}{%"
+    " endfor %}" + _CHATML_PROMPT
+)

@@ -105,7 +105,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error}") from None
-        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
@@ -213,6 +213,10 @@ class ChatTemplate:
         found = _pattern(self.stops).search(text)
         end = found[0] if found else ""
         text = text[: found.end()] if found else text.rstrip()
+        # A template may write the text beside calls and the calls as two turns (Nemotron Nano 2).
+        names = Counter(call["function"]["name"] for call in message.calls)
+        if any(text.count(name) < count for name, count in names.items()):
+            return None
         if message.is_cut:
             text, end = text.removesuffix(end), ""
         return RenderedAnswer(len(history), prompt, text, end, message.token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from medusa_train.config.schema import DatasetConfig
@@ -132,9 +133,9 @@ def normalize(
     if record_format == "sharegpt" and messages[0].role == "assistant":
         found.add(TURNS, "assistant before the first question")
         del messages[0]
-    has_answers = any(message.role == "assistant" for message in messages)
-    if has_answers and messages[-1].role == "user":
-        found.add(TURNS, "user after the last answer")
+    if any(message.role == "assistant" for message in messages):
+        for message in takewhile(lambda turn: turn.role != "assistant", reversed(messages)):
+            found.add(TURNS, f"{message.role} after the last answer")
     # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 from medusa_train.data.unread import Unread
 
+#: Reasons for which records are skipped of which so many are listed.
+_MAX_KINDS = 5
 #: What is said of conversations that became several rows, by `SplitReason`.
 _SPLIT_WORDS: dict[str, str] = {
     "template": "the chat template changes earlier turns in later prompts",
@@ -86,6 +89,12 @@ class DataReport:
             sentences.append(
                 f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"
             )
+            # the same problem in other turns of other records is one kind
+            kinds = Counter(re.sub(r"\d+", "N", line.partition(": ")[2]) for line in self.skipped)
+            if len(kinds) > 1:
+                found = [f"{kind} ({count})" for kind, count in kinds.most_common(_MAX_KINDS)]
+                more = f"; {len(kinds) - _MAX_KINDS} more" if len(kinds) > _MAX_KINDS else ""
+                sentences.append(f"invalid records by reason: {'; '.join(found)}{more}")
         limit = f"sequence_len {self.sequence_len}"
         outcomes = {
             "truncated": f"truncated at the end of a turn to fit {limit}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,6 +61,10 @@ def _parse_call(given: object) -> dict[str, Any]:
         raise RecordError(
             f"arguments of the call {name} must be an object, they are {json_type(arguments)}"
         )
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError) as error:  # a table may hold bytes and dates
+        raise RecordError(f"arguments of the call {name} are not JSON: {error}") from None
     call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     call_id = given.get("id") if isinstance(given, Mapping) else None
     return call if call_id is None else {"id": str(call_id), **call}
@@ -73,9 +78,9 @@ def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:
         call_id = several[0]
     given = {"tool_call_id": call_id, "name": turn.get("name")}
     for key, value in given.items():
-        if not isinstance(value, str | None):
+        if not isinstance(value, str | int | None):
             raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: str(value) for key, value in given.items() if value is not None}
 
 
 def link_results(messages: Sequence[Message]) -> list[Message]:

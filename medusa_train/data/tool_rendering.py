@@ -99,19 +99,20 @@ def _tool_support(source: str, special_tokens: tuple[tuple[str, str], ...]) -> T
     has_results = "Sunny" in text_only and text_only != as_answer
     for text_arguments in (False, True):
         for count in (2, 1):
-            answer = Message("assistant", "Looking", parts={"tool_calls": _example_calls(count)})
+            answer, one_call = (
+                Message("assistant", "Looking", parts={"tool_calls": _example_calls(number)})
+                for number in (count, 1)
+            )
             if text_arguments:
-                answer = _with_text_arguments(answer)
+                answer, one_call = map(_with_text_arguments, (answer, one_call))
             text = render(answer)
             if not text:
                 continue
             shown = [n for n in range(1, count + 1) if f"find{n}" in text and f"town{n}" in text]
             # a template that rejects two calls says so itself
             calls = 2 if len(shown) == count else len(shown)
-            with_result = render(replace(answer, parts={"tool_calls": _example_calls(1)}), result)
-            return ToolSupport(
-                text_arguments, calls, "Looking" in text, has_results or "Sunny" in with_result
-            )
+            has_results = has_results or "Sunny" in render(one_call, result)
+            return ToolSupport(text_arguments, calls, "Looking" in text, has_results)
     return ToolSupport(False, 2, True, has_results)  # it rejects every call, and says why
 
 

@@ -243,6 +243,8 @@ def test_tools_of_hermes_system_message_are_not_rendered_twice() -> None:
         ([said("assistant", "")], r"turn 2 \(assistant\) is empty"),
         ([said("assistant", [{"type": "tool_use", "name": "get"}])], "parts that are not text"),  # type: ignore[arg-type]
         ([said("assistant", "", tool_calls=[call({"x": "\ud800"})])], "lone surrogate"),
+        ([said("assistant", "", tool_calls=[call({"x": b"1"})])], "of the call get are not JSON: "),
+        ([READ[1], said("tool", "R", tool_call_id=[1])], "turn 3: 'tool_call_id' must be a string"),
         ([DONE, {**ASKED, "tool_calls": [call({})]}], "turn 3: tool calls of the role user"),
     ],
 )
@@ -274,6 +276,12 @@ def test_a_result_may_be_blank_and_missing() -> None:
         assert result == Message("tool", "", parts={"tool_call_id": "c1"})
 
 
+def test_ids_may_be_numbers() -> None:
+    made = said("assistant", "", tool_calls=[{**call({}), "id": 7}])
+    chat = normalize({"messages": [ASKED, made, said("tool", "R", tool_call_id=7)]})
+    assert [chat.messages[1].calls[0]["id"], chat.messages[2].parts["tool_call_id"]] == ["7", "7"]
+
+
 def test_results_may_have_another_name_in_a_data_set() -> None:
     fields = DatasetConfig(path="x", roles={"tool": ["output"]})
     chat = normalize({"messages": [*READ[:2], said("output", "R"), DONE]}, fields=fields)
@@ -284,6 +292,12 @@ def test_what_calls_leave_unread_is_counted() -> None:
     unread = Unread()
     normalize({"messages": [{**ASKED, "name": "N"}, {**READ[1], "agent": "x"}]}, unread=unread)
     assert unread == {(TURN_KEYS, "name"): 1, (TURN_KEYS, "agent"): 1}
+
+
+def test_results_after_the_last_answer_are_counted() -> None:
+    unread = Unread()
+    normalize({"messages": READ[:3]}, unread=unread)
+    assert unread.describe("d") == ["d: not read: turns of tool after the last answer (1)"]
 
 
 def test_prompts_of_tool_chats_are_the_users_turns() -> None:

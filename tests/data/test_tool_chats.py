@@ -3,16 +3,20 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import Conversation
+from medusa_train.data.dataset import load_datasets
 from medusa_train.data.examples import encode_examples
 from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
+from medusa_train.training.load_data import chat_encoder
 from tests import chat_templates as templates
 from tests.data.conftest import SPECIAL
 from tests.data.test_tokenize_chat import masked, masked_row
@@ -222,6 +226,18 @@ def test_a_chat_ends_before_a_turn_that_is_rendered_without_its_header(make: Mak
     assert counts["cut_before_turn"] == 1
 
 
+def test_calls_that_are_rendered_as_another_turn_than_their_text_reject_the_chat(
+    make: Make,
+) -> None:
+    encoder = make(templates.TOOLS_TWO_TURNS)
+    with pytest.raises(
+        DataError, match="the chat template renders turn 2 differently after a prom"
+    ):
+        encoder.encode(chat(*AGENT))
+    shown = masked(encoder, chat(Q, calls(call(x=1)), result(), A))
+    assert '[[f1{"x": 1}<|im_end|>]]' in shown
+
+
 def test_results_of_calls_in_text_are_the_users_if_the_template_knows_no_tool(make: Make) -> None:
     turns = [Q, {**A, "content": "[f(1)]"}, {"role": "tool", "content": "R"}, A]
     counts = Counter[str]()
@@ -270,9 +286,61 @@ def test_tools_are_rendered_before_the_chat(make: Make) -> None:
     assert shown.startswith(f"<|im_start|>system\n<tools>{json.dumps(tool)}</tools><|im_end|>")
 
 
+def test_chats_that_cannot_be_rendered_or_read_are_skipped_and_counted(
+    make: Make, tmp_path: Path
+) -> None:
+    parallel = [Q, calls(call(1), call(2)), result(), result("S", 2), A]
+    missing = [Q, calls(call(1)), A]
+    path = tmp_path / "d.jsonl"
+    chats = [AGENT, parallel, missing, parallel]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+    settings = {"base_model": "m", "datasets": str(path), "val_set_size": 0}
+    encoder = make(templates.TOOLS_LLAMA)
+    with pytest.raises(DataError, match="turn 3 has the role assistant, expected tool"):
+        load_datasets(TrainConfig.model_validate(settings), encoder)
+    settings["skip_bad_records"] = True
+    train, _ = load_datasets(TrainConfig.model_validate(settings), encoder)
+    assert [example.source for example in train.examples] == [f"{path}:1"]
+    assert (
+        "invalid records by reason: the chat template rejects the chat: This model only supports"
+        " single tool-calls at once! (2); turn N has the role assistant, expected tool (1)"
+    ) in train.report.describe()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_everything_is_trained_with_train_on_inputs(name: str, make: Make) -> None:
+    encoder = make(getattr(templates, f"TOOLS_{name}"), train_on_inputs=True)
+    (first, *others) = encoder.encode(chat(*AGENT))
+    assert all(first.supervised)
+    for row in others:  # history was trained in an earlier row
+        assert row.supervised == sorted(row.supervised)
+
+
 def test_what_a_template_leaves_out_is_said_with_its_count(make: Make) -> None:
     report = DataReport(1000)
     encode_examples(chat(*AGENT), make(templates.TOOLS_LLAMA), report)
     assert report.describe() == [
         "chats with tools (1): the chat template leaves out the text beside tool calls"
     ]
+
+
+def test_a_run_limits_rows_and_ends_answers_at_the_models_tokens(
+    make_tokenizer: Make, tmp_path: Path
+) -> None:
+    turns = [Q]
+    for number in range(6):
+        turns += [calls(call(number)), result("R", number)]
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    tokenizer = make_tokenizer(templates.TOOLS_THOUGHT, special=[*SPECIAL, *TAGS])
+    settings = {"base_model": "m", "datasets": str(path), "val_set_size": 0, "sequence_len": 9999}
+    cfg = TrainConfig.model_validate({**settings, "max_rows_per_chat": 3})
+    end = tokenizer.convert_tokens_to_ids("<turn|>")
+    train, _ = load_datasets(cfg, chat_encoder(cfg, tokenizer, [end]))
+    assert len(train) == 3
+    for example in train.examples:
+        assert int(example.tokens[-1]) == end
+        assert bool(example.supervised[-1])
+    default = TrainConfig.model_validate(settings)
+    whole, _ = load_datasets(default, chat_encoder(default, tokenizer, end))
+    assert len(whole) == 6
