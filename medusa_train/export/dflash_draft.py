@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -18,22 +17,13 @@ from medusa_train.models.loading import resolve_backbone
 _COMMANDS: dict[ExportTarget, str] = {
     "vllm": (
         "vllm serve {backbone} --speculative-config "
-        '\'{{"method": "{method}", "model": "{directory}", "num_speculative_tokens": {tokens}}}\''
+        '\'{{"method": "METHOD", "model": "{directory}", "num_speculative_tokens": TOKENS}}\''
     ),
     "sglang": (
         "python -m sglang.launch_server --model-path {backbone} --speculative-algorithm DFLASH "
-        "--speculative-draft-model-path {directory} --speculative-num-draft-tokens {block}"
+        "--speculative-draft-model-path {directory} --speculative-num-draft-tokens BLOCK"
     ),
 }
-_DESCRIPTION = (
-    "{layers} decoder layers that guess {tokens} tokens in one pass (DFlash, arXiv 2602.06036), from"
-    " the target model's states after {states} layers. The server verifies every drafted token."
-)
-_USE = (
-    "```bash\n{command}\n```\n\nServers verify a chain of its first guesses. {{chain}}\n\nMeasure your"
-    " server under your load, with and without the draft: with many requests at a time it can be"
-    " slower."
-)
 
 
 def write_dflash(
@@ -65,29 +55,24 @@ def write_dflash(
     # 2. The card.
     tokens = settings["max_draft_tokens"]
     method = "dspark" if settings.get("markov_rank") else "dflash"
-    command = partial(
-        _COMMANDS[to].format,
-        backbone=quote(base_model),
-        method=method,
-        tokens=tokens,
-        block=tokens + 1,
-    )
-    use = _USE.format(
-        command=command(directory="THIS_DIRECTORY").replace("{", "{{").replace("}", "}}")
+    command = (
+        _COMMANDS[to]
+        .replace("METHOD", method)
+        .replace("TOKENS", str(tokens))
+        .replace("BLOCK", str(tokens + 1))
     )
     text = card(
         paths,
-        "DFlash draft",
-        _DESCRIPTION.format(
-            layers=settings["num_layers"],
-            tokens=tokens,
-            states=", ".join(map(str, settings["layers"])),
-        ),
-        use.format,
+        to,
         base_model,
         licence,
-        served_by_vllm=to == "vllm",
+        title="DFlash draft",
         tag="dflash",
+        command=command,
+        num_layers=settings["num_layers"],
+        tokens=tokens,
+        layers=", ".join(map(str, settings["layers"])),
+        served_by_vllm=to == "vllm",
     )
     write_weights(target, VLLM_WEIGHTS, tensors, config)
     replace_text(target / "README.md", text)
@@ -97,7 +82,7 @@ def write_dflash(
         directory = quote(directory)
     facts = [
         f"DFlash, {tokens} guesses in a pass; base model {base_model}",
-        f"serve it: {command(directory=directory)}",
+        f"serve it: {command.format(directory=directory, backbone=quote(base_model))}",
         "servers verify a chain; tree.json is not read",
     ]
     if method == "dspark":

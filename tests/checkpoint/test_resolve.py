@@ -137,7 +137,9 @@ def test_published_drafts_of_other_kinds_are_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{words}.*not read.*EAGLE-3 and DFlash drafts are read"):
+    with pytest.raises(
+        CheckpointError, match=f"{words}.*not read.*EAGLE-3 and DFlash drafts are read"
+    ):
         resolve_model(str(tmp_path), "some/model", None)
 
 
@@ -284,7 +286,8 @@ def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="some/model has no heads"):
         resolve_model(None, "some/model", "dynamic")
     with pytest.raises(
-        CheckpointError, match=r"tree dynamic:9x3: needs eagle3 or dflash, but .*heads is medusa; use"
+        CheckpointError,
+        match=r"tree dynamic:9x3: needs eagle3 or dflash, but .*heads is medusa; use",
     ):
         resolve_model(str(run), None, "dynamic:9x3")
     shutil.rmtree(run / "heads")
