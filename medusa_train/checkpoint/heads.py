@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from medusa_train import checksums
+from medusa_train.checkpoint.dflash_layout import from_dflash
 from medusa_train.checkpoint.eagle3_layouts import from_eagle3
 from medusa_train.checkpoint.medusa_layouts import (
     LM_HEAD_0,
@@ -219,13 +220,22 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, _settings(config, found.directory / HEADS_CONFIG)
 
 
+def read_dflash(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the state dict and the settings of a DFlash draft: ours, or in the layout of servers."""
+    found = find_heads(directory)
+    tensors, config = _read_files(found)
+    if config.get("draft") != "dflash":
+        raise CheckpointError(f"{directory}: holds no DFlash draft")
+    return tensors, _settings(config, found.directory / HEADS_CONFIG)
+
+
 def read_token_map(directory: Path) -> Tensor | None:
     """Read the reduced vocabulary of a draft of any kind: the token id of each logit, long [N];
     None if its heads predict all tokens.
     """
     found = find_heads(directory)
     tensors, config = _read_files(found)
-    if found.layout in ("draft", "eagle3"):
+    if found.layout in ("draft", "eagle3", "dflash"):
         return tensors.get(TOKEN_MAP)
     return _medusa_heads(found, tensors, config).token_map
 
@@ -251,7 +261,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     if not files:
         raise CheckpointError(
-            f"{directory}: config.json is that of an EAGLE-3 draft, but there are no weights beside"
+            f"{directory}: config.json is that of a draft, but there are no weights beside"
             " it (*.safetensors, pytorch_model*.bin)"
         )
     others = heads_of_other_kinds(found)
@@ -289,13 +299,14 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             " checkpoint, or train again"
         )
     # 3. The names of this program.
-    if layout == "eagle3":
+    if layout in ("eagle3", "dflash"):
         base_model = named_backbone(config)
+        read = from_eagle3 if layout == "eagle3" else from_dflash
         with _naming(directory):
-            tensors, settings, unread = from_eagle3(tensors, config)
+            tensors, settings, unread = read(tensors, config)
         if unread:
             warn_once(f"{directory}: not read: {', '.join(unread)}")
-        config = {"draft": "eagle3", **settings, "base_model_name_or_path": base_model}
+        config = {"draft": layout, **settings, "base_model_name_or_path": base_model}
     return tensors, config
 
 
@@ -386,7 +397,7 @@ def load_draft(
     # 1. The files.
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
-    if found.layout not in ("draft", "eagle3"):
+    if found.layout not in ("draft", "eagle3", "dflash"):
         return _new_medusa(_medusa_heads(found, tensors, config), found.directory, backbone, dtype)
     is_eagle3 = found.layout == "eagle3"  # as servers read it
     if is_eagle3:
@@ -404,7 +415,7 @@ def load_draft(
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
         names_differ = first.startswith(("Missing key", "Unexpected key"))
-        if is_eagle3 or names_differ:  # whose widths are the backbone's
+        if found.layout != "draft" or names_differ:  # whose widths are the backbone's
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
             ) from None

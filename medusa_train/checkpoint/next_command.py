@@ -39,7 +39,7 @@ def after_evaluation(paths: ModelPaths) -> str | None:
     """
     if is_embedded(paths.base_model):
         return "make qwen" if (PROJECT_ROOT / "Makefile").is_file() else None
-    targets = {"eagle3": "vllm", "medusa": "transformers"}
+    targets = {"eagle3": "vllm", "dflash": "vllm", "medusa": "transformers"}
     kind = _kind_of_run(paths)
     if kind not in targets:
         return None

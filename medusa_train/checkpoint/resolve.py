@@ -44,11 +44,13 @@ PREFIXES = ("medusa_head.", "medusa_heads.")
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
 # TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
 # backbone in one state dict.
-Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
+Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
 #: Architecture of EAGLE-3 drafts in config.json, as servers read them.
 EAGLE3 = "LlamaForCausalLMEagle3"
+#: Architecture of DFlash drafts.
+DFLASH = "DFlashDraftModel"
 #: The same for a layer that norms queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
 #: Title of the model card of a merged backbone.
@@ -324,6 +326,8 @@ def find_heads(directory: Path) -> HeadFiles:
         return HeadFiles(directory, "vllm", weights)
     if _is_eagle3(config):
         return HeadFiles(directory, "eagle3", weights)
+    if _is_dflash(config):
+        return HeadFiles(directory, "dflash", weights)
     # 3. The tensors of a full model.
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
@@ -362,13 +366,19 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config  # of the authors
 
 
+def _is_dflash(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a DFlash draft in its authors' layout."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and DFLASH in architectures
+
+
 #: Architectures of drafts, whatever their method; whole names, since other models are called
 #: Eagle too.
 _DRAFT_ARCHITECTURE = re.compile(
     r"P?[Ee]agle3?\w+(ForCausalLM|MTPModel|DraftModel)|EAGLEModel|PEagleDraftModel"
     r"|\w+ForCausalLMEagle3?|\w*DFlash\w*|\w*DSpark\w*|\w+MTP(Model)?|MLPSpeculator\w*"
 )
-_READABLE = "Medusa heads and EAGLE-3 drafts are read, and what this program has trained."
+_READABLE = "Medusa heads, EAGLE-3 and DFlash drafts are read, and what this program has trained."
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
@@ -423,8 +433,8 @@ def heads_kind(directory: Path) -> str:
     layout = find_heads(directory).layout
     if layout == "draft":
         return str(read_mapping(directory / HEADS_CONFIG).get("draft"))
-    if layout == "eagle3":
-        return "eagle3"
+    if layout in ("eagle3", "dflash"):
+        return layout
     return "medusa"
 
 
@@ -496,7 +506,8 @@ def _existing_directory(name: str) -> Path:
     try:
         # a draft that is not read is refused before its gigabytes are fetched
         config = read_mapping(fetch_heads(name, weights=False) / HEADS_CONFIG)
-        kind = None if _is_eagle3(config) else _other_kind(config)
+        is_read = _is_eagle3(config) or _is_dflash(config)
+        kind = None if is_read else _other_kind(config)
         if kind is not None:
             raise CheckpointError(f"model {name!r}: {kind}. {_READABLE}")
         return fetch_heads(name)

@@ -381,6 +381,12 @@ class Eagle3Config(DraftConfig):
         " tokens",
         HEADS,
     )
+    fc_norm: Bool = key(
+        False, "norm each of the three states before they are joined (EAGLE 3.1)", HEADS
+    )
+    norm_output: Bool = key(
+        False, "each drafted token reads the normed output of the one before (EAGLE 3.1)", HEADS
+    )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
     soft_targets: Share = key(
         1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
@@ -415,6 +421,7 @@ class DFlashConfig(DraftConfig):
     title = "DFlash"
     layers_key = "dflash.layers"
     dynamic_trees = True
+    exports = ("vllm", "sglang")
 
     max_draft_tokens: PositiveInt = key(7, "K: tokens that one pass guesses", HEADS, le=32)
     num_layers: PositiveInt = key(5, "decoder layers", HEADS, le=16)

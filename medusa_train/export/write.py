@@ -41,6 +41,7 @@ from medusa_train.checkpoint.serialize import read_json
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
+from medusa_train.export.dflash_draft import write_dflash
 from medusa_train.export.eagle3_draft import write_eagle3
 from medusa_train.export.merged_model import MERGED, load_for_export, write_merged
 from medusa_train.export.targets import (
@@ -123,8 +124,14 @@ def _write(
     announce: Callable[[str], object],
 ) -> None:
     """Write the files of an export, and add facts and warnings to `exported`."""
-    # 1. An EAGLE-3 draft.
+    # 1. A DFlash or an EAGLE-3 draft.
     assert paths.heads is not None
+    if heads_kind(paths.heads) == "dflash":
+        base = base_model or _backbone_name(paths)
+        exported.facts += write_dflash(paths, paths.heads, to, exported.target, base, licence)
+        if base_model is None:
+            exported.warnings += stop_warnings(paths)
+        return
     if heads_kind(paths.heads) == "eagle3":
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)

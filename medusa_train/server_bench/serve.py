@@ -206,7 +206,7 @@ def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[
         with progress.phase("merging the adapter", ticking=True):
             write_merged(paths, directory / "merged")
         backbone = str((directory / "merged").resolve())
-    if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3"):
+    if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3", "dflash"):
         with progress.phase("exporting for vLLM", ticking=True):
             exported = export_run(paths, "vllm", directory / "export", base_model=backbone)
         heads = exported.target
@@ -276,6 +276,9 @@ def _draft_for_vllm(
     assert heads is not None
     if find_heads(heads).layout == "eagle3":
         return {"method": "eagle3", "model": str(heads.resolve())}, range(1, EAGLE3_TOKENS + 1)
+    if find_heads(heads).layout == "dflash":
+        block_size = int(read_json(heads / "config.json")["block_size"])
+        return {"method": "dflash", "model": str(heads.resolve())}, range(1, block_size)
     count = int(read_json(heads / "config.json").get("num_heads", 0))
     return {"method": "medusa", "model": str(heads.resolve())}, range(1, count + 1)
 

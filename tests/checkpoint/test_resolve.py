@@ -126,7 +126,7 @@ def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
     [
         ({"speculators_model_type": "peagle", "draft_vocab_size": 9}, "speculators' kind peagle"),
         ({"hydra_num_heads": 4, "hydra_num_layers": 4}, "Hydra heads of their authors' code"),
-        ({"architectures": ["DFlashDraftModel"]}, "of the kind DFlashDraftModel"),
+        ({"architectures": ["DFlash2DraftModel"]}, "of the kind DFlash2DraftModel"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "of the kind EagleLlamaForCausalLM"),
         ({"architectures": ["MiMoMTPModel"]}, "of the kind MiMoMTPModel"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "EAGLE 1 or 2"),
@@ -137,7 +137,7 @@ def test_published_drafts_of_other_kinds_are_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{words}.*not read.*EAGLE-3 drafts are read"):
+    with pytest.raises(CheckpointError, match=f"{words}.*not read.*EAGLE-3 and DFlash drafts are read"):
         resolve_model(str(tmp_path), "some/model", None)
 
 
@@ -284,7 +284,7 @@ def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="some/model has no heads"):
         resolve_model(None, "some/model", "dynamic")
     with pytest.raises(
-        CheckpointError, match=r"tree dynamic:9x3: needs eagle3, but .*heads is medusa; use"
+        CheckpointError, match=r"tree dynamic:9x3: needs eagle3 or dflash, but .*heads is medusa; use"
     ):
         resolve_model(str(run), None, "dynamic:9x3")
     shutil.rmtree(run / "heads")

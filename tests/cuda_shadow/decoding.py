@@ -30,7 +30,7 @@ from medusa_train.tree_search.traces import trace_conversations
 from medusa_train.trees.kv_slots import Slots
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_backbone
-from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_drafts import PROMPTS, REPLAYED_KINDS, TREE, random_draft
 from tests.inference.test_refill import make_draft
 
 RULES: dict[str, Rule] = {
@@ -109,7 +109,7 @@ LOOPS: dict[str, tuple[Callable[..., list[Generation]], bool]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("kind", ["plain", *REPLAYED_KINDS])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Transfers]) -> None:
     if family != "llama" and rule != "greedy":

@@ -54,6 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = list(SETTINGS)
+#: Those whose steps can be replayed as CUDA graphs.
+REPLAYED_KINDS = [kind for kind in KINDS if kind != "dflash-bidirectional"]
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
 

@@ -26,7 +26,7 @@ from tests.families import random_backbone
 from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch_decoder import streamed
-from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_drafts import PROMPTS, REPLAYED_KINDS, TREE, random_draft
 from tests.inference.test_refill import (
     OTHERS,
     QUEUE,
@@ -39,7 +39,7 @@ from tests.inference.test_refill import (
 )
 
 BLOCK = 16  # of the cache: batches cross several of its borders
-ALL_KINDS = ["plain", *KINDS]
+ALL_KINDS = ["plain", *REPLAYED_KINDS]
 # without sliding windows, with them in all layers, and in some
 FAMILIES = ["llama", "mistral-window", "gemma3"]
 RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
@@ -109,7 +109,7 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)]
+    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in REPLAYED_KINDS)]
 )
 def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     """What is replayed repeats the operations of the first step with its shapes, addresses and

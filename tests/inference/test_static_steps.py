@@ -23,7 +23,7 @@ from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
-from tests.inference.test_drafts import KINDS, TREE, random_draft
+from tests.inference.test_drafts import REPLAYED_KINDS, TREE, random_draft
 
 BLOCK = 16  # of the cache: answers cross several of its borders
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
@@ -46,7 +46,7 @@ def paths(generations: Sequence[Generation]) -> list[tuple[list[int], list[int]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("kind", ["plain", *REPLAYED_KINDS])
 def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> None:
     backbone = random_backbone(family)
     if kind == "plain":
@@ -63,7 +63,7 @@ def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)]
+    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in REPLAYED_KINDS)]
 )
 def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     """What is replayed repeats the operations of the first step with its shapes, addresses and
@@ -81,7 +81,7 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), Tree.from_paths([(0,)])], ids=["chain", "single"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REPLAYED_KINDS)
 def test_other_trees(kind: str, tree: Tree) -> None:
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)

@@ -49,6 +49,16 @@ RECIPES: dict[str, dict[str, Any]] = {
         "draft": "eagle3",
         "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]},
     },
+    "eagle3-norms": {
+        "draft": "eagle3",
+        "eagle3": {
+            "num_heads": 2,
+            "train_steps": 2,
+            "layers": [1, 1, 1],
+            "fc_norm": True,
+            "norm_output": True,
+        },
+    },
     "dflash": {
         "draft": "dflash",
         "dflash": {"max_draft_tokens": 2, "num_layers": 1, "layers": [1], "anchors": 4},

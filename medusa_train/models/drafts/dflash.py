@@ -4,7 +4,7 @@ layers of the target model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -80,6 +80,8 @@ class DFlashDraft(Draft):
             target model's table, which is a spare row in many models.
         markov_rank: r of the Markov bias; 0: none.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]).
+        layer: entries of config.json in which the layers differ from the backbone's, for published
+            drafts.
         dtype: dtype of the parameters; by default the backbone's.
 
     Attributes:
@@ -111,6 +113,7 @@ class DFlashDraft(Draft):
         markov_rank: int = 0,
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
+        layer: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -139,7 +142,8 @@ class DFlashDraft(Draft):
 
         # 2. fc with its norm, the layers, and the norm before lm_head; the layers are Qwen3's,
         # whatever the target model's are
-        config = layer_config(backbone.config)
+        config = layer_config(backbone.config, layer)
+        self._layer_overrides = dict(layer or {})
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(self.state_layers) * size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
@@ -170,6 +174,7 @@ class DFlashDraft(Draft):
             "layers": list(self.state_layers),
             "markov_rank": self.markov.rank if self.markov is not None else 0,
             "vocab_size": self.draft_vocab_size,
+            **({"layer": self._layer_overrides} if self._layer_overrides else {}),
         }
 
     @classmethod
@@ -181,19 +186,20 @@ class DFlashDraft(Draft):
         layers: Sequence[int] | None = None,
         markov_rank: int = 0,
         vocab_size: int | None = None,
+        layer: Mapping[str, Any] | None = None,
         **_ignored_settings: Any,
     ) -> int:
         """fc, two norms, and in each layer attention, MLP and norms; r x (V + N) for the Markov
         bias.
         """
-        config = layer_config(model.config.get_text_config())
+        config = layer_config(model.config.get_text_config(), layer)
         d, h = config.hidden_size, config.head_dim
         inner = (config.num_attention_heads + config.num_key_value_heads) * h
-        layer = 2 * d * inner + 3 * d * config.intermediate_size + 2 * d + 2 * h
+        weights = 2 * d * inner + 3 * d * config.intermediate_size + 2 * d + 2 * h
         states = len(layers or range(num_layers))
         tokens = model.get_output_embeddings().weight.shape[0]
         markov = markov_rank * (tokens + (vocab_size or tokens))
-        return states * d * d + 2 * d + num_layers * layer + markov
+        return states * d * d + 2 * d + num_layers * weights + markov
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -324,8 +330,9 @@ class DFlashDraft(Draft):
 
     def _embed(self, last_tokens: Tensor, slots: int) -> Tensor:
         """Embed the last token and the masks of each block, [...] -> [..., slots, d]."""
-        tokens = last_tokens[..., None].repeat_interleave(slots, -1)
-        tokens[..., 1:] = self.mask_token_id
+        shape = (*last_tokens.shape, slots - 1)
+        masks = torch.full(shape, self.mask_token_id, device=last_tokens.device)
+        tokens = torch.cat([last_tokens[..., None], masks], dim=-1)  # [..., slots]
         return self.embedding(tokens).to(self.fc.weight.dtype)
 
     def _run_layers(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:

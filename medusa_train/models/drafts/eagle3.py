@@ -210,11 +210,11 @@ class Eagle3Draft(LMHeadsDraft):
         settings = super().settings
         settings["layers"] = list(self.state_layers)
         settings["norm_before_residual"] = self.midlayer.norm_before_residual
+        settings["fc_norm"] = self.fc_norm is not None
+        settings["norm_output"] = self.norm_output
         variants = {
             "qk_norm": hasattr(self.midlayer.self_attn, "q_norm"),
             "norm_before_fc": self.input_norm is not None,
-            "fc_norm": self.fc_norm is not None,
-            "norm_output": self.norm_output,
             "own_embeddings": self.embed_tokens is not None,
         }
         for name, is_used in variants.items():

@@ -1,0 +1,159 @@
+"""Names and config.json of DFlash drafts in the files that vLLM, SGLang and TensorRT-LLM read: the
+layout of the authors (z-lab), of SpecForge and of DeepSpec.
+
+config.json           of a Qwen3 model with the draft's layers
+dflash_config         mask_token_id, target_layer_ids: after so many layers, counted from 0
+block_size            K + 1
+layer_types           sliding_attention: causal blocks with a window; full_attention: bidirectional
+tensors               fc, hidden_norm, layers, norm, under the names of `DFlashDraft`
+
+Embeddings and lm_head are the target model's. With a Markov bias the layout is DSpark's, which
+vLLM alone reads: `markov_head.markov_w1` and `markov_w2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from medusa_train.checkpoint.eagle3_layouts import LAYER_KEYS
+from medusa_train.checkpoint.medusa_layouts import TOKEN_MAP
+from medusa_train.checkpoint.resolve import DFLASH
+from medusa_train.config.types import ExportTarget
+from medusa_train.errors import CheckpointError
+
+_DSPARK = "Qwen3DSparkModel"
+#: Names of the Markov bias here -> in DSpark's layout.
+_MARKOV = {
+    "markov.embedding.weight": "markov_head.markov_w1.weight",
+    "markov.output.weight": "markov_head.markov_w2.weight",
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+#: block_size of files without one, as servers take it.
+_BLOCK_SIZE = 16
+
+
+def to_dflash(
+    state: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    num_target_layers: int,
+    vocab_size: int,
+    base_model: str,
+    to: ExportTarget,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and config.json as servers read them.
+
+    Args:
+        state, settings: of a `DFlashDraft`.
+        layer: config.json of a layer, as of a Llama model.
+        num_target_layers, vocab_size: of the target model. base_model: its name.
+
+    Raises:
+        CheckpointError: the draft has a reduced vocabulary, or for SGLang a Markov bias.
+    """
+    if TOKEN_MAP in state:
+        raise CheckpointError(
+            "a DFlash draft with a reduced vocabulary (dflash.vocab_size) can't be exported: servers"
+            " read the target model's lm_head, and SGLang ignores other tensors silently"
+        )
+    has_bias = any(name in state for name in _MARKOV)
+    if has_bias and to != "vllm":
+        raise CheckpointError(
+            "SGLang does not compute a Markov bias (dflash.markov_rank): export --to vllm"
+        )
+    tensors = {_MARKOV.get(name, name): tensor for name, tensor in state.items()}
+    rope = dict(layer.get("rope_parameters") or {})
+    window = settings["window"]
+    num_layers = settings["num_layers"]
+    config: dict[str, Any] = {
+        "architectures": [_DSPARK if has_bias else DFLASH],
+        "model_type": "qwen3",
+        **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
+        "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
+        "num_hidden_layers": num_layers,
+        "layer_types": [_SLIDING if window else _FULL] * num_layers,
+        "sliding_window": window or None,
+        "use_sliding_window": bool(window),
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+        "block_size": settings["max_draft_tokens"] + 1,
+        "num_target_layers": num_target_layers,
+        "dflash_config": {
+            "mask_token_id": settings["mask_token_id"],
+            "target_layer_ids": [number - 1 for number in settings["layers"]],
+        },
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "base_model_name_or_path": base_model,
+    }
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    if has_bias:
+        config |= {"markov_rank": settings["markov_rank"], "sample_from_anchor": False}
+    return tensors, config
+
+
+def from_dflash(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Return the state dict and the settings of a `DFlashDraft`, of files in this layout, and the
+    names of tensors that are not read.
+
+    Raises:
+        CheckpointError: config.json has no mask token or layers, or layers of several kinds.
+    """
+    own = config.get("dflash_config")
+    if not isinstance(own, Mapping):
+        own = {}
+    block_size = own.get("block_size") or config.get("block_size") or _BLOCK_SIZE
+    mask_token = own.get("mask_token_id", config.get("mask_token_id"))
+    layer_ids = own.get("target_layer_ids")
+    num_layers = config.get("num_hidden_layers")
+    for name, value in (("mask_token_id", mask_token), ("num_hidden_layers", num_layers)):
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{name} {value!r} in config.json is not a whole number")
+    if not isinstance(layer_ids, list) or not all(type(n) is int and n >= 0 for n in layer_ids):
+        raise CheckpointError(
+            f"target_layer_ids {layer_ids!r} in config.json are not layers, counted from 0"
+        )
+    kinds = set(config.get("layer_types") or [_FULL])
+    if len(kinds) != 1 or not kinds <= {_SLIDING, _FULL}:
+        raise CheckpointError(
+            "DFlash drafts with layers of several kinds of attention can't be read"
+        )
+    window = 0
+    if kinds == {_SLIDING}:
+        window = config.get("sliding_window") or 0
+    if config.get("attention_bias"):
+        raise CheckpointError("DFlash drafts with biases (attention_bias) can't be read")
+    names = {new: name for name, new in _MARKOV.items()}
+    state = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    unread = sorted(name for name in state if name.startswith(("embed_tokens.", "lm_head.")))
+    for name in unread:
+        del state[name]
+    rank = 0
+    if "markov.embedding.weight" in state:
+        rank = state["markov.embedding.weight"].shape[1]
+    settings = {
+        "max_draft_tokens": block_size - 1,
+        "num_layers": num_layers,
+        "layers": [number + 1 for number in layer_ids],
+        "window": window,
+        "mask_token_id": mask_token,
+        "markov_rank": rank,
+        "layer": {key: config[key] for key in _LAYER_ENTRIES if config.get(key) is not None},
+    }
+    return state, settings, unread
+
+
+#: Entries in which a published draft's layers may differ from the target model's.
+_LAYER_ENTRIES = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+)

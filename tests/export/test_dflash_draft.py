@@ -1,0 +1,180 @@
+"""DFlash drafts in the layout of servers: names, shapes and entries, and reading them back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_train.checkpoint.heads import load_draft, save_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError
+from medusa_train.export.write import Exported, export_run
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.dflash import DFlashDraft
+from medusa_train.models.features import Rows
+from medusa_train.models.loading import load_backbone
+
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5]])
+VOCABULARY = torch.arange(40)
+#: The public layout, with d = 64 and two states, for each layer.
+NAMES = {
+    "fc.weight",
+    "hidden_norm.weight",
+    "norm.weight",
+    *(
+        f"layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(f"self_attn.{one}_proj" for one in "qkvo"),
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+        )
+    ),
+}
+
+
+@pytest.fixture
+def backbone(backbone_dir: Path) -> Backbone:
+    return load_backbone(str(backbone_dir), dtype="float32", device="cpu")
+
+
+def exported_draft(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path, to: Any = "vllm", **settings: object
+) -> tuple[DFlashDraft, Exported]:
+    keys = {"max_draft_tokens": 4, "num_layers": 2, "layers": [1, 2], **settings}
+    torch.manual_seed(0)
+    draft = DFlashDraft(backbone, **keys).eval()
+    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    return draft, export_run(resolve_model(str(heads), None, None), to, tmp_path / "out")
+
+
+def config_of(exported: Exported) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((exported.target / "config.json").read_text())
+    return config
+
+
+def guesses(draft: DFlashDraft, backbone: Backbone) -> torch.Tensor:
+    feats = backbone.run(TOKENS, need=draft.needs)
+    states = draft.teacher_forced_states(feats, Rows.from_tokens(TOKENS))
+    return torch.stack([draft.lm_head(1).logits(state) for state in states])
+
+
+@pytest.mark.parametrize("window", [0, 2048])
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_an_export_read_back_guesses_the_same(
+    to: str, window: int, backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    draft, exported = exported_draft(backbone, backbone_dir, tmp_path, to, window=window)
+    loaded = load_draft(exported.target, backbone)
+    assert isinstance(loaded, DFlashDraft)
+    assert loaded.window == window
+    assert torch.equal(guesses(draft, backbone), guesses(loaded, backbone))
+
+
+def test_names_shapes_and_entries_are_those_of_the_public_layout(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path, mask_token_id=7)
+    tensors = load_file(exported.target / "model.safetensors")
+    assert set(tensors) == NAMES
+    size = backbone.hidden_size
+    assert list(tensors["fc.weight"].shape) == [size, 2 * size]
+    config = config_of(exported)
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert config["block_size"] == 5
+    assert config["num_target_layers"] == backbone.num_layers
+    assert config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [0, 1]}
+    assert config["layer_types"] == ["sliding_attention"] * 2
+    assert config["sliding_window"] == 2048
+    served = next(fact for fact in exported.facts if fact.startswith("serve it"))
+    assert '"method": "dflash"' in served
+    assert '"num_speculative_tokens": 4' in served
+
+
+def test_a_bidirectional_draft_has_full_attention(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path, window=0)
+    config = config_of(exported)
+    assert config["layer_types"] == ["full_attention"] * 2
+    assert "sliding_window" not in config or config["sliding_window"] is None
+
+
+def test_a_markov_bias_is_written_for_vllm_alone_and_marked(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    draft, exported = exported_draft(backbone, backbone_dir, tmp_path, markov_rank=4)
+    tensors = load_file(exported.target / "model.safetensors")
+    assert draft.markov is not None
+    assert torch.equal(tensors["markov_head.markov_w1.weight"], draft.markov.embedding.weight)
+    assert torch.equal(tensors["markov_head.markov_w2.weight"], draft.markov.output.weight)
+    assert config_of(exported)["architectures"] == ["Qwen3DSparkModel"]
+    assert any("never served" in fact for fact in exported.facts)
+    with pytest.raises(CheckpointError, match="SGLang does not compute a Markov bias"):
+        exported_draft(backbone, backbone_dir, tmp_path / "other", "sglang", markov_rank=4)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_a_reduced_vocabulary_is_an_error(
+    to: str, backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"dflash\.vocab_size"):
+        exported_draft(backbone, backbone_dir, tmp_path, to, vocab_size=40, token_map=VOCABULARY)
+
+
+def test_a_published_draft_may_have_layers_of_another_size(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    """Its block_size within dflash_config, its own copy of lm_head, and no entry for the window."""
+    layer = {"intermediate_size": 48}
+    draft, exported = exported_draft(backbone, backbone_dir, tmp_path, window=0, layer=layer)
+    path = exported.target / "config.json"
+    config = config_of(exported)
+    config["dflash_config"]["block_size"] = config.pop("block_size")
+    for name in ("layer_types", "sliding_window", "use_sliding_window"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config))
+    weights = exported.target / "model.safetensors"
+    save_file({**load_file(weights), "lm_head.weight": torch.zeros(3, 3)}, weights)
+    loaded = load_draft(exported.target, backbone)
+    assert isinstance(loaded, DFlashDraft)
+    assert loaded.max_draft_tokens == 4
+    assert torch.equal(guesses(draft, backbone), guesses(loaded, backbone))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("layer_types", ["sliding_attention", "full_attention"], "several kinds of attention"),
+        ("attention_bias", True, "biases"),
+        ("dflash_config", {"target_layer_ids": [0]}, "mask_token_id None"),
+        (
+            "dflash_config",
+            {"mask_token_id": 1, "target_layer_ids": "all"},
+            "target_layer_ids 'all'",
+        ),
+        ("num_hidden_layers", 3, "not those that config.json describes"),
+    ],
+)
+def test_files_of_another_kind_are_an_error(
+    entry: str,
+    value: object,
+    message: str,
+    backbone: Backbone,
+    backbone_dir: Path,
+    tmp_path: Path,
+) -> None:
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path)
+    path = exported.target / "config.json"
+    path.write_text(json.dumps({**config_of(exported), entry: value}))
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(exported.target, backbone)
