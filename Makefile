@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)" && \
 	$(PIP) -c constraints.txt setuptools wheel ninja && \
 	DS_ACCELERATOR=cpu $(PIP) -c constraints.txt --no-build-isolation "deepspeed; platform_system == 'Linux'" && \
-	$(PIP) -c constraints.txt -e '.[dev,plots,rouge]'
+	$(PIP) -c constraints.txt -e '.[dev,rouge]'
 	touch $(STAMP)
 
 # Half of the configuration's text in small batches, at a higher rate that falls linearly, with smaller heads.

@@ -54,7 +54,7 @@ from medusa_train.errors import (
     signal_exit_code,
 )
 from medusa_train.io import existing_parent
-from medusa_train.training.signals import signals_as_interrupts
+from medusa_train.training.stop_signals import signals_as_interrupts
 
 MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL

@@ -19,22 +19,10 @@ from typing import Any
 from checkout import ROOT
 
 from medusa_train.io import replace_text
-from medusa_train.pages.charts import Bar, Curve, bars, curves
+from medusa_train.pages.charts import COLOURS, Bar, Curve, bars, curves
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
-#: Colours that are readable on a light and on a dark background, since a picture in Markdown can't
-# ask which it is on.
-STYLE = (
-    "svg{font:12px system-ui,sans-serif;background:#fff}text{fill:#1a1d23}"
-    ".tick{fill:#5b6270;font-size:11px}.value{font-weight:600}.grid{stroke:#d9dde4}"
-    ".reference{stroke:#5b6270;stroke-dasharray:4 3}.whisker{stroke:#1a1d23;stroke-width:1.3}"
-    ".s0{fill:#2f6fd6}.s1{fill:#d9822b}"
-)
-COLOURS = ("#2f6fd6", "#d9822b", "#2a9d63", "#b3456f", "#7a5cc9", "#8a6d3b", "#3b8ea5", "#6b7280")
-CURVES = "".join(
-    f".s{i}{{fill:{c}}}.curve.s{i}{{fill:none;stroke:{c}}}" for i, c in enumerate(COLOURS)
-)
 
 
 def draw(description: Mapping[str, Any]) -> str:
@@ -49,7 +37,7 @@ def draw(description: Mapping[str, Any]) -> str:
         drawing = curves(
             shown, description["title"], description["x"], from_zero=False, width=720, height=360
         )
-        return styled(drawing, STYLE + CURVES)
+        return as_file(drawing)
     options = {
         key: description[key] for key in ("unit", "reference", "digits") if key in description
     }
@@ -66,13 +54,17 @@ def draw(description: Mapping[str, Any]) -> str:
         )
         for name, value in description["values"].items()
     ]
-    return styled(bars(groups, description["title"], width=720, **options), STYLE)
+    return as_file(bars(groups, description["title"], width=720, **options))
 
 
-def styled(drawing: str, style: str) -> str:
-    """Make a drawing a file of its own, with its style sheet."""
-    with_namespace = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    return with_namespace.replace(">", f"><style>{style}</style>", 1) + "\n"
+def as_file(drawing: str) -> str:
+    """Make a drawing a file of its own, with the colours of the light page: a picture in Markdown
+    can't ask which background it is on.
+    """
+    for variable, colour in COLOURS.items():
+        drawing = drawing.replace(f"var({variable})", colour)
+    attributes = 'xmlns="http://www.w3.org/2000/svg" style="background:#fff;'
+    return drawing.replace('style="', attributes, 1) + "\n"
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""A checksum within a safetensors file: CRC-32 of all its bytes, those of the checksum as zeros.
+"""CRC-32 of files; and one within a safetensors file: of all its bytes, those of the checksum as zeros.
 
-It stands in the file's own metadata (`"crc32": "0a1b2c3d"`), so that file and checksum are replaced
+It is in the file's own metadata (`"crc32": "0a1b2c3d"`), so that file and checksum are replaced
 together, and other programs read the file as ever.
 """
 
@@ -51,7 +51,7 @@ def write_checksum(path: Path) -> None:
     """
     position = _position(path)
     assert position is not None
-    value = _checksum(path, position)
+    value = checksum(path, position)
     with path.open("r+b") as file:
         file.seek(position)
         file.write(f"{value:08x}".encode())
@@ -78,7 +78,7 @@ def check(path: Path, *, expected_here: bool = True) -> None:
         with path.open("rb") as file:
             file.seek(position)
             expected = file.read(len(EMPTY))
-        found = f"{_checksum(path, position):08x}".encode()
+        found = f"{checksum(path, position):08x}".encode()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if found != expected:
@@ -105,13 +105,13 @@ def _position(path: Path) -> int | None:
     return _LENGTH + found + len(_ENTRY) if has_checksum and found >= 0 else None
 
 
-def _checksum(path: Path, position: int) -> int:
-    """Return the CRC-32 of a file's bytes, those of its checksum as zeros."""
+def checksum(path: Path, position: int | None = None) -> int:
+    """Return the CRC-32 of a file's bytes; those of its own checksum, at `position`, as zeros."""
     value = 0
     with path.open("rb") as file:
-        value = zlib.crc32(file.read(position), value)
-        file.seek(position + len(EMPTY))
-        value = zlib.crc32(EMPTY.encode(), value)
+        if position is not None:
+            value = zlib.crc32(file.read(position) + EMPTY.encode())
+            file.seek(position + len(EMPTY))
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value

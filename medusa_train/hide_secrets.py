@@ -5,7 +5,7 @@ that a connection uses (`remember`), or one that a user wrote into a configurati
 (`remember_written`). These places mask, and everything passes through one of them:
 
 - `ConsoleStream.write` and `print_uncaught` (console_streams.py): stdout and stderr of commands;
-- `replace_text` and `json_line` (io.py): every text file of this project;
+- `replace_text` (io.py) and `json_line` (json_lines.py): every text file of this project;
 - `MedusaError`: messages, for whoever catches them;
 - `wandb` (metrics_log.py): the configuration that it is sent.
 

@@ -1,6 +1,4 @@
-"""Crash-safe files: atomic replacement, append-only JSON Lines, messages for a full disk; and
-versions of packages.
-"""
+"""Crash-safe files: atomic replacement, locks, messages for a full disk; and versions of packages."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError
 
-from medusa_train.errors import DataError, MedusaError
+from medusa_train.errors import MedusaError
 from medusa_train.hide_secrets import mask_keys
 
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -30,7 +28,6 @@ WRITE_ERRORS = (OSError, SafetensorError)
 
 # no space, quota exceeded, above the process's file size limit
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SCAN_BYTES = 1 << 16
 BUSY = "another process is writing to it; wait for it, or choose another output"
 
 
@@ -126,84 +123,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-class JsonLinesFile:
-    """An append-only JSON Lines file that recovers from a crash: opening it drops an incomplete
-    last line.
-
-    Every record is one unbuffered write, so that killing the process leaves complete lines. Parent
-    directories are created.
-
-    Args:
-        path: the file, created if absent.
-        exclusive: lock the file against other processes, on file systems that have locks.
-        fsync_every: flush to disk after this many records and on closing; None leaves it to the
-            operating system.
-
-    Raises:
-        DataError: `exclusive`, and another process has the file open.
-    """
-
-    def __init__(
-        self, path: Path, *, exclusive: bool = False, fsync_every: int | None = None
-    ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._fsync_every = fsync_every
-        self._pending = b""
-        self._unsynced = 0
-        self._file: BinaryIO = path.open("ab+", buffering=0)
-        try:
-            if exclusive:
-                _lock(self._file.fileno(), DataError(f"{path}: {BUSY}"))
-            self._file.truncate(_end_of_last_line(self._file))
-        except BaseException:
-            self._file.close()
-            raise
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; after an OSError (disk full) it is kept and written before the next
-        one, or by `flush`.
-        """
-        self._pending += json_line(record)
-        self._unsynced += 1
-        self.flush()
-
-    @property
-    def pending_lines(self) -> int:
-        """Number of records that could not be written yet."""
-        return self._pending.count(b"\n")
-
-    def flush(self) -> None:
-        """Write what an earlier `append` could not."""
-        while self._pending:
-            try:
-                self._pending = self._pending[self._file.write(self._pending) :]
-            except OSError as error:  # of a write, which names no file
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if self._fsync_every is not None and self._unsynced >= self._fsync_every:
-            self._sync()
-
-    def close(self) -> None:
-        """Flush to disk if `fsync_every` is set, and close the file; pending records are lost."""
-        if self._file.closed:
-            return
-        try:
-            if self._fsync_every is not None:
-                self._sync()
-        finally:
-            self._file.close()
-
-    def __enter__(self) -> JsonLinesFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _sync(self) -> None:
-        os.fsync(self._file.fileno())
-        self._unsynced = 0
-
-
 def strict_json(value: Any, **options: Any) -> str:
     """Encode `value` by `json.dumps`, a number that is NaN or infinite as null.
 
@@ -214,28 +133,6 @@ def strict_json(value: Any, **options: Any) -> str:
     except ValueError:
         finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
         return json.dumps(finite, **options)
-
-
-def json_line(record: Mapping[str, Any]) -> bytes:
-    """Encode `record` as one line of JSON Lines, with its newline; keys are masked, lone surrogates
-    escaped, and numbers that are NaN or infinite become null.
-    """
-    try:
-        return (mask_keys(strict_json(record, ensure_ascii=False)) + "\n").encode()
-    except UnicodeEncodeError:
-        return (mask_keys(strict_json(record)) + "\n").encode()
-
-
-def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in bytes, line with its newline) of every complete line from offset `start`."""
-    offset = start
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield offset, line
-            offset += len(line)
 
 
 def write_failure(what: str, directory: Path, error: Exception, needed: int | None = None) -> str:
@@ -256,19 +153,6 @@ def existing_parent(path: Path) -> Path:
     return next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path())
 
 
-def _end_of_last_line(file: BinaryIO) -> int:
-    """Return the offset just after the last newline; 0 if there is none."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _SCAN_BYTES)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
-
-
 @contextmanager
 def locked(directory: Path, busy: MedusaError) -> Iterator[None]:
     """Lock an existing directory against other processes that lock it; raises `busy` if one does."""
@@ -277,13 +161,13 @@ def locked(directory: Path, busy: MedusaError) -> Iterator[None]:
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
-        _lock(handle, busy)
+        lock(handle, busy)
         yield
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, busy: MedusaError) -> None:
+def lock(handle: int, busy: MedusaError) -> None:
     """Lock an open file or directory; without locks (Windows, some network file systems) do
     nothing.
     """

@@ -22,13 +22,12 @@ from rich.console import Console
 from medusa_train.console_streams import failed_streams
 from medusa_train.hide_secrets import excerpt, mask_values
 from medusa_train.io import (
-    JsonLinesFile,
-    complete_lines,
     parse_json,
     replace_bytes,
     replace_text,
     write_failure,
 )
+from medusa_train.json_lines import JsonLinesFile, complete_lines
 from medusa_train.progress import RunProgress
 
 Record = Mapping[str, Any]

@@ -4,6 +4,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from medusa_train.models.architecture import attention_of
 from medusa_train.models.backbone import Backbone
 
 SHAPE = {
@@ -95,6 +96,30 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "deepseek-v3": (  # latent attention: values narrower than keys
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 0,
+        },
+    ),
+    "mimo-v2": (  # sinks, and layers that differ in their heads
+        "MiMoV2FlashConfig",
+        {
+            "head_dim": 16,
+            "v_head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense"] * 3,
+            "n_routed_experts": 0,
+        },
+    ),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
 }
 
@@ -111,11 +136,8 @@ def random_model(
     """Build a random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager" if capped else "sdpa"
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -11,7 +11,8 @@ from rich.text import Text
 from medusa_train import hide_secrets
 from medusa_train.cli.common import MaskingConsole
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.io import json_line, mask_file, replace_text
+from medusa_train.io import mask_file, replace_text
+from medusa_train.json_lines import json_line
 
 KEY = "sk-1234-abcd-5678-efgh"
 

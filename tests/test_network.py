@@ -1,9 +1,11 @@
 """Proxies and certificates of the environment: used where they work, named where they do not."""
 
+import asyncio
 import json
 import os
 import ssl
 from pathlib import Path
+from typing import Any
 
 import certifi
 import httpx
@@ -11,7 +13,7 @@ import pytest
 
 from medusa_train.errors import ConfigError
 from medusa_train.network import check_network, client_options, is_this_machine
-from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.client import Servers
 from tests.fake_server import completion, serving
 
 REMOTE = "http://example.invalid/v1"
@@ -92,9 +94,15 @@ def test_requests_to_other_hosts_go_through_the_proxy(monkeypatch: pytest.Monkey
         monkeypatch.setenv("NO_PROXY", "::1/128,localhost,.example.org")
         answer = json.dumps(completion(body)).encode()
         proxy.others[f"{REMOTE}/chat/completions"] = lambda body: (200, {}, answer)
-        client = OpenAIClient(REMOTE, key_variable="NONE", timeout=5.0, retry_seconds=0.0)
-        assert client.complete(body)["choices"][0]["message"]["content"] == "answer to hi"
-        client.close()
+        servers = Servers(
+            [REMOTE], key_variable="NONE", timeout=5.0, retry_seconds=0.0, concurrency=1
+        )
+
+        async def ask() -> dict[str, Any]:
+            async with servers:
+                return await servers.complete(body)
+
+        assert asyncio.run(ask())["choices"][0]["message"]["content"] == "answer to hi"
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,22 @@ from medusa_train.errors import ConfigError
 CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
 
 
+def config_of(run: Path) -> TrainConfig | None:
+    """Return the configuration of a run; None if it has no readable config.yaml."""
+    try:
+        return load_config(TrainConfig, run / CONFIG)
+    except ConfigError:
+        return None
+
+
 def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
     """List `key: was A, now B` of the keys behind weights and optimizer; empty if `run` has no
     readable config.yaml.
     """
-    try:
-        before = _weight_keys(load_config(TrainConfig, run / CONFIG))
-    except ConfigError:
+    config = config_of(run)
+    if config is None:
         return []
+    before = _weight_keys(config)
     changed = []
     for key, value in _weight_keys(cfg).items():
         if key not in before or before[key] == value:
@@ -38,15 +46,6 @@ def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
             continue
         changed.append(f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}")
     return changed
-
-
-def has_readable_config(run: Path) -> bool:
-    """Return whether a run has a config.yaml to compare with."""
-    try:
-        load_config(TrainConfig, run / CONFIG)
-    except ConfigError:
-        return False
-    return True
 
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
@@ -59,9 +58,8 @@ def device_choices_of(run: Path) -> dict[str, bool]:
     """Return what a run did where its configuration may say `auto`, by key; empty if `run` has no
     readable config.yaml.
     """
-    try:
-        before = load_config(TrainConfig, run / CONFIG)
-    except ConfigError:
+    before = config_of(run)
+    if before is None:
         return {}
     values = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
     return {key: value for key, value in values.items() if isinstance(value, bool)}

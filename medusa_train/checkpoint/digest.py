@@ -1,4 +1,4 @@
-"""A hash of files of weights, by which they are told apart."""
+"""Digests of files of weights, by which models and heads are told apart."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Blocks read from each file, spread over it: reading a whole backbone takes minutes on a slow disk.
+from medusa_train.config.paths import resolve_path
+from medusa_train.models.model_files import model_directory
+
+#: Blocks read from each file, spread over it: reading a whole model takes minutes on a slow disk.
 BLOCKS = 64
 BLOCK_BYTES = 1 << 16
+#: Names of weight files, in the order in which transformers prefers them.
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """Return a hash of the names, sizes and parts of files.
+    """Return a hash of the names, sizes and parts of files, wherever they lie.
 
     Raises:
         OSError: one cannot be read.
@@ -27,3 +32,15 @@ def digest_files(files: Iterable[Path]) -> str:
                 file.seek(block * size // BLOCKS)
                 digest.update(file.read(block_bytes))
     return digest.hexdigest()
+
+
+def digest_base_model(base_model: str) -> str | None:
+    """Return the digest of a model's weights; None if neither its directory nor the hub's cache has
+    any.
+    """
+    directory = model_directory(str(resolve_path(base_model) or base_model))
+    for pattern in _WEIGHTS:
+        files = list(directory.glob(pattern))
+        if files:
+            return digest_files(files)
+    return None

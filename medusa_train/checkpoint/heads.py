@@ -9,6 +9,7 @@ their settings in config.json.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,13 +19,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from medusa_train import checksums
-from medusa_train.checkpoint.reference_layout import (
+from medusa_train.checkpoint.eagle3_layouts import from_eagle3
+from medusa_train.checkpoint.medusa_layouts import (
     LM_HEAD_0,
     TOKEN_MAP,
+    FileLayout,
     HeadTensors,
     checked_token_map,
-    from_reference,
-    to_reference,
+    from_files,
+    names_in_files,
 )
 from medusa_train.checkpoint.resolve import (
     DRAFT,
@@ -36,7 +39,6 @@ from medusa_train.checkpoint.resolve import (
     find_heads,
     heads_of_other_kinds,
     named_backbone,
-    safetensors_names,
 )
 from medusa_train.checkpoint.serialize import (
     read_json,
@@ -46,7 +48,6 @@ from medusa_train.checkpoint.serialize import (
     write_pickled_tensors,
     write_tensors,
 )
-from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
 from medusa_train.config.types import format_value
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, warn_once, write_failure
@@ -66,332 +67,7 @@ _NOT_IN_JSON = ("backbone", "token_map", "dtype")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 #: No draft has more heads, layers or blocks: what a damaged file says is not built.
 _MAX_SETTING = 1000
-
-
-def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
-    """Save a draft of any kind, in its dtype, each file atomically.
-
-    Weights of the backbone are not saved.
-    """
-    directory = Path(directory)
-    if isinstance(draft, MedusaDraft):
-        backbone_tokens = None
-        if draft.token_map is not None:
-            backbone_tokens = draft.vocab_size
-        state = dict(draft.state_dict())
-        heads = HeadTensors(draft.num_heads, draft.num_layers, state, base_model, backbone_tokens)
-        return write_heads(heads, directory)
-    tensors = draft.state_dict()
-    config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
-    write_weights(directory, DRAFT, tensors, config)
-    return directory
-
-
-def load_draft(
-    directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None
-) -> Draft:
-    """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
-    # 1. The files.
-    found = find_heads(Path(directory))
-    tensors, config = _read_files(found)
-    if found.layout not in ("draft", "eagle3"):
-        heads = _medusa_tensors(found, tensors, config)
-        return _new_medusa(heads, found.directory, backbone, dtype)
-    is_eagle3 = found.layout == "eagle3"  # as servers read it
-    if is_eagle3:
-        _check_target(found.directory, tensors, backbone, config)
-    # 2. A draft with these settings.
-    draft = _new_draft(config, found.directory, tensors, backbone, dtype)
-    own = draft.state_dict()
-    lm_head_names = [name for name in own if name.startswith("lm_heads.")]
-    if is_eagle3 and LM_HEAD_0 not in tensors:
-        for name in lm_head_names:
-            tensors[name] = own[name]  # a copy of the backbone's, as servers take it
-    elif is_eagle3 and "lm_heads.0.bias" in own:
-        tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])  # they have none
-    # 3. Its weights.
-    try:
-        draft.load_state_dict(tensors)
-    except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()  # below the name of the draft's class
-        names_differ = first.startswith(("Missing key", "Unexpected key"))
-        if is_eagle3 or names_differ:  # whose widths are the backbone's
-            raise CheckpointError(
-                f"{found.directory}: the tensors are not those that config.json describes: {first}"
-            ) from None
-        raise _does_not_fit(found.directory / DRAFT, backbone, first, config) from None
-    return draft.eval()
-
-
-def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers
-    read.
-    """
-    tensors, config = _read_files(find_heads(directory))
-    if config.get("draft") != "eagle3":
-        raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
-    return tensors, _settings(config, find_heads(directory).directory / HEADS_CONFIG)
-
-
-def read_token_map(directory: Path) -> Tensor | None:
-    """Read the reduced vocabulary of a draft of any kind: the token id of each logit, long [N];
-    None if its heads predict all tokens.
-    """
-    found = find_heads(directory)
-    tensors, config = _read_files(found)
-    if found.layout in ("draft", "eagle3"):
-        return tensors.get(TOKEN_MAP)
-    return _medusa_tensors(found, tensors, config).token_map
-
-
-def has_own_lm_head(directory: Path) -> bool:
-    """Return whether the files of an EAGLE-3 draft in a server's layout hold an lm_head."""
-    names: list[str] = []
-    for path in find_heads(directory).files:
-        if path.suffix == ".safetensors":
-            names += safetensors_names(path)
-        else:
-            names += read_pickled_tensors(path)
-    return any(name.removeprefix("model.") == "lm_head.weight" for name in names)
-
-
-def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the settings of a draft in its config.json, each of the type that the draft has for it."""
-    kind = config["draft"]
-    settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
-    types = get_type_hints(DRAFTS[kind].__init__)
-    for name, value in settings.items():
-        if isinstance(value, Tensor):  # the vocabulary of another trainer's draft
-            continue
-        if name not in types or name in _NOT_IN_JSON:
-            raise CheckpointError(
-                f"{path}: not valid settings of a {kind} draft: {name} is none of them; remove it,"
-                " or use the version that wrote it"
-            )
-        try:
-            TypeAdapter(types[name], config=_STRICT).validate_python(value)
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]["msg"]
-            raise CheckpointError(
-                f"{path}: not valid settings of a {kind} draft: {name}: {format_value(value)}:"
-                f" {reason}"
-            ) from None
-        is_number = isinstance(value, int) and not name.endswith("_size")
-        if is_number and value > _MAX_SETTING:
-            raise CheckpointError(f"{path}: {name}: {format_value(value)} is more than a draft has")
-    layers = settings.get("layers")
-    if layers is not None and len(layers) != 3:
-        raise CheckpointError(f"{path}: layers must be three numbers, it is {layers!r}")
-    return settings
-
-
-def _check_target(
-    directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, config: Mapping[str, Any]
-) -> None:
-    """Check that an EAGLE-3 draft in a server's layout was made for a backbone of this size."""
-    width = tensors["fc.weight"].shape[1] // 3
-    own = tensors.get("embed_tokens.weight")
-    lm_head = tensors.get(LM_HEAD_0)
-    layers = config.get("layers")
-    problem = None
-    if width != backbone.hidden_size:
-        problem = f"fc reads states of {width}, the backbone has {backbone.hidden_size}"
-    elif own is not None and len(own) != backbone.vocab_size:
-        problem = f"embeddings of {len(own)} tokens, the backbone has {backbone.vocab_size}"
-    elif TOKEN_MAP not in tensors and lm_head is not None and len(lm_head) != backbone.vocab_size:
-        problem = f"lm_head of {len(lm_head)} tokens, the backbone has {backbone.vocab_size}"
-    elif layers and max(layers) > backbone.num_layers:
-        problem = f"reads states after {max(layers)} layers, the backbone has {backbone.num_layers}"
-    if problem is not None:
-        raise _does_not_fit(directory, backbone, problem, config)
-
-
-def _does_not_fit(
-    path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]
-) -> CheckpointError:
-    """Return the error of a draft that was made for another backbone."""
-    base_model = config.get("base_model_name_or_path")
-    trained_on = f" ({base_model})" if base_model else ""
-    return CheckpointError(
-        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). Name the backbone it"
-        f" was trained on{trained_on}."
-    )
-
-
-def _new_draft(
-    config: Any,
-    directory: Path,
-    tensors: Mapping[str, Tensor],
-    backbone: Backbone,
-    dtype: torch.dtype | None,
-) -> Draft:
-    """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
-    path = directory / HEADS_CONFIG
-    kind = None
-    if isinstance(config, dict):
-        kind = config.get("draft")
-    if not isinstance(kind, str) or kind not in DRAFTS:
-        raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
-    settings = _settings(config, path)
-    if settings.get("vocab_size") is not None:
-        if TOKEN_MAP not in tensors:
-            raise CheckpointError(
-                f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size"
-            )
-        tokens = checked_token_map(tensors, str(directory / DRAFT))
-        last = int(tokens.max())
-        if last >= backbone.vocab_size:
-            problem = f"{TOKEN_MAP} has the token {last}, the backbone {backbone.vocab_size} tokens"
-            raise _does_not_fit(directory / DRAFT, backbone, problem, config)
-        settings[TOKEN_MAP] = tokens
-    try:
-        return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
-
-
-def _new_medusa(
-    heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None
-) -> MedusaDraft:
-    """Build Medusa heads with these weights.
-
-    Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
-    """
-    vocab_size = heads.vocab_size
-    if vocab_size is None:
-        vocab_size = backbone.vocab_size
-    if heads.token_map is not None:
-        vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
-    if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
-        trained_on = f" ({heads.base_model})" if heads.base_model else ""
-        raise CheckpointError(
-            f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of"
-            f" {vocab_size}, but {backbone.name or 'the backbone'} has {backbone.hidden_size} and"
-            f" {backbone.vocab_size}. Name the backbone they were trained on{trained_on}."
-        )
-    lm_head = backbone.lm_head()
-    draft = MedusaDraft(
-        heads.hidden_size,
-        vocab_size,
-        heads.num_heads,
-        heads.num_layers,
-        bias="lm_heads.0.bias" in heads.state,
-        softcap=lm_head.softcap,
-        scale=lm_head.scale,
-        shared=lm_head if heads.shared else None,
-        token_map=heads.token_map,
-        markov_rank=heads.markov_rank,
-        dtype=dtype or backbone.dtype,
-    )
-    draft.load_state_dict(heads.state)
-    return draft.to(backbone.device)
-
-
-def write_heads(
-    heads: HeadTensors,
-    directory: Path | str,
-    *,
-    pickled: bool = False,
-    config: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
-
-    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its
-    matrices; only this program reads them.
-
-    Args:
-        pickled: also write medusa_lm_head.pt, which the public code reads.
-        config: further keys of config.json (TensorRT-LLM expects the backbone's there).
-    """
-    directory = Path(directory)
-    tensors = to_reference(heads.state, heads.num_layers)
-    keys = {
-        **(config or {}),
-        "medusa_num_heads": heads.num_heads,
-        "medusa_num_layers": heads.num_layers,
-        "base_model_name_or_path": heads.base_model,
-    }
-    if heads.token_map is not None:
-        keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
-    if heads.markov_rank:
-        keys["medusa_markov_rank"] = heads.markov_rank
-    write_weights(directory, SAFETENSORS, tensors, keys, pickled=PICKLED if pickled else None)
-    return directory
-
-
-def write_weights(
-    directory: Path,
-    name: str,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    *,
-    pickled: str | None = None,
-) -> None:
-    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file
-    `pickled`, too.
-    """
-    try:
-        replace_file(directory / name, lambda path: _write_with_checksum(path, tensors))
-        if pickled is not None:
-            replace_file(directory / pickled, lambda path: write_pickled_tensors(path, tensors))
-        replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
-    except WRITE_ERRORS as error:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        raise CheckpointError(write_failure("the heads", directory, error, size)) from error
-
-
-def _write_with_checksum(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_tensors(path, tensors, metadata={checksums.NAME: checksums.EMPTY})
-    checksums.write_checksum(path)
-
-
-def read_heads(directory: Path | str) -> HeadTensors:
-    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a
-    Medusa-2 full model.
-
-    The numbers of heads and layers are those of the tensors: published configs understate them.
-    """
-    found = find_heads(Path(directory))
-    if found.layout == "draft":
-        raise CheckpointError(
-            f"{directory}: holds a draft of another kind than Medusa; other programs have no layout"
-            " for it. Decode with it here (medusa-eval, medusa_train.load)."
-        )
-    return _medusa_tensors(found, *_read_files(found))
-
-
-def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
-    """Rename the tensors of Medusa heads to a `MedusaDraft`'s."""
-    directory, layout, files = found
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
-    source = str(directory)
-    if len(files) == 1:
-        source = str(files[0])
-    if layout == "vllm":
-        heads = from_vllm(tensors, config, source)
-    else:
-        heads = from_reference(tensors, source)
-    for note in _notes_on_config(heads, config, layout):
-        warn_once(f"{source}: {note}")
-    if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
-        heads = replace(heads, backbone_tokens=config["vocab_size"])
-    base = config.get("base_model_name_or_path")
-    if layout == "model":
-        base = str(directory)
-    return replace(heads, base_model=base if isinstance(base, str) else None)
-
-
-#: Entries of config.json that are read or say nothing about heads, by layout.
+#: Entries of config.json that are read or say nothing about Medusa heads, by layout.
 _GENERAL = frozenset(
     {
         "_name_or_path",
@@ -435,23 +111,132 @@ _STATED = {
 }
 
 
-def _notes_on_config(
-    heads: HeadTensors, config: Mapping[str, Any], layout: str | None
-) -> Iterator[str]:
-    """Say where config.json states other numbers than there are tensors, and which of its entries
-    are not read.
+# Saving
 
-    A config.json with a backbone's entries, as TensorRT-LLM's and of full models, is not listed.
+
+def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
+    """Save a draft of any kind, in its dtype, each file atomically.
+
+    Weights of the backbone are not saved.
     """
-    for entry, attribute in _STATED.get(layout or "", {}).items():
-        stated = config.get(entry)
-        found = getattr(heads, attribute)
-        if isinstance(stated, int) and stated != found:
-            yield f"config.json has {entry}: {stated}, the tensors are of {found}: all are used"
-    if layout == "vllm" or (layout == "reference" and "num_attention_heads" not in config):
-        unread = sorted(set(config) - _KNOWN_ENTRIES[layout])
-        if unread:
-            yield f"config.json, not read: {', '.join(unread)}"
+    directory = Path(directory)
+    state = dict(draft.state_dict())
+    if isinstance(draft, MedusaDraft):
+        backbone_tokens = None
+        if draft.token_map is not None:
+            backbone_tokens = draft.vocab_size
+        heads = HeadTensors(draft.num_heads, draft.num_layers, state, base_model, backbone_tokens)
+        return write_heads(heads, directory)
+    config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
+    write_weights(directory, DRAFT, state, config)
+    return directory
+
+
+def write_heads(
+    heads: HeadTensors,
+    directory: Path | str,
+    *,
+    pickled: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
+
+    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its
+    matrices; only this program reads them.
+
+    Args:
+        pickled: also write medusa_lm_head.pt, which the public code reads.
+        config: further keys of config.json (TensorRT-LLM expects the backbone's there).
+    """
+    directory = Path(directory)
+    tensors = names_in_files(heads.state, heads.num_layers)
+    keys = {
+        **(config or {}),
+        "medusa_num_heads": heads.num_heads,
+        "medusa_num_layers": heads.num_layers,
+        "base_model_name_or_path": heads.base_model,
+    }
+    if heads.token_map is not None:
+        keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
+    if heads.markov_rank:
+        keys["medusa_markov_rank"] = heads.markov_rank
+    write_weights(directory, SAFETENSORS, tensors, keys, pickled=PICKLED if pickled else None)
+    return directory
+
+
+def write_weights(
+    directory: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    pickled: str | None = None,
+) -> None:
+    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file
+    `pickled`, too.
+    """
+
+    def write_with_checksum(path: Path) -> None:
+        write_tensors(path, tensors, metadata={checksums.NAME: checksums.EMPTY})
+        checksums.write_checksum(path)
+
+    try:
+        replace_file(directory / name, write_with_checksum)
+        if pickled is not None:
+            replace_file(directory / pickled, lambda path: write_pickled_tensors(path, tensors))
+        replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
+    except WRITE_ERRORS as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise CheckpointError(write_failure("the heads", directory, error, size)) from error
+
+
+# Reading files
+
+
+def read_heads(directory: Path | str) -> HeadTensors:
+    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a
+    Medusa-2 full model.
+
+    The numbers of heads and layers are those of the tensors: published configs understate them.
+    """
+    found = find_heads(Path(directory))
+    if found.layout == "draft":
+        raise CheckpointError(
+            f"{directory}: holds a draft of another kind than Medusa; other programs have no layout"
+            " for it. Decode with it here (medusa-eval, medusa_train.load)."
+        )
+    return _medusa_heads(found, *_read_files(found))
+
+
+def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers
+    read.
+    """
+    found = find_heads(directory)
+    tensors, config = _read_files(found)
+    if config.get("draft") != "eagle3":
+        raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
+    return tensors, _settings(config, found.directory / HEADS_CONFIG)
+
+
+def read_token_map(directory: Path) -> Tensor | None:
+    """Read the reduced vocabulary of a draft of any kind: the token id of each logit, long [N];
+    None if its heads predict all tokens.
+    """
+    found = find_heads(directory)
+    tensors, config = _read_files(found)
+    if found.layout in ("draft", "eagle3"):
+        return tensors.get(TOKEN_MAP)
+    return _medusa_heads(found, tensors, config).token_map
+
+
+@contextmanager
+def _naming(source: Path) -> Iterator[None]:
+    """Begin the errors of the block with the file or directory that is read."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error
 
 
 def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
@@ -481,17 +266,16 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     if needs_config or (directory / HEADS_CONFIG).is_file():
         config = read_json(directory / HEADS_CONFIG)
     # 2. The tensors, without the backbone's.
-    prefixes = PREFIXES if layout == "model" else ("",)
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
             if layout != "model":  # where heads are a small part of a large model
                 checksums.check(path, expected_here=layout in ("draft", "reference"))
-            tensors |= read_tensors(path, prefixes)
+            tensors |= read_tensors(path, PREFIXES if layout == "model" else ("",))
         else:
-            for name, tensor in read_pickled_tensors(path).items():
-                if name.startswith(prefixes):
-                    tensors[name] = tensor
+            tensors |= read_pickled_tensors(path)
+    if layout == "model":
+        tensors = {name: t for name, t in tensors.items() if name.startswith(PREFIXES)}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and name not in _MAPS:
             raise CheckpointError(
@@ -507,6 +291,230 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     # 3. The names of this program.
     if layout == "eagle3":
         base_model = named_backbone(config)
-        tensors, settings = from_eagle3(tensors, config, str(directory))
+        with _naming(directory):
+            tensors, settings, unread = from_eagle3(tensors, config)
+        if unread:
+            warn_once(f"{directory}: not read: {', '.join(unread)}")
         config = {"draft": "eagle3", **settings, "base_model_name_or_path": base_model}
     return tensors, config
+
+
+def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
+    """Return Medusa heads of tensors with the names of a layout, and say what is not used."""
+    directory, layout, files = found
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
+    source = files[0] if len(files) == 1 else directory
+    file_layout: FileLayout = "vllm" if layout == "vllm" else "reference"
+    with _naming(source):
+        heads = from_files(tensors, config, file_layout)
+    for note in _notes_on_config(heads, tensors, config, layout):
+        warn_once(f"{source}: {note}")
+    if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
+        heads = replace(heads, backbone_tokens=config["vocab_size"])
+    base = config.get("base_model_name_or_path")
+    if layout == "model":
+        base = str(directory)
+    return replace(heads, base_model=base if isinstance(base, str) else None)
+
+
+def _notes_on_config(
+    heads: HeadTensors, tensors: Mapping[str, Tensor], config: Mapping[str, Any], layout: str | None
+) -> Iterator[str]:
+    """Say where config.json states other numbers than there are tensors, and which of its entries
+    are not read.
+
+    A config.json with a backbone's entries, as TensorRT-LLM's and of full models, is not listed.
+    """
+    if layout == "vllm" and not config.get("medusa_fc_bias", False):
+        biases = [t for name, t in tensors.items() if ".layers." in name and name.endswith(".bias")]
+        if any(bool(bias.any()) for bias in biases):
+            yield (
+                "the biases of the blocks are not used, as in vLLM, since config.json lacks"
+                " medusa_fc_bias: true"
+            )
+    for entry, attribute in _STATED.get(layout or "", {}).items():
+        stated = config.get(entry)
+        found = getattr(heads, attribute)
+        if isinstance(stated, int) and stated != found:
+            yield f"config.json has {entry}: {stated}, the tensors are of {found}: all are used"
+    if layout == "vllm" or (layout == "reference" and "num_attention_heads" not in config):
+        unread = sorted(set(config) - _KNOWN_ENTRIES[layout])
+        if unread:
+            yield f"config.json, not read: {', '.join(unread)}"
+
+
+def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the settings of a draft in its config.json, each of the type that the draft has for it."""
+    kind = config["draft"]
+    settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    types = get_type_hints(DRAFTS[kind].__init__)
+    for name, value in settings.items():
+        if isinstance(value, Tensor):  # the vocabulary of another trainer's draft
+            continue
+        if name not in types or name in _NOT_IN_JSON:
+            raise CheckpointError(
+                f"{path}: not valid settings of a {kind} draft: {name} is none of them; remove it,"
+                " or use the version that wrote it"
+            )
+        try:
+            TypeAdapter(types[name], config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise CheckpointError(
+                f"{path}: not valid settings of a {kind} draft: {name}: {format_value(value)}:"
+                f" {reason}"
+            ) from None
+        is_number = isinstance(value, int) and not name.endswith(
+            ("_size", "_id", "window", "anchors")
+        )
+        if is_number and value > _MAX_SETTING:
+            raise CheckpointError(f"{path}: {name}: {format_value(value)} is more than a draft has")
+    layers = settings.get("layers")
+    if kind == "eagle3" and layers is not None and len(layers) != 3:
+        raise CheckpointError(f"{path}: layers must be three numbers, it is {layers!r}")
+    return settings
+
+
+# Loading for a backbone
+
+
+def load_draft(
+    directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None
+) -> Draft:
+    """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
+    # 1. The files.
+    found = find_heads(Path(directory))
+    tensors, config = _read_files(found)
+    if found.layout not in ("draft", "eagle3"):
+        return _new_medusa(_medusa_heads(found, tensors, config), found.directory, backbone, dtype)
+    is_eagle3 = found.layout == "eagle3"  # as servers read it
+    if is_eagle3:
+        _check_target(found.directory, tensors, backbone, config)
+    # 2. A draft with these settings.
+    draft = _new_draft(config, found.directory, tensors, backbone, dtype)
+    own = draft.state_dict()
+    if is_eagle3 and LM_HEAD_0 not in tensors:  # servers take a copy of the backbone's
+        tensors |= {name: t for name, t in own.items() if name.startswith("lm_heads.")}
+    elif is_eagle3 and "lm_heads.0.bias" in own:  # they have no biases
+        tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])
+    # 3. Its weights.
+    try:
+        draft.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()  # below the name of the draft's class
+        names_differ = first.startswith(("Missing key", "Unexpected key"))
+        if is_eagle3 or names_differ:  # whose widths are the backbone's
+            raise CheckpointError(
+                f"{found.directory}: the tensors are not those that config.json describes: {first}"
+            ) from None
+        raise _does_not_fit(found.directory / DRAFT, backbone, first, config) from None
+    return draft.eval()
+
+
+def _check_target(
+    directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, config: Mapping[str, Any]
+) -> None:
+    """Check that an EAGLE-3 draft in a server's layout was made for a backbone of this size."""
+    width = tensors["fc.weight"].shape[1] // 3
+    tables = {"embeddings": tensors.get("embed_tokens.weight")}
+    if TOKEN_MAP not in tensors:
+        tables["lm_head"] = tensors.get(LM_HEAD_0)
+    last = max(config.get("layers") or [0])
+    problem = None
+    if width != backbone.hidden_size:
+        problem = f"fc reads states of {width}, the backbone has {backbone.hidden_size}"
+    for name, table in tables.items():
+        if problem is None and table is not None and len(table) != backbone.vocab_size:
+            problem = f"{name} of {len(table)} tokens, the backbone has {backbone.vocab_size}"
+    if problem is None and last > backbone.num_layers:
+        problem = f"reads states after {last} layers, the backbone has {backbone.num_layers}"
+    if problem is not None:
+        raise _does_not_fit(directory, backbone, problem, config)
+
+
+def _does_not_fit(
+    path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]
+) -> CheckpointError:
+    """Return the error of a draft that was made for another backbone."""
+    base_model = config.get("base_model_name_or_path")
+    trained_on = f" ({base_model})" if base_model else ""
+    return CheckpointError(
+        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). Name the backbone it"
+        f" was trained on{trained_on}."
+    )
+
+
+def _new_draft(
+    config: Any,
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    backbone: Backbone,
+    dtype: torch.dtype | None,
+) -> Draft:
+    """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
+    path = directory / HEADS_CONFIG
+    kind = config.get("draft") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or kind not in DRAFTS:
+        raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
+    settings = _settings(config, path)
+    if settings.get("vocab_size") is not None:
+        source = directory / DRAFT
+        if TOKEN_MAP not in tensors:
+            raise CheckpointError(f"{source}: {TOKEN_MAP} is missing, but {path} has vocab_size")
+        with _naming(source):
+            settings[TOKEN_MAP] = checked_token_map(tensors)
+        last = int(settings[TOKEN_MAP].max())
+        if last >= backbone.vocab_size:
+            problem = f"{TOKEN_MAP} has the token {last}, the backbone {backbone.vocab_size} tokens"
+            raise _does_not_fit(source, backbone, problem, config)
+    try:
+        return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
+
+
+def _new_medusa(
+    heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None
+) -> MedusaDraft:
+    """Build Medusa heads with these weights.
+
+    Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
+    """
+    vocab_size = heads.vocab_size
+    if vocab_size is None:
+        vocab_size = backbone.vocab_size
+    if heads.token_map is not None:
+        vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
+    if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
+        problem = (
+            f"made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, the"
+            f" backbone has {backbone.hidden_size} and {backbone.vocab_size}"
+        )
+        config = {"base_model_name_or_path": heads.base_model}
+        raise _does_not_fit(directory, backbone, problem, config)
+    lm_head = backbone.lm_head()
+    draft = MedusaDraft(
+        heads.hidden_size,
+        vocab_size,
+        heads.num_heads,
+        heads.num_layers,
+        bias="lm_heads.0.bias" in heads.state,
+        softcap=lm_head.softcap,
+        scale=lm_head.scale,
+        shared=lm_head if heads.shared else None,
+        token_map=heads.token_map,
+        markov_rank=heads.markov_rank,
+        dtype=dtype or backbone.dtype,
+    )
+    draft.load_state_dict(heads.state)
+    return draft.to(backbone.device)

@@ -148,7 +148,10 @@ def load_for_decoding(
     if paths.adapter is None:
         backbone = load_backbone_without_adapter(paths, dtype)
     else:
-        backbone = _load_merged(paths, paths.adapter, dtype)
+        # loaded as in training, quantised or not; merging dequantises
+        backbone = _load_backbone(paths, dtype, paths.quantization)
+        Adapter.load(backbone, paths.adapter).merge()
+        backbone = backbone.to_dtype(dtype)
     if prepack:
         prepack_linears(backbone.model)
     # a graph fills the whole tree: its host would wait at every level to stop early
@@ -225,20 +228,24 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
     tokenizer = load_tokenizer(
         source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
     )
-    try:
-        generation_config = GenerationConfig.from_pretrained(
-            source, local_files_only=hub_is_unreachable()
-        )
-    except OSError:  # no such file: transformers takes it from config.json then
-        generation_config = GenerationConfig.from_model_config(config)
-    except UNREADABLE as error:
-        raise BackboneError(
-            f"base_model {paths.base_model}: cannot read generation_config.json:"
-            f" {describe_unreadable(error)}"
-        ) from error
+    generation_config = read_generation_config(source, config, paths.base_model)
     chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     vocab_size = config.get_text_config().vocab_size
     return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer
+
+
+def read_generation_config(source: Any, config: Any, name: str) -> GenerationConfig:
+    """Read the generation config of the model called `name` from its files at `source`; BackboneError
+    if it cannot be read.
+    """
+    try:
+        return GenerationConfig.from_pretrained(source, local_files_only=hub_is_unreachable())
+    except OSError:  # no such file: transformers takes it from config.json then
+        return GenerationConfig.from_model_config(config)
+    except UNREADABLE as error:
+        raise BackboneError(
+            f"base_model {name}: cannot read generation_config.json: {describe_unreadable(error)}"
+        ) from error
 
 
 def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
@@ -270,10 +277,8 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     if paths.tree_mode == FIXED:
         return None
     size = paths.tree_mode.partition(":")[2]
-    if not size:
-        return Limits(tree.size, tree.max_depth)
-    nodes, depth = size.split("x")
-    return Limits(int(nodes), int(depth))
+    nodes, depth = map(int, size.split("x")) if size else (tree.size, tree.max_depth)
+    return Limits(nodes, depth)
 
 
 def compile_backbone(
@@ -310,15 +315,6 @@ def compile_cache_dir() -> Path:
         if value != default_cache_dir():  # torch sets its default there on first use
             return Path(value)
     return user_cache_dir() / "compiled"
-
-
-def _load_merged(paths: ModelPaths, adapter: Path, dtype: str | torch.dtype) -> Backbone:
-    """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
-    `dtype`.
-    """
-    backbone = _load_backbone(paths, dtype, paths.quantization)
-    Adapter.load(backbone, adapter).merge()
-    return backbone.to_dtype(dtype)
 
 
 def _load_backbone(

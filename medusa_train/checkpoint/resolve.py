@@ -7,7 +7,7 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -254,15 +254,14 @@ def resolve_model(
     if chat_template:
         get_template(chat_template)
     # 4. What the user says in place of the run.
-    if chat_template_kwargs is None:
-        chat_template_kwargs = paths.chat_template_kwargs
-    if special_tokens is None:
-        special_tokens = paths.special_tokens
+    said: dict[str, Any] = {
+        "chat_template": chat_template or None,
+        "chat_template_kwargs": chat_template_kwargs,
+        "special_tokens": special_tokens,
+    }
     return replace(
         paths,
-        chat_template=chat_template or paths.chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        special_tokens=special_tokens,
+        **{name: value for name, value in said.items() if value is not None},
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
     )
@@ -332,20 +331,14 @@ def find_heads(directory: Path) -> HeadFiles:
 
 def find_initial_heads(run: Path | None) -> Path | None:
     """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
-    return _find_initial(run, HEADS, lambda path: find_heads(path).layout is not None)
+    candidates = [] if run is None else [run / HEADS, run]
+    return next((path for path in candidates if find_heads(path).layout), None)
 
 
 def find_initial_adapter(run: Path | None) -> Path | None:
     """Return the adapter in `run` (a run, or an adapter's directory), or None."""
-    return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_CONFIG).is_file())
-
-
-def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    if run is None:
-        return None
-    if holds(run / name):
-        return run / name
-    return run if holds(run) else None
+    candidates = [] if run is None else [run / ADAPTER, run]
+    return next((path for path in candidates if (path / ADAPTER_CONFIG).is_file()), None)
 
 
 def heads_of_other_kinds(found: HeadFiles) -> list[str]:
@@ -596,9 +589,7 @@ def named_backbone(config: Mapping[str, Any]) -> str | None:
         verifier = speculators.get("verifier")
         if isinstance(verifier, dict):
             name = verifier.get("name_or_path")
-    if not isinstance(name, str) or not name:
-        return None
-    return name
+    return name if isinstance(name, str) and name else None
 
 
 def names_no_backbone(model: str) -> bool:
@@ -614,18 +605,13 @@ def names_no_backbone(model: str) -> bool:
 
 def _local_or_hub(name: str) -> str:
     """Return the path of a local model, or the name unchanged."""
-    local = resolve_path(name)
-    if local is None:
-        return name
-    return str(local)
+    return str(resolve_path(name) or name)
 
 
 def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
     """Return the tree file that was given, or else tree.json of `home` if there is one."""
     if tree is None:
-        if not (home / TREE).is_file():
-            return None
-        return home / TREE
+        return home / TREE if (home / TREE).is_file() else None
     path = resolve_path(tree)
     if path is None:
         raise CheckpointError(

@@ -306,18 +306,14 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
         check_only_run_files(out, inner=True)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        start = (initial_run or out).resolve()
-        files = []
-        for name in RUN_FILES:
-            if not start.is_relative_to((out / name).resolve()):
-                files.append(out / name)
         if step > 0 or _is_elsewhere(out / CHECKPOINTS):
             for path in _stale_checkpoints(out, step):
                 shutil.rmtree(path)
         if step > 0:
             return
-        for path in files:
-            if _is_elsewhere(path):
+        start = (initial_run or out).resolve()
+        for path in [out / name for name in RUN_FILES]:
+            if start.is_relative_to(path.resolve()) or _is_elsewhere(path):
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
@@ -379,20 +375,20 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths, without what concerns one command alone."""
     update: dict[str, Any] = {
-        "base_model": absolute_name(cfg.base_model),
-        "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
         "chat_template": _absolute_template(cfg.chat_template),
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
-    if cfg.lora_model_dir:
-        update["lora_model_dir"] = absolute_name(cfg.lora_model_dir)
-    if cfg.test_datasets:
-        update["test_datasets"] = [_absolute_dataset(entry) for entry in cfg.test_datasets]
+    for key in ("base_model", "lora_model_dir", "deepspeed"):
+        name = getattr(cfg, key)
+        if name and isinstance(name, str):
+            update[key] = absolute_name(name)
+    for key in ("datasets", "test_datasets"):
+        entries = getattr(cfg, key)
+        if entries:
+            update[key] = [_absolute_dataset(entry) for entry in entries]
     if cfg.prepared_dir:
         update["dataset_prepared_path"] = str(cfg.prepared_dir.absolute())
-    if isinstance(cfg.deepspeed, str):
-        update["deepspeed"] = absolute_name(cfg.deepspeed)
     return cfg.model_copy(update=update)
 
 
@@ -446,14 +442,13 @@ def _stale_checkpoints(out: Path, step: int) -> list[Path]:
     written completely.
     """
     checkpoints = out / CHECKPOINTS
-    stale = []
-    for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*")):
-        number = path.name.partition("-")[2]
-        if number.isdigit() and int(number) > step:
-            stale.append(path)
-    stale += checkpoints.glob(".tmp-*-*")
+    stale = list(checkpoints.glob(".tmp-*-*"))
     if step == 0:
         stale += checkpoints.glob(".old-*-*")
+    for path in checkpoints.glob("*-*"):
+        match = re.fullmatch(r"(?:step|best)-(\d+)", path.name)
+        if match is not None and int(match[1]) > step:
+            stale.append(path)
     return stale
 
 

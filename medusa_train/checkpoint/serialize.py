@@ -151,15 +151,6 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file's bytes."""
-    value = 0
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(_BLOCK), b""):
-            value = zlib.crc32(block, value)
-    return value
-
-
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _TAGS = {_TENSOR, _TUPLE, _PAIRS}
 
@@ -179,7 +170,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
         TypeError: a value or key of another type; the message names its path.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _split(state, "", tensors)
+    return tensors, _split(state, (), tensors)
 
 
 def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:
@@ -200,39 +191,27 @@ def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:
     return {key: join_tensors(tensors, item) for key, item in value.items()}
 
 
-def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _split(state: Any, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Any:
     """Return the JSON value of the state at `path`, and add its tensors to `tensors`."""
     if isinstance(state, Tensor):
-        name = path or "tensor"
+        name = "/".join(map(str, path)) or "tensor"
         while name in tensors:  # {"a/b": .., "a": {"b": ..}}
             name += "+"
         tensors[name] = state
         return {_TENSOR: name}
     if state is None or isinstance(state, str | int | float):
         return state
-    if isinstance(state, Mapping):
-        return _split_mapping(state, path, tensors)
+    where = "/".join(map(str, path)) or "state"
     if isinstance(state, list | tuple):
-        items = [_split(item, _join(path, i), tensors) for i, item in enumerate(state)]
-        if isinstance(state, tuple):
-            return {_TUPLE: items}
-        return items
-    raise TypeError(f"{path or 'state'}: a {type(state).__name__} cannot be saved without pickle")
-
-
-def _split_mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
-    for key in state:
+        items = [_split(item, (*path, i), tensors) for i, item in enumerate(state)]
+        return {_TUPLE: items} if isinstance(state, tuple) else items
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{where}: a {type(state).__name__} cannot be saved without pickle")
+    pairs = []
+    for key, item in state.items():
         if not (key is None or isinstance(key, str | int | float)):
-            raise TypeError(
-                f"{path or 'state'}: a key of type {type(key).__name__} cannot be saved"
-            )
-    pairs = [(key, _split(item, _join(path, key), tensors)) for key, item in state.items()]
+            raise TypeError(f"{where}: a key of type {type(key).__name__} cannot be saved")
+        pairs.append([key, _split(item, (*path, key), tensors)])
     if all(isinstance(key, str) for key in state) and not _TAGS & set(state):
         return dict(pairs)
-    return {_PAIRS: [[key, item] for key, item in pairs]}  # JSON objects have only string keys
-
-
-def _join(path: str, key: object) -> str:
-    if not path:
-        return str(key)
-    return f"{path}/{key}"
+    return {_PAIRS: pairs}  # JSON objects have only string keys

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from medusa_train.checkpoint.run_directory import CHECKPOINTS
 from medusa_train.checkpoint.serialize import (
-    checksum,
     join_tensors,
     read_json,
     read_tensors,
@@ -30,6 +29,7 @@ from medusa_train.checkpoint.serialize import (
     write_json,
     write_tensors,
 )
+from medusa_train.checksums import checksum
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, sync, write_failure
 
@@ -134,10 +134,8 @@ class CheckpointStore:
             for tensors, _ in parts.values():
                 needed += sum(tensor.nbytes for tensor in tensors.values())
             reason = write_failure(what, self.root, error, needed)
-            earlier = "There is no earlier one."
-            steps = self.steps()
-            if steps:
-                earlier = f"The last good one is {self.root / f'step-{steps[-1]}'}."
+            last = self.latest()
+            earlier = f"The last good one is {last}." if last else "There is no earlier one."
             raise CheckpointError(f"{reason}\n{earlier}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -145,12 +143,10 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints in ascending order."""
-        if not self.root.is_dir():
-            return []
         steps = []
-        for path in self.root.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match is not None and (path / MANIFEST).is_file():
+        for manifest in self.root.glob(f"step-*/{MANIFEST}"):
+            match = _NAME.fullmatch(manifest.parent.name)
+            if match is not None and manifest.is_file():
                 steps.append(int(match[1]))
         return sorted(steps)
 
@@ -158,16 +154,12 @@ class CheckpointStore:
         """Return the newest checkpoint, or None."""
         self._restore_replaced()
         steps = self.steps()
-        if not steps:
-            return None
-        return self.root / f"step-{steps[-1]}"
+        return self.root / f"step-{steps[-1]}" if steps else None
 
     def at(self, step: int) -> Path | None:
         """Return the checkpoint of `step`, or None."""
         self._restore_replaced()
-        if step not in self.steps():
-            return None
-        return self.root / f"step-{step}"
+        return self.root / f"step-{step}" if step in self.steps() else None
 
     def best(self, step: int) -> Path | None:
         """Return the weights of the best evaluation, after `step`; None if they are not there.
@@ -176,9 +168,7 @@ class CheckpointStore:
         """
         self._restore_replaced()
         path = self.root / f"best-{step}"
-        if (path / MANIFEST).is_file():
-            return path
-        return self.at(step)
+        return path if (path / MANIFEST).is_file() else self.at(step)
 
     def load(
         self, path: Path | str, *, verify: bool = True, parts: Collection[str] | None = None
@@ -235,10 +225,8 @@ class CheckpointStore:
     def _others(self, path: Path) -> str:
         """Name the checkpoints beside `path`, for messages."""
         names = [f"step-{step}" for step in self.steps()]
-        others = [name for name in names if self.root / name != path]
-        if not others:
-            return ""
-        return f"\nOther checkpoints in {self.root}: {', '.join(others)}"
+        others = ", ".join(name for name in names if self.root / name != path)
+        return f"\nOther checkpoints in {self.root}: {others}" if others else ""
 
 
 def _write(

@@ -46,7 +46,7 @@ from medusa_train.console_streams import (
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
 from medusa_train.io import installed_version
-from medusa_train.training.signals import signals_as_interrupts
+from medusa_train.training.stop_signals import signals_as_interrupts
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)

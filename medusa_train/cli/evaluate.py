@@ -38,7 +38,7 @@ from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.io import parse_json
 from medusa_train.models.model_files import find_backbone
 from medusa_train.progress import RunProgress
-from medusa_train.training.signals import signals_by_default
+from medusa_train.training.stop_signals import signals_by_default
 
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
@@ -268,7 +268,7 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     progress.print(f"medusa-eval: {what}; {asked}; concurrency {counts}")
     # 3. The measurement.
     with progress.phase("importing torch and transformers", ticking=True):
-        from medusa_train.server_bench.measure_servers import measure_servers
+        from medusa_train.server_bench.run import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
     written = measure_servers(cfg, bench, paths, command, progress)
     _print_paths(progress.console, written)

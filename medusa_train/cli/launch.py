@@ -30,7 +30,7 @@ from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.progress import RunProgress
 from medusa_train.training.preflight import check_files
 from medusa_train.training.process_info import ProcessInfo
-from medusa_train.training.signals import ignore_signals, stop_signals
+from medusa_train.training.stop_signals import ignore_signals, stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

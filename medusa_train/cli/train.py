@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Sequence
 from functools import partial
 from textwrap import indent
 
@@ -93,8 +96,8 @@ def train(
         "--inspect",
         metavar="",
         help=(
-            "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit;"
-            " needs the data."
+            "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit."
+            " With tokens=60M no data are needed."
         ),
     ),
     doctor: bool = typer.Option(
@@ -142,6 +145,9 @@ def train(
     if process is None and is_launcher and not only_print:
         return launch(arguments or [], flags, num_gpus)
     # 2. The configuration.
+    tokens = None
+    if inspect:
+        arguments, tokens = take_tokens(arguments or [])
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
         print(format_config(cfg), end="")
@@ -162,13 +168,13 @@ def train(
     if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
-        check_files(cfg, num_gpus or 1)
+        check_files(cfg, num_gpus or 1, reads_data=tokens is None)
     progress = RunProgress(console)
     if inspect:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.training.inspect import inspect_run
+            from medusa_train.training.inspect_run import inspect_run
 
-        return inspect_run(cfg, console, results, num_gpus or 1) or printed_all()
+        return inspect_run(cfg, console, results, num_gpus or 1, tokens) or printed_all()
     # 4. Training, and the exports.
     if process is not None:
         code = train_distributed(process, cfg, console, results)
@@ -185,6 +191,26 @@ def train(
     if process is not None:
         exit_now(code)
     return code
+
+
+def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """Take `tokens=60M` out of the arguments of --inspect: the tokens of data that need not exist.
+
+    Raises:
+        ConfigError: it is not a positive number with K, M or B, or without.
+    """
+    given = [argument for argument in arguments if argument.startswith("tokens=")]
+    if not given:
+        return list(arguments), None
+    text = given[-1].removeprefix("tokens=")
+    match = re.fullmatch(r"([\d.]+)([KMB]?)", text.upper().replace("_", "").replace(",", ""))
+    count = 0
+    with contextlib.suppress(ValueError):
+        if match is not None:
+            count = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2]])
+    if count < 1:
+        raise ConfigError(f"tokens: expected a number such as 60M or 60000000, got {text!r}")
+    return [argument for argument in arguments if argument not in given], count
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:

@@ -5,6 +5,7 @@ Medusa's keys are flat (`medusa_*`), as in Axolotl's Medusa fork; `MedusaConfig`
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -14,7 +15,6 @@ from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
     HEADS,
     TRAINING,
-    Affects,
     Bool,
     ExportTarget,
     Fraction,
@@ -29,7 +29,7 @@ from medusa_train.config.types import (
     VocabSize,
     format_value,
     key,
-    keys_affecting,
+    keys_marked,
     problem,
 )
 
@@ -75,8 +75,6 @@ class DraftConfig(Section):
         merges: whether the guesses of drafts without training can be added to its own.
         dynamic_trees: whether it can choose a tree of its own in every step.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
-        masks_packed_rows: whether packed rows take an attention mask in training, for memory
-            estimates.
     """
 
     prefix: ClassVar[str]
@@ -87,56 +85,28 @@ class DraftConfig(Section):
     dynamic_trees: ClassVar[bool] = False
     layers_key: ClassVar[str] = ""  # of `early_layers`
     lr_multiplier: ClassVar[float] = 1.0
-    masks_packed_rows: ClassVar[bool] = False
 
-    num_heads: Int
+    if TYPE_CHECKING:
+
+        @property
+        def num_heads(self) -> int:
+            """The depth of the deepest tree that the draft fills."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the draft's class."""
-        return self.model_dump(mode="json", include=set(keys_affecting(type(self), HEADS)))
+        return self.model_dump(mode="json", include=set(keys_marked(type(self), HEADS)))
 
     @property
     def vocab_size_key(self) -> str:
         """The name of its key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
-    @property
-    def blocks_per_head(self) -> int:
-        """Number of blocks in each head, for memory estimates."""
-        return int(getattr(self, "num_layers", 1))
-
-    @property
-    def layer_passes(self) -> int:
-        """Passes through decoder layers of its own, whose activations a training step keeps."""
-        return 0
-
-    @property
-    def output_matrices(self) -> int:
-        """Number of matrices that give logits; 1 where all depths are drafted by the same one."""
-        return self.num_heads
-
-    @property
-    def repeats(self) -> int:
-        """How often a training step runs all its weights but `weights_used_once`."""
-        return 1
-
-    def weights_used_once(self, hidden_size: int) -> int:
-        """Return how many weights a training step runs once, where it repeats the others."""
-        return 0
-
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
         return ()
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """Number of heads that read the base model's lm_head instead of training an output matrix of
-        their own.
-        """
-        return 0
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -152,42 +122,6 @@ class DraftConfig(Section):
         return f"{self.num_heads} {self.title} heads"
 
 
-def _flat(affects: Affects, default: Any = ...) -> Any:
-    """Declare a key of `MedusaConfig`, which is described where it is flat."""
-    return key(default, "see medusa_*", affects)
-
-
-class MedusaConfig(DraftConfig):
-    """Keys of Medusa heads (Medusa), from the flat `medusa_*` keys, which have the defaults."""
-
-    prefix = "medusa_"
-    title = "Medusa"
-    trains_jointly = True
-    exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
-    lr_multiplier = 4.0  # Medusa, Shared Settings
-
-    num_heads: Int = _flat(HEADS)
-    num_layers: Int = _flat(HEADS)
-    share_lm_head: Bool = _flat(HEADS)
-    vocab_size: Int | None = _flat(HEADS, None)
-    markov_rank: Int = _flat(HEADS)
-    decay_coefficient: PositiveShare = _flat(TRAINING)
-    soft_targets: Share = _flat(TRAINING)
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """All of them, with `share_lm_head`."""
-        return self.num_heads if self.share_lm_head else 0
-
-    def describe(self) -> str:
-        """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
-        heads = f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}"
-        text = heads + _vocabulary(self.vocab_size)
-        if self.markov_rank:
-            text += f" with a Markov bias of rank {self.markov_rank}"
-        return text
-
-
 # Keys of several drafts.
 _VOCAB_SIZE = key(
     None,
@@ -200,6 +134,51 @@ _NORMALIZE_EMBEDDINGS = key(
     HEADS,
 )
 _DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
+
+
+class MedusaConfig(DraftConfig):
+    """Keys of Medusa heads (Medusa); in a configuration they are flat: `medusa_num_heads`."""
+
+    prefix = "medusa_"
+    title = "Medusa"
+    trains_jointly = True
+    exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
+    lr_multiplier = 4.0  # Medusa, Shared Settings
+
+    num_heads: PositiveInt = key(
+        5, "K: number of heads; head k predicts the k-th token after the next one", HEADS, le=32
+    )
+    num_layers: NonNegativeInt = key(
+        1, "residual blocks per head; 0: a linear head without blocks", HEADS, le=32
+    )
+    share_lm_head: Bool = key(
+        False, "heads share the base model's lm_head instead of training one each", HEADS
+    )
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    markov_rank: NonNegativeInt = key(
+        0,
+        "r: rank of a bias on the heads' logits that depends on the token before the predicted one;"
+        " 0: none",
+        HEADS,
+        le=1024,
+    )
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k", TRAINING)
+    soft_targets: Share = key(
+        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
+    )
+
+    def describe(self) -> str:
+        """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
+        heads = f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}"
+        text = heads + _vocabulary(self.vocab_size)
+        if self.markov_rank:
+            text += f" with a Markov bias of rank {self.markov_rank}"
+        return text
+
+
+def flat(name: str) -> Any:
+    """Return the key `medusa_NAME` of a configuration, which `MedusaConfig` declares."""
+    return copy(MedusaConfig.model_fields[name])
 
 
 class HydraConfig(DraftConfig):
@@ -237,11 +216,6 @@ class HydraConfig(DraftConfig):
         " rest",
         TRAINING,
     )
-
-    @property
-    def layer_passes(self) -> int:
-        """One through the prefix layer."""
-        return int(self.prefix_layer)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix
@@ -287,11 +261,6 @@ class AmphistaConfig(DraftConfig):
         0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
     )
     decay_coefficient: PositiveShare = _DECAY
-
-    @property
-    def layer_passes(self) -> int:
-        """One through each adaptation layer."""
-        return self.adaptation_layers
 
     @property
     def heads_loss(self) -> HeadsLoss:
@@ -347,19 +316,9 @@ class KangarooConfig(DraftConfig):
         True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)", HEADS
     )
 
-    @property
-    def output_matrices(self) -> int:
-        """One, for all depths."""
-        return 1
-
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
-
-    @property
-    def shared_lm_heads(self) -> int:
-        """One, since a single depth is trained; none if it trains its own."""
-        return int(self.share_lm_head)
 
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
@@ -369,7 +328,7 @@ class KangarooConfig(DraftConfig):
         )
 
 
-def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
     if list(layers) != sorted(layers):
         raise problem("must be in ascending order")
     return layers
@@ -384,7 +343,6 @@ class Eagle3Config(DraftConfig):
     title = "EAGLE-3"
     layers_key = "eagle3.layers"
     dynamic_trees = True
-    masks_packed_rows = True
     exports = ("vllm", "sglang", "speculators")
 
     num_heads: PositiveInt = key(
@@ -414,30 +372,6 @@ class Eagle3Config(DraftConfig):
         1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
     )
 
-    @property
-    def blocks_per_head(self) -> int:
-        """None: there is a decoder layer instead."""
-        return 0
-
-    @property
-    def layer_passes(self) -> int:
-        """One in each step of the training-time test."""
-        return min(self.train_steps, self.num_heads)
-
-    @property
-    def output_matrices(self) -> int:
-        """One, for all depths."""
-        return 1
-
-    @property
-    def repeats(self) -> int:
-        """Once in each step of the training-time test."""
-        return self.layer_passes
-
-    def weights_used_once(self, hidden_size: int) -> int:
-        """Return the weights of `fc`, which joins the states of the three layers."""
-        return 3 * hidden_size**2
-
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
@@ -460,6 +394,85 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
+class DFlashConfig(DraftConfig):
+    """Keys of `dflash`: decoder layers that guess a block of tokens in one pass (DFlash)."""
+
+    prefix = "dflash."
+    title = "DFlash"
+    layers_key = "dflash.layers"
+    dynamic_trees = True
+
+    max_draft_tokens: PositiveInt = key(7, "K: tokens that one pass guesses", HEADS, le=32)
+    num_layers: PositiveInt = key(5, "decoder layers", HEADS, le=16)
+    layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] | None = key(
+        None,
+        "after how many of the base model's layers the draft reads states; default: as many as"
+        " num_layers, from 2 to all but 2",
+        HEADS,
+    )
+    anchors: PositiveInt = key(
+        512, "blocks that are trained in each row and step, at random supervised positions", HEADS
+    )
+    window: NonNegativeInt = key(
+        2048,
+        "positions that a token of a block sees, and of the block those before it; 0: all of both,"
+        " as in most published drafts",
+        HEADS,
+    )
+    mask_token_id: NonNegativeInt | None = key(
+        None,
+        "id of the token that stands for those to be guessed; default: the last one of the base"
+        " model's embeddings",
+        HEADS,
+    )
+    markov_rank: NonNegativeInt = key(
+        0, "rank of a bias on each guess by the token before it; 0: none", HEADS
+    )
+    vocab_size: VocabSize | None = _VOCAB_SIZE
+    decay_coefficient: PositiveShare = key(
+        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum", TRAINING
+    )
+    soft_targets: Share = key(
+        0.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+    )
+
+    @property
+    def num_heads(self) -> int:
+        """Each token of a block counts as a head."""
+        return self.max_draft_tokens
+
+    @property
+    def heads_loss(self) -> HeadsLoss:
+        """The mean over a block of the guesses' losses, weighted by c**k."""
+        weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
+        return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
+
+    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers whose states are read."""
+        return self.layers or spread_layers(num_layers, self.num_layers)
+
+    def describe(self) -> str:
+        """Describe the draft by its block, its layers, its window and its Markov bias."""
+        window = f", window {self.window:,}" if self.window else ", bidirectional"
+        text = (
+            f"DFlash, blocks of {self.max_draft_tokens} guesses, {_layers(self.num_layers)}{window}"
+        )
+        if self.markov_rank:
+            text += f", a Markov bias of rank {self.markov_rank}"
+        return text + _vocabulary(self.vocab_size)
+
+
+def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Return after which layers DFlash's authors read states: evenly from 2 to all but 2, or half of
+    all if it is one.
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    first = min(2, num_layers)
+    last = max(first, num_layers - 2)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
@@ -474,6 +487,7 @@ SECTIONS: dict[str, type[DraftConfig]] = {
     "amphista": AmphistaConfig,
     "kangaroo": KangarooConfig,
     "eagle3": Eagle3Config,
+    "dflash": DFlashConfig,
 }
 #: The same with Medusa, whose keys are flat.
 DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTIONS}

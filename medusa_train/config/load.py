@@ -7,9 +7,10 @@ one; those of stage one as well.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.config.problems import (
-    explain,
-    in_order_of_file,
-    problem_lines,
-    text_problems,
-)
+from medusa_train.config.problems import explain, text_problems
 from medusa_train.config.removed_keys import explain_removed
 from medusa_train.config.schema import (
     NOT_IN_STAGE_ONE,
@@ -31,13 +27,12 @@ from medusa_train.config.schema import (
     TrainConfig,
     stage_one_values,
 )
-from medusa_train.config.types import STAGE_ONE, Config, types_at
+from medusa_train.config.types import STAGE_ONE, Config
 from medusa_train.config.yaml_source import (
-    KeyPath,
+    Place,
     Problem,
     Source,
     format_path,
-    read_value,
     read_yaml_file,
 )
 from medusa_train.errors import ConfigError
@@ -75,15 +70,15 @@ def load_config(
     _apply_settings(cls, source, overrides, flags or {})
     # 3. All problems, those of stage one included.
     cfg, problems = _validate(cls, source)
-    lines = problem_lines(problems, source)
     if cls is TrainConfig and _has_stage_one(source, problems):
-        first, stage_one_lines = _stage_one(source)
-        lines += stage_one_lines
+        first, problems_of_stage_one = _stage_one(source)
+        problems += problems_of_stage_one
         if first is not None:
             own = source.values[STAGE_ONE]
             source.ignored += [f"{STAGE_ONE}.{name}" for name in first.ignored if name in own]
-    if cfg is None or lines:
-        raise ConfigError(in_order_of_file(lines, source.name))
+    if cfg is None or problems:
+        in_order = sorted(problems, key=lambda problem: problem.place.line or math.inf)
+        raise ConfigError(list(dict.fromkeys(map(str, in_order))))
     return cfg
 
 
@@ -92,9 +87,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     if not cfg.trains_stage_one:
         return None
     values = cfg.model_dump(mode="json", include=cfg.model_fields_set)
-    first, lines = _stage_one(replace(cfg._source, values=values))
-    if first is None or lines:
-        raise ConfigError(lines)
+    first, problems = _stage_one(replace(cfg._source, values=values))
+    if first is None or problems:
+        raise ConfigError(list(map(str, problems)))
     return first
 
 
@@ -151,50 +146,23 @@ def _apply_settings(
     """Set the keys of the command line. Of several settings of a key the last counts; the others,
     and keys of the file that contradict one of the command line, become ignored.
     """
-    last: dict[KeyPath, str] = {}
-    for path, value, setting, place in _settings(cls, source, overrides, flags):
-        for below in [below for below in last if below[: len(path)] == path]:
-            earlier = last.pop(below)
-            if earlier != setting:
-                source.ignored.append(earlier)
-        source.set(path, value, place)
-        last[path] = setting
-    _drop_contradicted(cls, source, {format_path(path) for path in last})
-
-
-def _settings(
-    cls: type[Config], source: Source, overrides: Iterable[str], flags: Mapping[str, object]
-) -> Iterator[tuple[KeyPath, object, str, str]]:
-    """Yield path, value, text and place of each setting of the command line."""
+    given = set()
     for override in overrides:
         name, equals, text = override.partition("=")
-        place = f"override '{override}'"
+        place = Place(override, is_word=True)
         parts = re.sub(r"\[(\d+)\]", r".\1", name).strip().split(".")
         if not equals or not all(parts):
-            message = f"{place}: overrides are written key=value, or a.b=value"
-            source.problems.append(((), message))
+            message = "overrides are written key=value, or a.b=value"
+            source.problems.append(Problem(place, (), message))
             continue
         path = tuple(int(part) if part.isdecimal() else part for part in parts)
-        value, problems = read_value(text, is_text=_is_text(text, cls, path))
-        source.problems += [((*path, *inner), message) for inner, message in problems]
-        yield path, value, override, place
+        source.set_typed(path, text, place)
+        given.add(format_path(path))
     for name, value in flags.items():
         if value is not None:
-            option = cls.option_of(name).split()[0]
-            yield (name,), value, option, option
-
-
-def _is_text(text: str, cls: type[Config], path: KeyPath) -> bool:
-    """Return whether the text of an override is the value as it is typed, which `a: b #1` and
-    `1.10` are for names. Else YAML reads it: where the key takes no text (`seed=3`), and in
-    brackets, where it takes a list or a mapping as well.
-    """
-    kinds = types_at(cls, path[1:] if path[0] == STAGE_ONE else path)
-    if kinds == [str]:
-        return True
-    items = [inner for kind in kinds for inner in types_at(kind, (0,))]  # one may stand for a list
-    may_be_text = any(kind is str or getattr(kind, "text_key", None) for kind in [*kinds, *items])
-    return may_be_text and not text.startswith(("[", "{"))
+            source.set((name,), value, Place(cls.option_of(name).split()[0], is_word=True))
+            given.add(name)
+    _drop_contradicted(cls, source, given)
 
 
 def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
@@ -211,56 +179,55 @@ def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> No
 def _has_stage_one(source: Source, problems: list[Problem]) -> bool:
     """Return whether there are valid keys of a stage one, which no finished one replaces."""
     is_valid = isinstance(source.values.get(STAGE_ONE), dict) and all(
-        path != (STAGE_ONE,) for path, _ in problems
+        problem.path != (STAGE_ONE,) for problem in problems
     )
     return is_valid and not source.values.get("lora_model_dir")
 
 
-def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[str]]:
-    """Build the configuration of stage one: that of the run, then the keys of `stage_one`.
-
-    Returns: It, and a line for each of its problems.
+def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
+    """Return the configuration of stage one, that of the run with the keys of `stage_one`, and its
+    problems.
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
+    of_stage_one = [path for path in outer.typed if path[0] == STAGE_ONE]
+    source.typed = {path[1:]: outer.typed[path] for path in of_stage_one}
     own = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
     for name, value in {**stage_one_values(str(output_dir)), **own}.items():
-        source.set((name,), value, f"{outer.place((STAGE_ONE, name))}: {STAGE_ONE}")
+        place = replace(outer.place((STAGE_ONE, name)), section=STAGE_ONE)
+        source.set((name,), value, place)
         if name in own and name in NOT_IN_STAGE_ONE:
-            source.problems.append(((name,), "is set for the whole run; remove it"))
+            source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
     _drop_contradicted(TrainConfig, source, set(own))
     first, problems = _validate(TrainConfig, source)
     if first is not None and first.recipe != "medusa1":
-        problems.append((("recipe",), "stage one trains heads on a frozen base model: medusa1"))
-    return first, problem_lines(problems, source)
+        message = "stage one trains heads on a frozen base model: medusa1"
+        problems.append(source.problem(("recipe",), message))
+    return first, problems
 
 
 def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
     """Validate each key, and the rules between those that are valid, so that no problem hides
-    another. Returns: The configuration, None with problems of keys or rules; and all problems.
+    another.
+
+    Returns: The configuration, or None if a key or a rule is wrong; and all problems.
     """
-    problems = [*source.problems, *text_problems(source.values, ())]
-    # 1. Keys without an effect: those of other programs, and in a run's own file removed ones.
-    values: dict[str, Any] = {}
-    for name, value in source.values.items():
-        removed = explain_removed(name, value, cls.model_fields)
-        of_run = source.is_run and source.place((name,)).startswith(f"{source.name}:")
-        if removed and not of_run:
-            problems.append(((name,), removed))
-        elif of_run and name == TRUST:
-            source.ignored += [name] if value else []
-        elif removed or name in cls.ignored_axolotl_keys:
-            source.ignored += [] if value is None else [name]
-        else:
-            values[name] = value
-    # 2. Each key; and the rules, if all keys are valid.
+    values, problems = _keys_with_effect(cls, source)
+    # 1. Each key; and the rules, if all keys are valid.
     try:
         cfg = cls.model_validate(values)
         cfg._source = source
         return cfg, problems
     except ValidationError as error:
         details = error.errors(include_url=False)
+    # 2. What an override has in place of text was meant as it was typed.
+    typed = {detail["loc"] for detail in details if detail["type"] == "text"}
+    typed &= source.typed.keys()
+    for path in typed:
+        source.set(path, source.typed.pop(path), source.place(path))
+    if typed:
+        return _validate(cls, source)
     # 3. The rules between the keys that are valid.
     invalid = {detail["loc"][0] for detail in details if detail["type"] != "rule"}
     required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}
@@ -271,4 +238,29 @@ def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 details += [detail] if invalid.isdisjoint(detail["ctx"]["keys"]) else []
-    return None, problems + [explain(detail, cls, source) for detail in details]
+    for detail in details:
+        path = tuple(part for part in detail["loc"] if part != "[key]")
+        problems.append(source.problem(path, explain(detail, cls, source)))
+    return None, problems
+
+
+def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the keys that a command reads, and the problems that were found so far.
+
+    Keys of other programs are ignored, and in a run's own file removed ones.
+    """
+    problems = list(source.problems)
+    problems += [source.problem(path, wrong) for path, wrong in text_problems(source.values)]
+    values: dict[str, Any] = {}
+    for name, value in source.values.items():
+        removed = explain_removed(name, value, cls.model_fields)
+        of_run = source.is_run and source.place((name,)).source == source.name
+        if removed and not of_run:
+            problems.append(source.problem((name,), removed))
+        elif removed or name in cls.ignored_axolotl_keys:
+            source.ignored += [] if value is None else [name]
+        elif of_run and name == TRUST:
+            source.ignored += [name] if value else []
+        else:
+            values[name] = value
+    return values, problems

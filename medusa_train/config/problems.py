@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
-from medusa_train.config.types import Config, Section, format_value, types_at
-from medusa_train.config.yaml_source import KeyPath, Problem, Source, format_path
+from medusa_train.config.types import Config, Section, format_value
+from medusa_train.config.yaml_source import KeyPath, Source
 
 #: Short names that other programs use, with the keys that they mean here.
 COMMON_NAMES = {
@@ -55,7 +54,7 @@ _EXPECTED = {
 }
 
 
-def text_problems(value: Any, path: KeyPath) -> Iterator[Problem]:
+def text_problems(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yield text that no file can hold, and keys such as `x:1` in `{x:1}`, which YAML reads as a
     name without a value.
     """
@@ -69,37 +68,44 @@ def text_problems(value: Any, path: KeyPath) -> Iterator[Problem]:
         yield from text_problems(item, (*path, name))
 
 
-def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> Problem:
+def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> str:
     """Say what is wrong in an error of pydantic."""
-    path = tuple(part for part in detail["loc"] if part != "[key]")
-    name = path[-1]
+    name = str(detail["loc"][-1])
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     got = f", got {format_value(value)}"
     if kind == "rule":
-        return path, _explain_rule(detail, source)
+        return _explain_rule(detail, source)
     if kind == "extra_forbidden":
-        (owner, *_) = types_at(cls, path[:-1])
-        return path, _unknown(str(name), owner)
-    if kind == "missing" and len(path) == 1:
-        described = cls.model_fields[str(name)].description
-        how = f"set it in the file, or add {name}=... to the command"
-        return path, f"is missing ({described}); {how}"
+        section = None
+        if len(detail["loc"]) > 1:
+            section = _section(cls.model_fields[str(detail["loc"][0])].annotation)
+        return _unknown(name, section or cls)
+    if kind == "missing" and len(detail["loc"]) == 1:
+        described = cls.model_fields[name].description
+        return f"is missing ({described}); set it in the file, or add {name}=... to the command"
     if kind == "missing":
-        return path, "is missing"
+        return "is missing"
     if kind in _LIMITS:
         limit, wording = _LIMITS[kind]
         shown = context[limit]
         if kind == "literal_error":
             shown = shown.replace("'", "")
-        return path, wording.format(shown) + got
+        return wording.format(shown) + got
     if kind in _EXPECTED:
         text = f"expected {_EXPECTED[kind]}{got}"
         if isinstance(value, bool):
-            switch = next((key for key in _switches(cls) if str(name) in key), None)
+            switch = next((key for key in _switches(cls) if name in key), None)
             hint = " (YAML reads yes, no, on and off as true and false)"
             text += f"; did you mean {switch}?" if kind == "model_type" and switch else hint
-        return path, text
-    return path, detail["msg"] if kind == "problem" else detail["msg"] + got
+        return text
+    return detail["msg"] if kind in ("problem", "text") else detail["msg"] + got
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """Return the section in the type of a key; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section, get_args(annotation))), None)
 
 
 def _explain_rule(detail: ErrorDetails, source: Source) -> str:
@@ -126,24 +132,3 @@ def _unknown(name: str, owner: type[Section]) -> str:
     for suggested in meant or nearest:
         return f"unknown key; did you mean {suggested}?"
     return "unknown key; see docs/reference/configuration.md"
-
-
-def problem_lines(problems: Iterable[Problem], source: Source) -> list[str]:
-    """Format problems as `place: key: what is wrong`."""
-    lines = []
-    for path, message in problems:
-        place, name = source.place(path), format_path(path)
-        if path and place != f"--{name.replace('_', '-')}":  # an option says the key already
-            message = f"{name}: {message}"
-        lines.append(f"{place}: {message}" if path else message)
-    return lines
-
-
-def in_order_of_file(lines: Iterable[str], name: str) -> list[str]:
-    """Sort lines that begin with `name:LINE`; those of other places follow."""
-
-    def line_number(line: str) -> float:
-        number, _, _ = line.removeprefix(f"{name}:").partition(":")
-        return int(number) if number.isdigit() else math.inf
-
-    return sorted(dict.fromkeys(lines), key=line_number)

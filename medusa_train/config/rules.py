@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS
+from medusa_train.config.draft_sections import DRAFT_CONFIGS, LOOKUPS, SECTIONS, MedusaConfig
 from medusa_train.config.paths import resolve_path
-from medusa_train.config.types import Violation
+from medusa_train.config.types import (
+    ADAPTER,
+    JOINT,
+    LOCAL,
+    SERVE,
+    SERVER,
+    Violation,
+    keys_marked,
+)
 
 #: Why a benchmark of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
@@ -35,32 +43,6 @@ _RECIPE = (
     "adapter",
     "medusa_num_unfreeze_layers",
     "medusa_self_distillation",
-)
-_LORA_KEYS = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_linear",
-    "lora_modules_to_save",
-)
-#: Keys that have no effect with another draft than Medusa's heads.
-_MEDUSA_KEYS = (
-    "medusa_num_heads",
-    "medusa_num_layers",
-    "medusa_soft_targets",
-    "medusa_share_lm_head",
-    "medusa_vocab_size",
-    "medusa_markov_rank",
-    "medusa_decay_coefficient",
-)
-_JOINT_KEYS = (
-    "adapter",
-    "medusa_self_distillation",
-    "medusa_distillation_regularization",
-    "medusa_heads_coefficient",
-    "medusa_scheduler",
-    "gradient_checkpointing",
 )
 
 
@@ -255,15 +237,15 @@ def _describe_exports() -> str:
 def ineffective_train_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys that have no effect given the values of the others."""
     if cfg.draft in SECTIONS:
-        yield from _MEDUSA_KEYS
+        yield from (f"{MedusaConfig.prefix}{name}" for name in MedusaConfig.model_fields)
     if cfg.recipe == "medusa1":
-        yield from _JOINT_KEYS
+        yield from (*keys_marked(type(cfg), JOINT), "gradient_checkpointing")
     elif cfg.adapter is not None:
         yield "medusa_num_unfreeze_layers"
         if cfg.medusa_self_distillation:  # the target is the teacher's distribution alone
             yield "medusa_distillation_regularization"
     if cfg.recipe == "medusa1" or cfg.adapter is None:
-        yield from _LORA_KEYS
+        yield from keys_marked(type(cfg), ADAPTER)
     elif cfg.lora_target_linear:
         yield "lora_target_modules"
     if cfg.lr_scheduler != "cosine":
@@ -378,41 +360,11 @@ def eval_violations(cfg: Any) -> Iterator[Violation]:
         )
 
 
-#: Keys of an evaluation in this process, which have no effect on a server.
-_EVAL_LOCAL_KEYS = (
-    "tree",
-    "threshold",
-    "lookahead",
-    "rest",
-    "compile",
-    "batch_size",
-    "exactness",
-    "equality",
-    "generate",
-    "prompt_lookup",
-    "assistant_model",
-    "judge_base_url",
-    "judge_model",
-    "judge_concurrency",
-    "score",
-    "allow_code_execution",
-    "rouge",
-    "calibration_tokens",
-)
-_EVAL_SERVE_KEYS = (
-    "serve_speculative_tokens",
-    "serve_together",
-    "serve_args",
-    "serve_start_seconds",
-)
-_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds")
-
-
 def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys of `medusa-eval` that have no effect given the values of the others."""
-    yield from _EVAL_LOCAL_KEYS if cfg.uses_server else _EVAL_SERVER_KEYS
+    yield from keys_marked(type(cfg), LOCAL if cfg.uses_server else SERVER)
     if not cfg.serve:
-        yield from _EVAL_SERVE_KEYS
+        yield from keys_marked(type(cfg), SERVE)
     if cfg.server_url is None and (cfg.serve or cfg.judge_base_url is None):
         yield "api_key_env"  # VLLM_API_KEY locks the servers of `serve`
     if cfg.server_url is not None:

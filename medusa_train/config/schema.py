@@ -18,6 +18,7 @@ from medusa_train.config.draft_sections import (
     LOOKUPS,
     SECTIONS,
     AmphistaConfig,
+    DFlashConfig,
     DraftConfig,
     Eagle3Config,
     HydraConfig,
@@ -29,13 +30,20 @@ from medusa_train.config.draft_sections import (
     MedusaConfig,
     RestConfig,
     TrainedDraft,
+    flat,
 )
 from medusa_train.config.paths import expand_user, resolve_path
 from medusa_train.config.types import (
+    ADAPTER,
     DATA,
     HEADS,
+    JOINT,
+    LOCAL,
     NOTHING,
+    SERVE,
+    SERVER,
     STAGE_ONE,
+    THIS_RUN,
     TRAINING,
     WEIGHTS,
     Address,
@@ -70,7 +78,7 @@ from medusa_train.config.types import (
     Violation,
     VocabSize,
     key,
-    keys_affecting,
+    keys_marked,
     problem,
 )
 
@@ -292,23 +300,19 @@ class TrainConfig(Config):
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo", HEADS)
     eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3", HEADS)
-    medusa_num_heads: PositiveInt = key(
-        5, "K: number of heads; head k predicts the k-th token after the next one", HEADS, le=32
-    )
-    medusa_num_layers: NonNegativeInt = key(
-        1, "residual blocks per head; 0: a linear head without blocks", HEADS, le=32
-    )
-    medusa_decay_coefficient: PositiveShare = key(
-        0.8, "c: weight of head k's loss is c**k", TRAINING
-    )
+    dflash: DFlashConfig | None = key(None, "settings of draft: dflash", HEADS)
+    medusa_num_heads: PositiveInt = flat("num_heads")
+    medusa_num_layers: NonNegativeInt = flat("num_layers")
+    medusa_decay_coefficient: PositiveShare = flat("decay_coefficient")
     medusa_heads_coefficient: NonNegativeFloat = key(
-        0.2, "lambda0: weight of the heads' loss (medusa2 only)", TRAINING
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", TRAINING, JOINT
     )
     medusa_scheduler: Schedule = key(
         "constant",
         "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
         " fraction R of the run)",
         TRAINING,
+        JOINT,
     )
     medusa_only_heads: Bool | None = key(
         None, "true: recipe medusa1, false: medusa2; default: follows from recipe", TRAINING
@@ -319,14 +323,18 @@ class TrainConfig(Config):
         TRAINING,
     )
     medusa_self_distillation: Bool = key(
-        False, "LM loss is the KL from the base model without adapter (medusa2 only)", TRAINING
+        False,
+        "LM loss is the KL from the base model without adapter (medusa2 only)",
+        TRAINING,
+        JOINT,
     )
     medusa_distillation_regularization: Share = key(
-        0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", TRAINING
+        0.0,
+        "rho: weight of the teacher's distribution in the LM target (medusa2 only)",
+        TRAINING,
+        JOINT,
     )
-    medusa_soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
-    )
+    medusa_soft_targets: Share = flat("soft_targets")
     medusa_num_unfreeze_layers: NonNegativeInt = key(
         0,
         "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
@@ -335,45 +343,35 @@ class TrainConfig(Config):
     medusa_logging: Bool = key(
         False, "log the top-k accuracy of each head during training", NOTHING
     )
-    medusa_share_lm_head: Bool = key(
-        False, "heads share the base model's lm_head instead of training one each", HEADS
-    )
-    medusa_vocab_size: VocabSize | None = key(
-        None,
-        "N: heads predict only the N most frequent tokens of the training data; default: all"
-        " tokens",
-        HEADS,
-    )
-    medusa_markov_rank: NonNegativeInt = key(
-        0,
-        "r: rank of a bias on the heads' logits that depends on the token before the predicted one;"
-        " 0: none",
-        HEADS,
-        le=1024,
-    )
+    medusa_share_lm_head: Bool = flat("share_lm_head")
+    medusa_vocab_size: VocabSize | None = flat("vocab_size")
+    medusa_markov_rank: NonNegativeInt = flat("markov_rank")
     calibration_tokens: NonNegativeInt = key(
         6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", NOTHING
     )
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(
-        None, "train the base model through a LoRA adapter (medusa2 only)", WEIGHTS
+        None, "train the base model through a LoRA adapter (medusa2 only)", WEIGHTS, JOINT
     )
-    lora_r: PositiveInt = key(32, "rank of the adapter", WEIGHTS)
-    lora_alpha: PositiveInt = key(16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS)
-    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", TRAINING)
+    lora_r: PositiveInt = key(32, "rank of the adapter", WEIGHTS, ADAPTER)
+    lora_alpha: PositiveInt = key(
+        16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS, ADAPTER
+    )
+    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", TRAINING, ADAPTER)
     lora_target_modules: OneOrMore[PlainText] | None = key(
-        None, "linear layers to adapt; default: all", WEIGHTS
+        None, "linear layers to adapt; default: all", WEIGHTS, ADAPTER
     )
-    lora_target_linear: Bool = key(False, "adapt every linear layer", WEIGHTS)
+    lora_target_linear: Bool = key(False, "adapt every linear layer", WEIGHTS, ADAPTER)
     lora_modules_to_save: OneOrMore[PlainText] | None = key(
-        None, "modules to train in full in addition to the adapter", WEIGHTS
+        None, "modules to train in full in addition to the adapter", WEIGHTS, ADAPTER
     )
     lora_model_dir: Text | None = key(
         None,
         "finished run to initialize heads and adapter from (two-stage training); replaces"
         " stage_one",
         TRAINING,
+        THIS_RUN,
     )
     stage_one: StageOne | None = key(
         None,
@@ -381,6 +379,7 @@ class TrainConfig(Config):
         " this configuration with recipe: medusa1, without the keys of the adapter and of joint"
         " training, and with the keys that are set here: {learning_rate: 1e-3, num_epochs: 1}",
         TRAINING,
+        THIS_RUN,
     )
 
     # Data
@@ -425,6 +424,12 @@ class TrainConfig(Config):
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
+        DATA,
+    )
+    max_rows_per_chat: PositiveInt = key(
+        8,
+        "maximum number of rows of a chat with tool calls, if its template changes earlier turns: the"
+        " last ones, and some of the others",
         DATA,
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
@@ -524,10 +529,13 @@ class TrainConfig(Config):
     # Run
     output_dir: Text = key("runs/medusa", "output directory of the run", NOTHING)
     overwrite_output_dir: Bool = key(
-        False, "delete an earlier run in output_dir and start over", NOTHING
+        False, "delete an earlier run in output_dir and start over", NOTHING, THIS_RUN
     )
     resume_from_checkpoint: Resume = key(
-        None, "true or auto: resume from the newest checkpoint; or the path of one", NOTHING
+        None,
+        "true or auto: resume from the newest checkpoint; or the path of one",
+        NOTHING,
+        THIS_RUN,
     )
     logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps", NOTHING)
     eval_steps: Interval | None = key(
@@ -553,7 +561,7 @@ class TrainConfig(Config):
         TRAINING,
     )
     export: OneOrMore[ExportTarget] | None = key(
-        None, "layouts to export to output_dir/export after training", NOTHING
+        None, "layouts to export to output_dir/export after training", NOTHING, THIS_RUN
     )
     use_tensorboard: Bool = key(
         False, "write TensorBoard event files to output_dir/tensorboard", NOTHING
@@ -561,9 +569,9 @@ class TrainConfig(Config):
     wandb_project: Text | None = key(None, "Weights & Biases project to log to", NOTHING)
     wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)", NOTHING)
     wandb_name: Text | None = key(
-        None, "Weights & Biases name of the run; default: its directory's", NOTHING
+        None, "Weights & Biases name of the run; default: its directory's", NOTHING, THIS_RUN
     )
-    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", NOTHING)
+    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", NOTHING, THIS_RUN)
 
     def violations(self) -> Iterable[Violation]:
         """Yield the rules of training that are broken."""
@@ -705,24 +713,19 @@ def stage_one_values(output_dir: str) -> dict[str, Any]:
 
 
 #: Keys that decide which examples there are: stages with equal values share the data.
-DATA_KEYS = keys_affecting(TrainConfig, DATA)
+DATA_KEYS = keys_marked(TrainConfig, DATA)
 #: Keys on which trained weights and the optimizer depend, in addition to base_model and the heads' own.
-WEIGHT_KEYS = keys_affecting(TrainConfig, WEIGHTS)
+WEIGHT_KEYS = keys_marked(TrainConfig, WEIGHTS)
 #: Keys of the run and of joint training, which stage one does not have from it.
 NOT_INHERITED = (
-    *("stage_one", "lora_model_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
-    *("wandb_name", "wandb_run_id", "recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
-    *("medusa_self_distillation", "medusa_distillation_regularization"),
-    *("medusa_heads_coefficient", "medusa_scheduler"),
-    *(name for name in TrainConfig.model_fields if name.startswith(("adapter", "lora_"))),
+    *keys_marked(TrainConfig, THIS_RUN, JOINT, ADAPTER),
+    *("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
 )
 #: Keys that `stage_one` cannot set: both stages hold out the same conversations, and train heads of
 # one kind.
 NOT_IN_STAGE_ONE = (
-    *("stage_one", "lora_model_dir", "output_dir", "overwrite_output_dir", "export"),
-    *("resume_from_checkpoint", "wandb_name", "wandb_run_id"),
-    *("base_model", "seed", "val_set_size", "test_datasets"),
-    *keys_affecting(TrainConfig, HEADS),
+    *keys_marked(TrainConfig, THIS_RUN, HEADS),
+    *("base_model", "output_dir", "seed", "val_set_size", "test_datasets"),
 )
 
 
@@ -756,6 +759,7 @@ class EvalConfig(Config):
         "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large"
         " and deep (EAGLE-3), or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured"
         " as well; none: plain decoding, with the heads' guesses recorded; or a tree file",
+        LOCAL,
     )
     draft: LookupName | None = key(
         None,
@@ -764,12 +768,15 @@ class EvalConfig(Config):
         " (medusa+...): added to the tree of the run's heads; default: the run's heads alone",
     )
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
-    lookahead: LookaheadConfig | None = key(None, "settings of lookahead")
-    rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
+    lookahead: LookaheadConfig | None = key(None, "settings of lookahead", LOCAL)
+    rest: RestConfig | None = key(
+        None, "settings of rest; required by it, for the datastore", LOCAL
+    )
     threshold: Share | None = key(
         None,
         "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; if"
         " set, no CUDA graphs; default: the run's, 0 with CUDA graphs",
+        LOCAL,
     )
     max_new_tokens: PositiveInt = key(256, "maximum length of an answer in tokens")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
@@ -781,6 +788,7 @@ class EvalConfig(Config):
         False,
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
         " start-up time. By default also if the run's tree was fitted to compiled steps",
+        LOCAL,
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",
@@ -798,7 +806,7 @@ class EvalConfig(Config):
     delta: PositiveFloat = key(
         0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions"
     )
-    batch_size: PositiveInt = key(1, "number of questions to answer in the same passes")
+    batch_size: PositiveInt = key(1, "number of questions to answer in the same passes", LOCAL)
     limit: PositiveInt | None = key(None, "use only N questions, taken from all categories in turn")
     output_dir: Text | None = key(
         None,
@@ -812,38 +820,47 @@ class EvalConfig(Config):
         True,
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the"
         " measured dtype",
+        LOCAL,
     )
     equality: Literal["auto", "all"] = key(
         "auto",
         "answers to compare; auto: all within a minute, else a random sample in half the time of the"
         " measurement, at least 8",
+        LOCAL,
     )
-    generate: Bool = key(True, "also measure transformers' generate")
-    prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
+    generate: Bool = key(True, "also measure transformers' generate", LOCAL)
+    prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding", LOCAL)
     assistant_model: Text | None = key(
         None,
         "small model with the same tokenizer; also measure transformers' assisted generation"
         " with it",
+        LOCAL,
     )
     judge_base_url: Address | None = key(
-        None, "URL of an OpenAI-compatible server that grades with judge_model"
+        None, "URL of an OpenAI-compatible server that grades with judge_model", LOCAL
     )
-    judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
-    judge_concurrency: PositiveInt = key(4, "number of concurrent judge requests")
+    judge_model: Text | None = key(
+        None, "name of the judge model; default: answers are not judged", LOCAL
+    )
+    judge_concurrency: PositiveInt = key(4, "number of concurrent judge requests", LOCAL)
     score: Bool = key(
-        True, "score answers to gsm8k (exact match) and humaneval (pass@1); false: only decode"
+        True,
+        "score answers to gsm8k (exact match) and humaneval (pass@1); false: only decode",
+        LOCAL,
     )
     allow_code_execution: Bool = key(
         False,
         "allow running the code that the model writes, in isolated processes; required to score"
         " humaneval (pass@1)",
+        LOCAL,
     )
     rouge: Bool = key(
         False,
         "score answers by ROUGE-1/2/L where the question file has a `reference` (rouge-score)",
+        LOCAL,
     )
     calibration_tokens: Int = key(
-        12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100
+        12000, "number of tokens to generate on held-out prompts for --calibrate", LOCAL, ge=100
     )
     seed: NonNegativeInt = key(42, "random seed")
 
@@ -864,6 +881,7 @@ class EvalConfig(Config):
         None,
         "values of num_speculative_tokens to measure; default: 1 to the number of heads, 1 to 5"
         " (EAGLE-3), or 2, 4, 8 (prompt_lookup)",
+        SERVE,
         min_length=1,
     )
     serve_together: BoolOrAuto = key(
@@ -871,19 +889,22 @@ class EvalConfig(Config):
         "keep the server without heads running next to the one with heads, and measure them in"
         " turns; false: one server at a time, the one without heads first and last; auto: true"
         " without a GPU",
+        SERVE,
     )
     serve_args: OneOrMore[PlainText] | None = key(
-        None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1
+        None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', SERVE, min_length=1
     )
     serve_start_seconds: PositiveFloat = key(
-        900.0, "timeout in seconds for a server of `serve` to become ready"
+        900.0, "timeout in seconds for a server of `serve` to become ready", SERVE
     )
     concurrency: OneOrMore[PositiveInt] = key(
-        [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1
+        [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", SERVER, min_length=1
     )
-    request_timeout: PositiveFloat = key(600.0, "timeout of a request to a server in seconds")
+    request_timeout: PositiveFloat = key(
+        600.0, "timeout of a request to a server in seconds", SERVER
+    )
     retry_seconds: NonNegativeFloat = key(
-        120.0, "failed requests are retried for up to this many seconds"
+        120.0, "failed requests are retried for up to this many seconds", SERVER
     )
     api_key_env: VariableName = key(
         "OPENAI_API_KEY",

@@ -9,10 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
-from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -20,9 +19,6 @@ from typing import (
     ClassVar,
     Literal,
     TypeVar,
-    Union,
-    get_args,
-    get_origin,
 )
 from urllib.parse import urlsplit
 
@@ -42,7 +38,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from medusa_train.config.paths import expand_variables
 from medusa_train.config.yaml_source import Source
 from medusa_train.errors import ConfigError
-from medusa_train.hide_secrets import mask, remember, remember_address
+from medusa_train.hide_secrets import excerpt, remember, remember_address
 
 #: The key that describes a first stage, and the name of its directory in the run directory.
 STAGE_ONE = "stage_one"
@@ -70,7 +66,7 @@ Self = TypeVar("Self", bound="Config")
 
 
 def format_value(value: object) -> str:
-    """Format a value for messages: booleans and null as in YAML, keys masked, long values cut."""
+    """Format a value for messages: booleans and null as in YAML, long values cut."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -81,21 +77,27 @@ def format_value(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "a number of many digits"
-    text = mask(repr(value) if isinstance(value, str) else str(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{excerpt(text, 57)}..."
 
 
-def problem(text: str) -> PydanticCustomError:
-    """Return an error of a value whose text is shown as it is, braces included."""
-    return PydanticCustomError("problem", "{text}", {"text": text})
+def problem(text: str, kind: Literal["problem", "text"] = "problem") -> PydanticCustomError:
+    """Return an error of a value whose text is shown as it is, braces included.
+
+    Args:
+        kind: "text" if the key takes text and got something else.
+    """
+    return PydanticCustomError(kind, "{text}", {"text": text})
 
 
-def expected(what: str, value: object) -> PydanticCustomError:
+def expected(
+    what: str, value: object, kind: Literal["problem", "text"] = "problem"
+) -> PydanticCustomError:
     """Return the error of a value of another type or form."""
     text = f"expected {what}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
-    return problem(text)
+    return problem(text, kind)
 
 
 def _number(given: object) -> object:
@@ -130,14 +132,13 @@ def _plain_text(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise expected("text (put it in quotes)", value)
+        raise expected("text (put it in quotes)", value, "text")
     if not value.strip():
         raise problem("is empty; leave the key out, or give it a value")
     if re.match(r"[a-z][\w+.-]*://[^/]*@", value, re.IGNORECASE):
-        remember_address(value)
         raise problem(
-            f"{mask(value)} contains a user name or a password, which would appear in messages;"
-            " keys of servers are read from environment variables"
+            f"{value} contains a user name or a password, which would appear in messages; keys of"
+            " servers are read from environment variables"
         )
     return value
 
@@ -172,18 +173,18 @@ def address_problem(url: str) -> str | None:
     except ValueError as error:
         remember_address(url)
         reason = "" if "@" in url else f"{error}; "  # it may show a part of the password
-        return f"{mask(url)}: {reason}{example}"
+        return f"{url}: {reason}{example}"
     if parts.username or parts.password or parts.query or parts.fragment:
         remember_address(url)
         for pair in f"{parts.query}&{parts.fragment}".split("&"):
             remember(pair.rpartition("=")[2])
         return (
-            f"{mask(url)} contains a password or a query, which would appear in messages; set the"
+            f"{url} contains a password or a query, which would appear in messages; set the"
             " environment variable OPENAI_API_KEY (api_key_env names another) to the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         remember_address(url if "://" in url else f"http://{url}")
-        return f"{mask(url)}: {example}"
+        return f"{url}: {example}"
     return None
 
 
@@ -371,44 +372,33 @@ class Affects(Enum):
 DATA, HEADS, WEIGHTS, TRAINING, NOTHING = Affects
 
 
-def key(default: Any, description: str, affects: Affects | None = None, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, what it affects, limits."""
+class Mode(Enum):
+    """What a key belongs to, if it has no effect elsewhere."""
+
+    JOINT = "joint training (medusa2)"
+    ADAPTER = "training through an adapter"
+    THIS_RUN = "this run alone, not its stage one"
+    LOCAL = "an evaluation in this process"
+    SERVER = "an evaluation of a server"
+    SERVE = "an evaluation of servers that it starts itself"
+
+
+JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mode
+
+
+def key(default: Any, description: str, *marks: Affects | Mode, **limits: Any) -> Any:
+    """Declare a key: default (`...` if required), one-line description, what it affects and belongs
+    to, limits.
+    """
     field = Field(default, description=description, **limits)
-    if affects is not None:
-        field.metadata.append(affects)
+    field.metadata += marks
     return field
 
 
-def keys_affecting(cls: type[BaseModel], affects: Affects) -> tuple[str, ...]:
-    """Return the keys of a configuration that affect something, in their order."""
+def keys_marked(cls: type[BaseModel], *marks: Affects | Mode) -> tuple[str, ...]:
+    """Return the keys of a configuration that have one of the marks, in their order."""
     fields = cls.model_fields.items()
-    return tuple(name for name, field in fields if affects in field.metadata)
-
-
-def _types(annotation: Any) -> list[Any]:
-    """Return the alternatives of an annotation, such as str of `Text | None`."""
-    if get_origin(annotation) is Annotated:
-        return _types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _types(part)]
-    return [] if annotation is type(None) else [annotation]
-
-
-def types_at(kind: Any, path: Sequence[str | int]) -> list[Any]:
-    """Return the types that the value at `path` within one of type `kind` may have; none where that
-    is not known.
-    """
-    if not path:
-        return [kind]
-    part, *rest = path
-    inner: Any = None
-    if get_origin(kind) in (list, tuple) and isinstance(part, int):
-        inner = get_args(kind)[0]
-    elif get_origin(kind) is dict:
-        inner = get_args(kind)[1]
-    elif isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
-        inner = kind.model_fields[str(part)].annotation
-    return [found for one in _types(inner or type(None)) for found in types_at(one, rest)]
+    return tuple(name for name, field in fields if any(mark in field.metadata for mark in marks))
 
 
 class Section(BaseModel):
@@ -488,8 +478,8 @@ class Config(Section):
         within = [place for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()
-        overrides = [place for place in within if place.startswith("override ")]
-        return tuple(dict.fromkeys([within[0], *overrides]))
+        overrides = [place for place in within if place.is_override]
+        return tuple(dict.fromkeys(map(str, (within[0], *overrides))))
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
-"""Read YAML with the place of every key, for messages, and set keys by `key=value`.
+"""A configuration as it was written: its values, where each was set, and what is wrong with them.
 
-PyYAML's loader drops line numbers and silently keeps the last of two equal keys, so the node tree
-is walked here.
+`read_yaml` reads a file, with the line of every key. `Source.set` sets a key of the command line.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from medusa_train.hide_secrets import remember_written
 
 #: Path to a value in nested mappings and lists: ("datasets", 0, "path").
 KeyPath = tuple[str | int, ...]
-#: What is wrong with the value at a path; the path is empty for the whole source.
-Problem = tuple[KeyPath, str]
 #: How YAML writes null.
 _NULLS = ("", "~", "null", "Null", "NULL")
-#: A text in quotes of YAML.
-_QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""")
+_STR, _INT, _NULL, _TIMESTAMP = (
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "timestamp")
+)
 
 
 def format_path(path: KeyPath) -> str:
@@ -33,27 +31,73 @@ def format_path(path: KeyPath) -> str:
     return text.removeprefix(".")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a value was set: on a line of a file, or by a word of the command line.
+
+    Attributes:
+        source: the file, or the word as it was typed: `key=value` or `--option`.
+        line: in the file, from 1 on.
+        is_word: whether it is a word of the command line.
+        section: `stage_one`, for values that its configuration has from that key.
+    """
+
+    source: str
+    line: int | None = None
+    is_word: bool = False
+    section: str = ""
+
+    @property
+    def is_override(self) -> bool:
+        """Whether it is `key=value`."""
+        return self.is_word and not self.source.startswith("--")
+
+    def __str__(self) -> str:
+        text = f"override '{self.source}'" if self.is_override else self.source
+        if self.line is not None:
+            text += f":{self.line}"
+        return f"{text}: {self.section}" if self.section else text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with the value at `path`, which was set at `place`; an empty path means the
+    place itself.
+    """
+
+    place: Place
+    path: KeyPath
+    message: str
+
+    def __str__(self) -> str:
+        name = format_path(self.path)
+        is_said = not name or str(self.place) == f"--{name.replace('_', '-')}"
+        return (
+            f"{self.place}: {self.message}" if is_said else f"{self.place}: {name}: {self.message}"
+        )
+
+
 @dataclass
 class Source:
     """The values of a configuration, and where each of them was set.
 
     Attributes:
         name: the file, or what messages say in its place.
-        places: of every key, `FILE:LINE`, an override, or an option.
-        problems: what is wrong with the value at a path; the path is empty for the whole source.
+        typed: texts of overrides, by path, where YAML reads something else.
         ignored: settings without effect, since others replace them.
         is_run: it is a run's own config.yaml.
     """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, str] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    typed: dict[KeyPath, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     is_run: bool = False
 
-    def place(self, path: KeyPath) -> str:
-        """Return the place of `path`, else of its nearest parent, else the source's name.
+    def place(self, path: KeyPath) -> Place:
+        """Return the place of `path`, else of its nearest parent, else the source.
 
         The index of an item is left out where the file has it without a list.
         """
@@ -62,152 +106,108 @@ class Source:
             for written in (parent, tuple(part for part in parent if isinstance(part, str))):
                 if written in self.places:
                     return self.places[written]
-        return self.name
+        return Place(self.name)
 
-    def set(self, path: KeyPath, value: object, place: str) -> None:
-        """Set the value at `path`, creating missing mappings; what is wrong becomes a problem."""
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """Return the problem of the value at `path`."""
+        return Problem(self.place(path), path, message)
+
+    def set(self, path: KeyPath, value: object, place: Place) -> None:
+        """Set the value at `path`, creating missing mappings; what is wrong becomes a problem.
+
+        Words of the command line that it replaces become ignored.
+        """
         remember_written(value, str(path[-1]))
-        target: Any = self.values
         # 1. Go down to the mapping or the list that holds the value.
-        for depth, part in enumerate(path[:-1], start=1):
-            child = _child(target, part)
-            if child is None and isinstance(target, dict) and isinstance(path[depth], str):
-                child = target[str(part)] = {}
-                self.places[path[:depth]] = place
-            if not isinstance(child, (dict, list)):
-                wrong = f"{format_path(path[:depth])} is not a mapping"
-                self.problems.append(((), f"{place}: cannot set {format_path(path)}: {wrong}"))
+        target: Any = self.values
+        for depth, part in enumerate(path):
+            within = format_path(path[:depth])
+            wrong = "" if isinstance(target, dict) else f"{within} is not a mapping"
+            if isinstance(target, list):
+                has_item = isinstance(part, int) and part < len(target)
+                wrong = "" if has_item else f"{within} has {len(target)} items, counted from 0"
+            if wrong:
+                self.problems.append(Problem(place, (), f"cannot set {format_path(path)}: {wrong}"))
                 return
-            target = child
-        # 2. Set it.
-        last = path[-1]
-        if isinstance(target, dict):
-            target[str(last)] = value
-        elif isinstance(last, int) and last < len(target):
-            target[last] = value
-        else:
-            wrong = f"{format_path(path[:-1])} has {len(target)} items, counted from 0"
-            self.problems.append(((), f"{place}: {wrong}"))
-            return
-        # 3. The places of what it replaces are gone.
-        kept = {below: at for below, at in self.places.items() if below[: len(path)] != path}
-        self.places = {**kept, path: place}
+            name = part if isinstance(target, list) else str(part)
+            if depth == len(path) - 1:
+                target[name] = value
+            elif isinstance(target, dict) and target.get(name) is None:
+                target[name] = {} if isinstance(path[depth + 1], str) else None
+                self.places[path[: depth + 1]] = place
+            target = target[name]
+        # 2. What was set there before is gone.
+        replaced = [below for below in self.places if below[: len(path)] == path]
+        for earlier in dict.fromkeys(self.places.pop(below) for below in replaced):
+            if earlier.is_word and earlier != place:
+                self.ignored.append(earlier.source)
+        for below in replaced:
+            self.typed.pop(below, None)
+        self.places[path] = place
 
-
-def _child(target: Any, part: str | int) -> Any:
-    """Return what a mapping or a list has under `part`, or None."""
-    if isinstance(target, dict):
-        return target.get(str(part))
-    return target[part] if isinstance(part, int) and part < len(target) else None
+    def set_typed(self, path: KeyPath, text: str, place: Place) -> None:
+        """Set the value that `text` has as YAML. Where the key takes text, `typed` has it."""
+        read = Source("")
+        try:
+            value = _parse(text, read)
+        except (yaml.YAMLError, RecursionError, ConfigError):
+            value = text
+        is_block = isinstance(value, (list, dict)) and not text.startswith(("[", "{"))
+        is_comment = value is None and text.strip() not in _NULLS
+        is_plain = isinstance(value, str) and not text.strip().startswith(("'", '"'))
+        if is_block or is_comment or is_plain:  # `a: b`, `#3` and `a # b` are meant as typed
+            value = text
+        elif value is not None:
+            self.typed[path] = text
+        self.set(path, value, place)
+        self.problems += [Problem(place, (*path, *at.path), at.message) for at in read.problems]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads nodes to values, and notes places and problems.
+    """Reads dates, and numbers such as 0123, 1_000, 12:30 and 0x1F, as text: they may be names."""
 
-    Dates and numbers such as 0123, 1_000, 12:30 and 0x1F stay text: they may be names, and numeric
-    keys parse text.
-    """
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _TIMESTAMP)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
-    def __init__(self, text: str, name: str) -> None:
-        super().__init__(text)
-        self.name = name
-        self.places: dict[KeyPath, str] = {}
-        self.problems: list[Problem] = []
-
-    def read(self, node: yaml.Node, path: KeyPath = ()) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node."""
-        if isinstance(node, yaml.MappingNode):
-            return dict(self._entries(node, path))
-        if isinstance(node, yaml.SequenceNode):
-            items = []
-            for index, item in enumerate(node.value):
-                inner = (*path, index)
-                self.places[inner] = self._place(item)
-                items.append(self.read(item, inner))
-            return items
         try:
-            value = self.construct_object(node)
-        except (ValueError, KeyError, AttributeError):  # 0b_, !!bool maybe, !!timestamp x
-            where = f"{self._place(node)}: {format_path(path)}"
-            raise ConfigError(f"{where}: cannot be read as a value") from None
+            value = super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError):  # !!int x, !!bool maybe, !!timestamp x
+            reason = "cannot be read as a value"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
         if isinstance(value, str):
             # JSON writes an emoji as two escapes, which PyYAML does not join
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return value
 
-    def _entries(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
-        self._check_keys(node, path)
-        # `<<: *base`: merged keys come first, so that explicit ones override them
-        self.flatten_mapping(node)
-        # an alias reads its node again
-        node.value = list({key.value: (key, value) for key, value in node.value}.values())
-        for key, value in node.value:
-            inner = (*path, str(key.value))
-            self.places[inner] = self._place(key)
-            yield str(key.value), self.read(value, inner)
 
-    def _check_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        """Report keys that are set twice; drop empty ones that are set elsewhere in the mapping, as
-        in files that list every key.
-        """
-        filled = {str(key.value) for key, value in node.value if not _is_null(value)}
-        lines: dict[str, int] = {}
-        kept = []
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{self._place(key)}: keys must be plain names")
-            if _is_null(value) and key.value in filled:
-                continue
-            line = _line(key)
-            if key.value in lines and key.value != "<<":
-                first = lines[key.value]
-                where = "" if first == line else f", on lines {first} and {line}"
-                self.problems.append(((*path, key.value), f"is set twice{where}; keep one"))
-            lines.setdefault(key.value, line)
-            kept.append((key, value))
-        node.value = kept
-
-    def _place(self, node: yaml.Node) -> str:
-        return f"{self.name}:{_line(node)}"
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    is_decimal = re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value)
-    return int(node.value) if is_decimal else str(node.value)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(node.value))
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
 
 
 def read_yaml(text: str, name: str) -> Source:
     """Parse `text`; `name` is the file in places and messages."""
+    source = Source(name)
     try:
-        loader = _Loader(text, name)
-        root = loader.get_single_node()
-        if root is None:
-            raise ConfigError(
-                f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`"
-            )
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
-            raise ConfigError(f"{name}:{_line(root)}: expected `key: value` lines, found {kind}")
-        return Source(name, loader.read(root), loader.places, loader.problems)
+        source.values = _parse(text, source)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
+        place = Place(name, mark and mark.line + 1)
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         if isinstance(error, RecursionError):
             reason = "nested too deeply, or an alias contains itself"
-        raise ConfigError(f"{name}{line}: not valid YAML: {reason}") from None
+        raise ConfigError(f"{place}: not valid YAML: {reason}") from None
+    if source.values is None:
+        raise ConfigError(
+            f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`"
+        )
+    if not isinstance(source.values, dict):
+        kind = "a list" if isinstance(source.values, list) else "plain text"
+        line = _Loader(text).get_single_node().start_mark.line + 1
+        raise ConfigError(f"{name}:{line}: expected `key: value` lines, found {kind}")
+    return source
 
 
 def read_yaml_file(path: Path, name: str) -> Source:
@@ -220,24 +220,56 @@ def read_yaml_file(path: Path, name: str) -> Source:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
 
 
-def read_value(text: str, *, is_text: bool) -> tuple[Any, list[Problem]]:
-    """Parse the value of an override; return it and its problems.
+def _parse(text: str, source: Source) -> Any:
+    """Return the value of a YAML text; its places and problems are added to `source`."""
+    loader = _Loader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return None
+    _note_places(root, (), source)
+    return loader.construct_document(root)
 
-    What is not valid YAML, such as some file names, is text.
 
-    Args:
-        is_text: the value is a text as it is typed: only null and quotes around all of it are YAML.
+def _note_places(node: yaml.Node, path: KeyPath, source: Source) -> None:
+    """Note the line of every key and item below a node; the keys of a mapping are text."""
+    entries: list[tuple[str | int, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.SequenceNode):
+        entries = [(index, item, item) for index, item in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        node.value = list(_kept_entries(node, path, source))
+        for key, value in node.value:
+            if key.value == "<<":  # of the merged keys, the explicit ones have their own place
+                _note_places(value, path, source)
+            else:
+                key.tag = _STR
+                entries.append((key.value, key, value))
+    for name, written, value in entries:
+        inner = (*path, name)
+        source.places[inner] = Place(source.name, written.start_mark.line + 1)
+        _note_places(value, inner, source)
+
+
+def _kept_entries(
+    node: yaml.MappingNode, path: KeyPath, source: Source
+) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """Yield the entries of a mapping, without empty keys that it sets elsewhere, as files do that
+    list every key; report other keys that are set twice.
     """
-    if text.strip() in _NULLS:
-        return None, []
-    if is_text and not _QUOTED.fullmatch(text):
-        return text, []
-    try:
-        loader = _Loader(text, "")
-        root = loader.get_single_node()
-        # `&x` and `#x` are null for YAML, but whoever types them means a value
-        if root is not None and not _is_null(root):
-            return loader.read(root), loader.problems
-    except (yaml.YAMLError, RecursionError, ConfigError):
-        pass
-    return text, []
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            place = Place(source.name, key.start_mark.line + 1)
+            raise ConfigError(f"{place}: keys must be plain names")
+    filled = {key.value for key, value in node.value if value.tag != _NULL}
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if value.tag == _NULL and key.value in filled:
+            continue
+        if key.value in lines and key.value != "<<":
+            first = lines[key.value]
+            where = "" if first == line else f", on lines {first} and {line}"
+            problem = f"is set twice{where}; keep one"
+            place = Place(source.name, line)
+            source.problems.append(Problem(place, (*path, key.value), problem))
+        lines.setdefault(key.value, line)
+        yield key, value

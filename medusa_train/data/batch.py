@@ -62,6 +62,8 @@ class Batch:
         records: `file:line` of each document, row by row.
         documents: the documents of each row, on the CPU; None where the rows were not collated from
             examples.
+        draw: seed of what a draft draws at random from this batch, which depends on the run's seed,
+            the epoch and the batch's number; None in validation, where nothing is drawn.
     """
 
     tokens: Tensor
@@ -70,6 +72,7 @@ class Batch:
     segments: Tensor
     records: list[str]
     documents: Sequence[Sequence[Example]] | None = None
+    draw: int | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on `device`, in one transfer."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
-from medusa_train.data.marked_text import Span
+from medusa_train.data.marked_text import MARK, Span
 from medusa_train.errors import ConfigError
 
 #: Names that jinja2 and transformers give to every template.
@@ -81,6 +82,7 @@ class ChatTemplate:
         added_tokens: all tokens that the tokenizer never splits, among them those that may end an
             answer.
         kwargs: further variables of the template, such as `enable_thinking`.
+        stops: tokens at which decoding stops, which end answers with tool calls.
     """
 
     source: str
@@ -88,6 +90,7 @@ class ChatTemplate:
     added_tokens: frozenset[str] = frozenset()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_tags: ReasoningTags = REASONING_TAGS
+    stops: frozenset[str] = frozenset()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Render the chat, with `prompt` plus the generation prompt; ChatTemplateError if the
@@ -125,9 +128,14 @@ class ChatTemplate:
             return None
         return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
 
-    def answers(self, messages: Sequence[Message]) -> list[RenderedAnswer]:
+    def answers(
+        self, messages: Sequence[Message], counts: Counter[str] | None = None
+    ) -> list[RenderedAnswer]:
         """Return every answer of the chat as it is generated: the text that the template renders for
         it as the last message.
+
+        A chat ends before an answer with tool calls that is rendered otherwise than it can be
+        generated after a prompt; `counts` has such a chat under "cut_before_turn".
         """
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not indices:
@@ -135,7 +143,19 @@ class ChatTemplate:
         lead, end = self._around_answer(messages[: indices[-1]])
         answers = []
         for index in indices:
-            answers.append(self._answer(messages[: index + 1], lead, end))
+            if not messages[index].calls:
+                answers.append(self._answer(messages[: index + 1], lead, end))
+                continue
+            answer = self._answer_with_calls(messages[: index + 1])
+            if answer is None and not answers:
+                raise ChatTemplateError(
+                    f"the chat template renders turn {index + 1} differently after a prompt"
+                )
+            if answer is None:
+                if counts is not None:
+                    counts["cut_before_turn"] += 1
+                break
+            answers.append(answer)
         return answers
 
     def _answer(self, messages: Sequence[Message], lead: str, end: str) -> RenderedAnswer:
@@ -172,6 +192,70 @@ class ChatTemplate:
         opened, closed = map((prompt + content).rfind, self.reasoning_tags)
         text = content if opened > closed else text.removesuffix(end)
         return RenderedAnswer(index, prompt, text, "", message.token_ids)
+
+    def _answer_with_calls(self, messages: Sequence[Message]) -> RenderedAnswer | None:
+        """Return the last message, an answer with tool calls, as it is generated; None if the
+        template renders it otherwise after the prompt.
+        """
+        *history, message = messages
+        prompt = self.render(history, prompt=True)
+        # 1. The chat with the answer, and with another one. A prompt that closes the reasoning
+        # leaves none to generate.
+        if prompt.rstrip().endswith(self.reasoning_tags[1]):
+            kept = {k: v for k, v in message.parts.items() if k == "tool_calls"}
+            message = replace(message, parts=kept)
+        rendered = self.render([*history, message])
+        other = self.render([*history, Message("assistant", _placeholder(len(history)))])
+        # 2. What of it is generated, up to the first token at which decoding stops.
+        text = self._after_prompt(prompt, rendered, other)
+        if text is None:
+            return None
+        found = _pattern(self.stops).search(text)
+        end = found[0] if found else ""
+        text = text[: found.end()] if found else text.rstrip()
+        if message.is_cut:
+            text, end = text.removesuffix(end), ""
+        return RenderedAnswer(len(history), prompt, text, end, message.token_ids)
+
+    def _after_prompt(self, prompt: str, rendered: str, other: str) -> str | None:
+        """Return what follows the prompt in a rendered chat, of which `other` has another answer.
+
+        prompt      ... <|start|>assistant
+        rendered    ... <|start|>assistant<|channel|>commentary to=...
+        """
+        if rendered.startswith(prompt):
+            return rendered[len(prompt) :]
+        tokens = _pattern(self.added_tokens)
+        common = _common_length(rendered, other)
+        # 1. Earlier turns are rendered otherwise: the prompt's last token and what follows it are
+        # before the answer, if no turn ends between the two.
+        starts = [token.start() for token in tokens.finditer(prompt)]
+        header = prompt[starts[-1] :] if starts else prompt
+        start = rendered.rfind(header, 0, common + len(header))
+        end = start + len(header)
+        if start >= 0 and not _pattern(self.stops).search(rendered[end:common]):
+            return rendered[end:]
+        # 2. The prompt opens a reasoning that the answer does not have.
+        opened = self.opened_reasoning(prompt)
+        opening, closing = self.reasoning_tags
+        before = prompt.removesuffix(opened)
+        if opened and rendered.startswith(before):
+            rest = rendered[len(before) :]
+            if not rest.startswith(opening):
+                return f"\n{closing}\n\n{rest}"
+            reasoning, _, rest = rest.removeprefix(opening).partition(closing)
+            if reasoning.strip():
+                return reasoning.lstrip("\n") + closing + rest
+            return f"\n{closing}\n\n" + rest.lstrip("\n")
+        # 3. The prompt ends with what no turn contains, such as a closed thought.
+        border = _common_length(rendered, prompt)
+        for token in tokens.finditer(rendered, max(0, border - 100)):
+            if token.start() < border < token.end():
+                border = token.start()
+                break
+        if prompt[border:] in rendered or rendered[border:common].strip():
+            return None
+        return rendered[border:]
 
     def opened_reasoning(self, prompt: str) -> str:
         """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a
@@ -211,7 +295,7 @@ class ChatTemplate:
         # 1. The chat as it is, and with placeholders.
         replaced = list(messages)
         for index in indices:
-            replaced[index] = Message(messages[index].role, _placeholder(index))
+            replaced[index] = replace(messages[index], content=_placeholder(index))
         text = self.render(messages, prompt=True)
         outline = self.render(replaced, prompt=True)
         # 2. The text before the first placeholder, and that after each.
@@ -281,6 +365,13 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=8)
+def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
+    """Return a pattern of tokens that no content contains: there they are marked."""
+    names = sorted(filter(str.strip, tokens), key=len, reverse=True)
+    return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, names)) or '(?!)'})")
+
+
+@lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
     """Return the names that a template reads and does not set; none if it is not valid."""
     # tags of transformers that jinja2 alone does not know
@@ -313,6 +404,12 @@ def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
     if not ends:
         return after.rstrip()
     return after[: min(ends)]
+
+
+def _common_length(left: str, right: str) -> int:
+    """Return how many characters two texts have in common at their start."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _placeholder(index: int) -> str:

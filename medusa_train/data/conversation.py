@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 #: The tags before and after the reasoning part of an answer.
 ReasoningTags = tuple[str, str]
 REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
@@ -31,7 +32,9 @@ class Message:
 
     `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the
     end token. `is_cut`: a generated answer reached the length limit, so that it has no end token.
-    `is_target`: whether the message is trained; None where its role decides.
+    `is_target`: whether the message is trained; None where its role decides. `parts`: further keys
+    for the template: `tool_calls` and `reasoning_content` of an answer, `tool_call_id` and `name` of
+    a result.
     """
 
     role: Role
@@ -39,16 +42,22 @@ class Message:
     token_ids: tuple[int, ...] | None = None
     is_cut: bool = False
     is_target: bool | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the message in the format of chat templates, `{"role", "content"}`."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message in the format of chat templates: `role`, `content` and its parts."""
+        return {"role": self.role, "content": self.content, **self.parts}
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The tool calls of an answer."""
+        return self.parts.get("tool_calls", ())
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A chat: at most one leading system message, then alternating user and assistant messages,
-    user first.
+    user first. After an answer with tool calls come their results, one each, and another answer.
 
     The last message may be the user's (an unanswered prompt). A chat without any answer may hold
     several user messages in a row (prompts for self-distillation).
@@ -68,12 +77,13 @@ class Conversation:
 
     @property
     def content_key(self) -> str:
-        """SHA-256 of roles, contents and variables: equal for equal chats, whatever their id and
-        source.
+        """SHA-256 of roles, contents, parts and variables: equal for equal chats, whatever their id
+        and source.
         """
         digest = hashlib.sha256()
         for message in self.messages:
-            for part in (message.role, message.content):
+            parts = [json.dumps(message.parts, sort_keys=True)] if message.parts else []
+            for part in (message.role, message.content, *parts):
                 data = part.encode("utf-8")
                 digest.update(len(data).to_bytes(8, "big"))
                 digest.update(data)
@@ -96,12 +106,14 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
 
     Messages are numbered from 1 in the text, the system message included.
     """
-    expected: Role = "user"
+    expected: tuple[Role, ...] = ("user",)
     has_answers = any(message.role == "assistant" for message in messages)
+    open_calls = 0  # whose results have not come
     for number, message in enumerate(messages, start=1):
-        if not message.content.strip():
+        if not (message.content.strip() or message.calls or message.role == "tool"):
             return f"turn {number} ({message.role}) is empty"
-        if SURROGATES.search(message.content):
+        parts = json.dumps(message.parts, ensure_ascii=False) if message.parts else ""
+        if SURROGATES.search(message.content + parts):
             return (
                 f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot"
                 " encode"
@@ -110,10 +122,19 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
             if number > 1:
                 return f"turn {number} is a system message; only the first may be"
             continue
-        if message.role != expected:
-            return f"turn {number} has the role {message.role}, expected {expected}"
-        if has_answers:
-            expected = "assistant" if expected == "user" else "user"
+        if message.role not in expected:
+            return f"turn {number} has the role {message.role}, expected {' or '.join(expected)}"
+        if message.role == "assistant":
+            open_calls = len(message.calls)
+            expected = ("tool",) if open_calls else ("user", "tool")
+        elif message.role == "tool":
+            open_calls -= 1
+            # an answer without parsed calls may have several results as well
+            expected = ("assistant",) if not open_calls else ("tool",)
+            if open_calls < 0:
+                expected = ("tool", "assistant")
+        elif has_answers:
+            expected = ("assistant",)
     if not any(message.role == "user" for message in messages):
         return "no user turn"
     return None

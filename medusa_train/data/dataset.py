@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -201,8 +202,9 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        batches_of_ranks = [self._next_rows() for _ in range(self.size)]
-        return self.dataset.batch(batches_of_ranks[self.rank])
+        of_ranks = [(self._draw(), self._next_rows()) for _ in range(self.size)]
+        draw, rows = of_ranks[self.rank]
+        return replace(self.dataset.batch(rows), draw=draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as JSON values for `load_state_dict`."""
@@ -219,6 +221,10 @@ class BatchLoader:
         self.epoch = int(state["epoch"])
         self._batch = int(state["batch"])
         self._batches = self._draw_epoch(self.epoch)
+
+    def _draw(self) -> int:
+        """Return `Batch.draw` of the next batch, which does not depend on the number of ranks."""
+        return random.Random(f"{self.seed}/{self.epoch}/{self._batch}").getrandbits(62)
 
     def _next_rows(self) -> list[list[int]]:
         rows = self._batches[self._batch]

@@ -173,7 +173,7 @@ def encode_examples(
     """
     counts = report.counts
     # 1. Rows that end with a supervised token, and what of them fits.
-    rows = [row for row in (row.trimmed() for row in encoder.encode(conversation)) if row]
+    rows = [row for row in (row.trimmed() for row in encoder.encode(conversation, counts)) if row]
     kept = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
     if not kept:
         counts["too_long" if rows else "unsupervised"] += 1
@@ -198,7 +198,6 @@ def encode_examples(
     counts["answers"] += len(answers)
     counts["looping"] += sum(is_looping(answer.content) for answer in answers)
     counts["cut"] += sum(answer.is_cut for answer in answers)
-    counts["ignored_token_ids"] += sum(row.ignored_token_ids for row in rows)
     if len(kept) > 1:
         counts["split"] += 1
         counts["rows"] += len(kept)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import Example
-from medusa_train.io import JsonLinesFile, complete_lines, parse_json
+from medusa_train.io import parse_json
+from medusa_train.json_lines import JsonLinesFile, complete_lines
 
 _INDEX, _VALUES = ".jsonl", ".states"
 

@@ -13,7 +13,7 @@ from medusa_train.data.conversation import ReasoningTags
 Span = tuple[int, int]
 #: Stands before a control token in a content, and before the same character in a content. A private
 # use character, which templates do not contain.
-_MARK = "\ue002"
+MARK = "\ue002"
 _MAX_KNOWN = 256
 
 
@@ -41,13 +41,13 @@ class MarkedTextTokenizer:
     def __init__(self, tokenizer: Any, reasoning_tags: ReasoningTags) -> None:
         self._tokenizer = tokenizer
         control = _control_tokens(tokenizer, reasoning_tags)
-        self._to_mark = re.compile(f"{control}|{_MARK}")
-        self._borders = re.compile(f"{_MARK}({control}|{_MARK})|{control}")
+        self._to_mark = re.compile(f"{control}|{MARK}")
+        self._borders = re.compile(f"{MARK}({control}|{MARK})|{control}")
         self._known: dict[_Piece, tuple[list[int], list[Span]]] = {}
 
     def mark(self, content: str) -> str:
         """Mark the control tokens of a content."""
-        return self._to_mark.sub(_MARK + r"\g<0>", content)
+        return self._to_mark.sub(MARK + r"\g<0>", content)
 
     def unmark(self, text: str) -> str:
         """Return the text without marks."""
@@ -99,8 +99,8 @@ class MarkedTextTokenizer:
             piece = piece._replace(text=piece.text + text[position : found.start()])
             position = found.end()
             marked = found[1]
-            if marked == _MARK:
-                piece = piece._replace(text=piece.text + _MARK)
+            if marked == MARK:
+                piece = piece._replace(text=piece.text + MARK)
                 continue
             pieces.append(piece)
             if marked is None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
+from medusa_train.data.json_values import RecordError
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
 from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
-from medusa_train.data.turns import RecordError
 from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
 

@@ -22,18 +22,16 @@ from medusa_train.data.conversation import (
     Role,
     problem_with,
 )
-from medusa_train.data.turns import (
+from medusa_train.data.json_values import (
     RecordError,
-    TurnKeys,
     as_list,
     found_under,
     json_type,
-    mark_cut_answers,
     optional_text,
-    parse_turns,
 )
+from medusa_train.data.tool_calls import link_results, parse_tools
+from medusa_train.data.turns import TurnKeys, mark_cut_answers, parse_turns
 from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
-from medusa_train.io import parse_json
 
 
 class Format(NamedTuple):
@@ -52,6 +50,7 @@ _CHAT_FORMATS = {
     "messages": Format(("messages",)),
     "conversation": Format(("conversation",)),  # LMSYS-Chat-1M, WildChat
     "alpaca": Format(("instruction", "output")),
+    "xlam": Format(("query", "answers")),  # one answer, whose calls are JSON text
 }
 #: Columns of prompts that are no chats: a text, or a list of texts or messages.
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
@@ -81,6 +80,8 @@ PROMPT_IDS = ("id", "question_id", "custom_id")
 #: Columns that hold variables of the chat template.
 TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
+#: Entries of it that hold tools (smoltalk2).
+TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")
 
 
 def normalize(
@@ -123,7 +124,7 @@ def normalize(
     turns, columns, keys = _turns_of(record, record_format, formats[record_format], fields)
     if not turns:
         raise RecordError(f"'{columns.pop()}' is an empty list")
-    messages = parse_turns(turns, keys, found, tags=tags)
+    messages = link_results(parse_turns(turns, keys, found, tags=tags))
     num_answers = sum(message.role == "assistant" for message in messages)
     mark_cut_answers(messages, record.get(_FINISH_REASONS))
     # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
@@ -145,6 +146,8 @@ def normalize(
     if problem is not None:
         raise RecordError(problem)
     # 4. Variables of the chat template, the id, and the columns that are left.
+    if messages[0].role == "system" and "<tools>" in messages[0].content:
+        variables = set(variables or ()) - {TOOLS}  # the system message of Hermes has them
     template_variables = _variables_of(record, variables, columns)
     conversation = Conversation("", tuple(messages), source, template_variables)
     record_id = usable_id(record, "id")
@@ -226,6 +229,10 @@ def _turns_of(
         roles = ("user", "assistant")
         turns = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=False)]
         return turns, {"instruction", "input", "output", "history"}, TurnKeys()
+    if name == "xlam":
+        answer = {"role": "assistant", "content": None, "tool_calls": record["answers"]}
+        turns = [{"role": "user", "content": _text(record, "query")}, answer]
+        return turns, {"query", "answers"}, TurnKeys()
     if name in _PROMPT_COLUMNS and not isinstance(record[name], (list, tuple)):
         return [{"role": "user", "content": _text(record, name)}], {name}, TurnKeys()
     found = as_list(record, column)
@@ -270,7 +277,9 @@ def _detect_format(
         return record, found
     wanted = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
     remedy = ""
-    if _format_with(set(record), _PROMPT_FORMATS) is not None:
+    if "chat" in record or "trajectory" in record:  # glaive v2, nebius
+        remedy = "; docs/reference/data-formats.md says how to convert it"
+    elif _format_with(set(record), _PROMPT_FORMATS) is not None:
         remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
     raise RecordError(
         f"unknown record format, expected the keys {', '.join(wanted)}; its keys:"
@@ -312,9 +321,16 @@ def _variables_of(
 
     `tools` may be JSON text, as in tables. Values of null are as good as missing.
     """
-    own = set(names or ()) - {"system", "messages"}
+    own = sorted(set(names or ()) - {"system", "messages", TOOLS})
     values = {name: record[name] for name in own if record.get(name) is not None}
     columns.update(values)
+    takes_tools = names is None or TOOLS in names
+    tools: list[Any] = []
+    if names and TOOLS in names:
+        for column in (TOOLS, "functions"):
+            if record.get(column) is not None:
+                columns.add(column)
+                tools += parse_tools(record[column], column)
     further = record.get(TEMPLATE_KWARGS)
     if further is not None:
         if not isinstance(further, Mapping):
@@ -322,34 +338,26 @@ def _variables_of(
         taken = sorted(set(further) & RENDERING)
         if taken:
             raise RecordError(f"'{TEMPLATE_KWARGS}': {', '.join(taken)}: set by rendering itself")
-        unknown = sorted(set(further) - set(further if names is None else names))
+        # columns of tables have null in the others' entries
+        given = {name: value for name, value in further.items() if value is not None}
+        if takes_tools:
+            for name in TOOL_KWARGS:
+                if name not in (names or ()) or name == TOOLS:
+                    tools += parse_tools(given.pop(name, None), name)
+        unknown = sorted(set(given) - set(given if names is None else names))
         if unknown:
             raise RecordError(
                 f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown)}"
             )
-        # columns of tables have null in the others' entries
-        values |= {name: value for name, value in further.items() if value is not None}
+        values |= given
         columns.add(TEMPLATE_KWARGS)
-    values[TOOLS] = _tools(values.get(TOOLS))
-    if not values[TOOLS]:
-        del values[TOOLS]
+    if tools:
+        values[TOOLS] = tools
     try:
-        return json.dumps(values, sort_keys=True) if values else ""
+        # templates write tools with their keys in this order
+        return json.dumps(values) if values else ""
     except (TypeError, ValueError) as error:
         raise RecordError(f"variables of the chat template: {error}") from None
-
-
-def _tools(value: object) -> object:
-    """Return a list of tools, of JSON text too; None or an empty one if there are none."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise RecordError(f"'{TOOLS}' is not valid JSON: {error}") from None
-    tools = value or []
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
-        raise RecordError(f"'{TOOLS}' must be a list of objects")
-    return tools
 
 
 def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from medusa_train.data.tokenize import SplitReason
 from medusa_train.data.unread import Unread
 
-#: What is said of conversations that became several rows.
-_SPLIT_WORDS: dict[SplitReason, str] = {
+#: What is said of conversations that became several rows, by `SplitReason`.
+_SPLIT_WORDS: dict[str, str] = {
     "template": "the chat template changes earlier turns in later prompts",
     "token_ids": (
         "the data give tokens of answers (token_ids); in later prompts an answer has the tokens"
         " of its text"
     ),
     "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
+}
+#: What is said of chats with tool calls, with their number.
+_TOOL_WORDS = {
+    "results_of_user": (
+        "the chat template does not know the role tool: results of tools are turns of the user"
+    ),
+    "text_arguments": (
+        "the chat template rejects arguments of tool calls as objects: it gets them as JSON text"
+    ),
+    "dropped_content": "the chat template leaves out the text beside tool calls",
+    "cut_before_turn": (
+        "cut before a turn that the chat template renders differently after a prompt"
+    ),
 }
 
 
@@ -31,7 +43,7 @@ class DataReport:
             "too_long" or "unsupervised"; those "split", into how many "rows", and "split:REASON"
             for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
             known to be "cut" off by a length limit, and of how many the given tokens were not used
-            ("ignored_token_ids").
+            ("ignored_token_ids"); what `_TOOL_WORDS` has.
         read_notes: sentences on files and on what is not read; stored with the examples.
         notes: further sentences on this run.
     """
@@ -91,6 +103,11 @@ class DataReport:
                 "answers whose token_ids were not used, since they are another text in this"
                 f" tokenizer: {self.counts['ignored_token_ids']}"
             )
+        for name, words in _TOOL_WORDS.items():
+            if count := self.counts[name]:
+                sentences.append(f"chats with tools ({count}): {words}")
+        if count := self.counts["dropped_rows"]:
+            sentences.append(f"{count} rows of long chats with tools left out (max_rows_per_chat)")
         return sentences + self.notes
 
     def _describe_rows(self) -> str:

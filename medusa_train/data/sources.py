@@ -286,24 +286,18 @@ def _hidden(path: Path) -> list[Path]:
 
 
 def _data_files(entries: Sequence[Path]) -> list[Path]:
-    """Return the files of records; shards only where their merged file is not there."""
-    files = [entry for entry in entries if _is_data_file(entry)]
+    """Return the files of records; shards only if their merged file is not there."""
+    files = [
+        entry
+        for entry in entries
+        if entry.name.lower().endswith(_SUFFIXES)
+        and not entry.name.endswith(_BESIDE)
+        and not (entry.name in _METADATA and _read_object(entry) is not None)
+        and entry.is_file()
+    ]
     names = {file.name for file in files}
-    chosen = []
-    for file in files:
-        merged = re.sub(r"\.shard-\d+-of-\d+", "", file.name)
-        if merged == file.name or merged not in names:
-            chosen.append(file)
-    return chosen
-
-
-def _is_data_file(path: Path) -> bool:
-    """Return whether a file holds records, by its name."""
-    if path.name.endswith(_BESIDE):
-        return False
-    if path.name in _METADATA and _read_object(path) is not None:
-        return False
-    return path.name.lower().endswith(_SUFFIXES) and path.is_file()
+    merged = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
+    return [file for file in files if merged[file.name] not in names - {file.name}]
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -320,10 +314,8 @@ def _is_saved(path: Path) -> bool:
     names of files.
     """
     names = [name for name in _SAVED if (path / name).is_file()]
-    for name in names:
-        content = _read_object(path / name) or {}
-        if isinstance(content.get(_SAVED[name]), list):
-            return True
+    if any(isinstance((_read_object(path / n) or {}).get(_SAVED[n]), list) for n in names):
+        return True
     # a damaged one still has its rows
     return bool(names) and any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
 
@@ -342,50 +334,46 @@ def _nested(path: Path) -> str:
     return f"; set `path` to one of its directories {', '.join(nested)}"
 
 
-def _split_of(path: Path) -> str | None:
-    """Return the split that a file's name says, as `datasets` reads it, or None.
+def _split_names(path: Path) -> tuple[str, str | None]:
+    """Return the split that a file's name says, as `datasets` reads it, else `train`, and the first
+    part of a shard's name.
 
-    `train-00000-of-00003.parquet` has the split before the numbers (also `train_sft`), other names
-    one of the words in `_SPLIT_WORDS`.
+    `train_sft-00000-of-00003.parquet` has both before the numbers, other names have one of the
+    words in `_SPLIT_WORDS`.
     """
-    stem = path.name.lower()
-    words = re.split(r"[-._ \d]+", stem)
+    name = path.name.lower()
+    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", name)
+    series = shard[1] if shard else None
+    words = re.split(r"[-._ \d]+", name)
     for split, names in _SPLIT_WORDS.items():
-        if not set(names) & set(words):
-            continue
-        series = _series_of(path)
-        if series is not None and series not in names:
-            return series
-        return split
-    return None
-
-
-def _series_of(path: Path) -> str | None:
-    """Return the first part of the name of a shard, such as `train_sft-00000-of-00003.parquet`."""
-    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", path.name.lower())
-    if shard is None:
-        return None
-    return shard[1]
+        if not set(names).isdisjoint(words):
+            return (split if series in (None, *names) else str(series)), series
+    return "train", series
 
 
 def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> list[Path]:
-    """Return the files of a split; ConfigError if there are none, or several splits would match."""
-    splits = {file: _split_of(file) or "train" for file in files}
+    """Return the files of a split; ConfigError if there are none, or several splits would match.
+
+    `datasets` would leave out files whose names say no split as soon as one says a split, and read
+    all subdirectories.
+    """
+    names = {file: _split_names(file) for file in files}
     wanted = (split or "train").lower()
-    if wanted not in splits.values():
+    splits = {of_file for of_file, _ in names.values()}
+    matching = splits & {wanted}
+    if not matching:
         # the hub's splits may have any name, such as `chat` and `math`
-        series = [file for file in files if _series_of(file) == wanted]
+        series = [file for file in files if names[file][1] == wanted]
         if series:
             return series
-        similar = {name for name in splits.values() if re.split(r"[-._]", name)[0] == wanted}
-        if len(similar) != 1:
-            have = ", ".join(sorted({_series_of(file) or splits[file] for file in files}))
-            raise ConfigError(
-                f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
-                f" has ({have}), or name the file to read"
-            )
-        wanted = similar.pop()
-    return [file for file in files if splits[file] == wanted]
+        matching = {name for name in splits if re.split(r"[-._]", name)[0] == wanted}
+    if len(matching) != 1:
+        have = ", ".join(sorted({series or of_file for of_file, series in names.values()}))
+        raise ConfigError(
+            f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
+            f" has ({have}), or name the file to read"
+        )
+    return [file for file in files if names[file][0] in matching]
 
 
 def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from medusa_train.data.conversation import (
     Role,
 )
 from medusa_train.data.marked_text import MarkedTextTokenizer, Span
+from medusa_train.data.tool_rendering import fit_to_template, map_strings
 from medusa_train.errors import DataError
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
@@ -50,15 +53,12 @@ class Row:
         supervised: the loss mask [T].
         answers: those that are not history in this row, in order.
         split: why they are not in the row before; None in the first row of a chat.
-        ignored_token_ids: in the first row of a chat, how many of its answers have tokens in the
-            data that this tokenizer reads as another text, so that their text was tokenized.
     """
 
     ids: list[int] = field(default_factory=list)
     supervised: list[bool] = field(default_factory=list)
     answers: list[AnswerSpan] = field(default_factory=list)
     split: SplitReason | None = None
-    ignored_token_ids: int = 0
 
     def append(self, ids: Sequence[int], supervised: Sequence[bool]) -> None:
         """Append tokens and their loss mask."""
@@ -100,6 +100,9 @@ class ChatEncoder:
         roles: whose words are supervised. The assistant's include the token that ends an answer.
         train_on_inputs: supervise every token, whoever wrote it. A message's own switch, see
             `Message.is_target`, decides before both.
+        stops: tokens at which decoding stops, apart from the tokenizer's EOS token and the one that
+            the template writes after an answer.
+        max_tool_rows: most rows of a chat with tool calls (`max_rows_per_chat`).
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class ChatEncoder:
         roles: Collection[Role] = ASSISTANT,
         train_on_inputs: bool = False,
         reasoning_tags: ReasoningTags = REASONING_TAGS,
+        stops: Collection[str] = (),
+        max_tool_rows: int = 8,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_name = template
@@ -128,6 +133,9 @@ class ChatEncoder:
             dict(template_kwargs or {}),
             (reasoning_tags[0], reasoning_tags[1]),
         )
+        ends = {*stops, self.template.end_token(), tokenizer.eos_token} - {None, ""}
+        self.template = replace(self.template, stops=frozenset(ends))
+        self.max_tool_rows = max_tool_rows
         self._text = MarkedTextTokenizer(tokenizer, reasoning_tags)
 
     def with_settings(self, *, template: str | None = None, **settings: Any) -> ChatEncoder:
@@ -135,9 +143,10 @@ class ChatEncoder:
         it is None.
         """
         name = template if template is not None else self.template_name
+        settings = {"stops": self.template.stops, "max_tool_rows": self.max_tool_rows, **settings}
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
-    def encode(self, conversation: Conversation) -> list[Row]:
+    def encode(self, conversation: Conversation, counts: Counter[str] | None = None) -> list[Row]:
         """Tokenize a chat into rows that end with an answer. Special tokens come from the template
         only: in contents their text is tokenized as any other.
 
@@ -146,26 +155,43 @@ class ChatEncoder:
         of a prompt and its answer, or an answer was generated as other tokens than those of its text.
         Each answer is supervised in one row only, where it is not history, and each other message
         (see `roles`) in the first row that has it. An answer that reached the length limit has no
-        end token to learn.
+        end token to learn. Of an answer with tool calls all that is generated is supervised:
+        reasoning, content, calls and the separators between them.
+
+        `counts` receives how many answers have tokens in the data that this tokenizer reads as
+        another text ("ignored_token_ids"), and what `fit_to_template` and `max_tool_rows` change.
         """
+        counts = Counter() if counts is None else counts
         template = self.template
         if conversation.variables:
             template = template.with_variables(json.loads(conversation.variables))
         try:
-            return self._rows(self._with_marks(conversation.messages), template)
+            messages = fit_to_template(self._with_marks(conversation.messages), template, counts)
+            rows = self._rows(messages, template, counts)
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
+        num_dropped = len(rows) - self.max_tool_rows
+        if num_dropped > 0 and any(message.calls for message in messages):
+            # long trajectories would be quadratic: the last rows, and some of the others
+            counts["dropped_rows"] += num_dropped
+            num_last = (self.max_tool_rows + 1) // 2
+            others = range(len(rows) - num_last)
+            chooser = random.Random(conversation.content_key)
+            chosen = sorted(chooser.sample(others, self.max_tool_rows - num_last))
+            rows = [*(rows[index] for index in chosen), *rows[len(rows) - num_last :]]
+        return rows
 
-    def _rows(self, messages: Sequence[Message], template: ChatTemplate) -> list[Row]:
+    def _rows(
+        self, messages: Sequence[Message], template: ChatTemplate, counts: Counter[str]
+    ) -> list[Row]:
         """Return the rows of a chat with marked contents; see `encode`."""
         rows: list[Row] = []
-        ignored = 0
         before: RenderedAnswer | None = None
-        for answer in template.answers(messages):
+        for answer in template.answers(messages, counts):
             # 1. The tokens of the prompt and of the answer.
             if answer.token_ids is not None and not self._reads(answer, messages):
                 answer = replace(answer, token_ids=None)
-                ignored += 1
+                counts["ignored_token_ids"] += 1
             prompt = self._text.ids(answer.prompt)
             ids = self._answer_ids(answer, prompt)
             # 2. The row before goes on, or another one begins.
@@ -186,8 +212,6 @@ class ChatEncoder:
             row.append(ids, [self._is_trained(messages[answer.index])] * len(ids))
             row.answers.append(AnswerSpan(answer.index, len(prompt), len(row.ids)))
             before = answer
-        if rows:
-            rows[0].ignored_token_ids = ignored
         return rows
 
     def fingerprint(self) -> str:
@@ -199,6 +223,8 @@ class ChatEncoder:
             "reasoning_tags": self.template.reasoning_tags,
             "roles": sorted(self.roles),
             "everything": self.train_on_inputs,
+            "stops": sorted(self.template.stops),
+            "max_tool_rows": self.max_tool_rows,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
@@ -207,7 +233,8 @@ class ChatEncoder:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat followed by the generation prompt."""
         try:
-            return self._text.ids(self.template.render(self._with_marks(messages), prompt=True))
+            fitted = fit_to_template(self._with_marks(messages), self.template, Counter())
+            return self._text.ids(self.template.render(fitted, prompt=True))
         except ChatTemplateError as error:
             raise DataError(str(error)) from None
 
@@ -231,8 +258,11 @@ class ChatEncoder:
         return int(self.tokenizer.convert_tokens_to_ids(token))
 
     def _with_marks(self, messages: Sequence[Message]) -> list[Message]:
-        """Mark the control tokens in contents as plain text."""
-        return [replace(message, content=self._text.mark(message.content)) for message in messages]
+        """Mark the control tokens in contents, calls and results as plain text."""
+        mark = self._text.mark
+        return [
+            replace(m, content=mark(m.content), parts=map_strings(m.parts, mark)) for m in messages
+        ]
 
     def _answer_ids(self, answer: RenderedAnswer, prompt: list[int]) -> list[int]:
         """Return the tokens of an answer: those that it was generated as, if they are known, else

@@ -14,10 +14,12 @@ from medusa_train.data.conversation import (
     Role,
     join_reasoning,
 )
+from medusa_train.data.json_values import RecordError, found_under, json_type, optional_text
 from medusa_train.data.record_files import shown_name
+from medusa_train.data.tool_calls import calls_of, link_results, parse_calls, result_parts
 from medusa_train.data.unread import TURN_KEYS, TURNS, Unread, unread_keys
 from medusa_train.errors import DataError
-from medusa_train.io import parse_json, warn_once
+from medusa_train.io import warn_once
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -31,22 +33,19 @@ _ROLES: dict[str, Role] = {
     "bard": "assistant",
     "model": "assistant",
     "assistant": "assistant",
+    # results of tools
+    "tool": "tool",
+    "function": "tool",
+    "function-response": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    # answers whose text is a call (APIGen-MT, LLaMA-Factory, glaive)
+    "function_call": "assistant",
+    "function-call": "assistant",
 }
-_TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
+_CALL_ROLES = ("function_call", "function-call")
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
-_JSON_TYPES: dict[type, str] = {
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
-
-
-class RecordError(ValueError):
-    """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
 class TurnKeys(NamedTuple):
@@ -56,8 +55,7 @@ class TurnKeys(NamedTuple):
         role: key of who speaks.
         content: key of the text.
         train: keys that say whether the turn is trained, as Axolotl names them.
-        roles: names of roles beside the usual ones, with their meaning; "tool" for tool calls and
-            results.
+        roles: names of roles beside the usual ones, with their meaning.
         is_prompt: the chat is to be answered: nothing of it is trained, and its template may know
             other roles.
     """
@@ -94,7 +92,7 @@ def parse_turns(
             role = _ROLES.get(meaning)
             if roles is None or role in roles:
                 messages.append(_parse_turn(turn, keys, meaning, tags, unread))
-            elif role is None:  # answers are left out on purpose
+            elif role != "assistant" or meaning in _CALL_ROLES:  # answers are left out on purpose
                 unread.add(TURNS, f"the role {name}")
         except RecordError as error:
             raise RecordError(f"turn {number}: {error}") from None
@@ -106,8 +104,6 @@ def _parse_turn(
 ) -> Message:
     """Parse a turn of the role that `meaning` is a name of."""
     # 1. Who speaks.
-    if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
-        raise RecordError("a tool call or its result, which is not supported")
     if turn.get(keys.role) is None:
         raise RecordError(f"'{keys.role}' must be a string, it is {found_under(turn, keys.role)}")
     if meaning not in _ROLES and not (meaning and keys.is_prompt):
@@ -116,18 +112,36 @@ def _parse_turn(
             f" {', '.join([*_ROLES, *keys.roles])}; `roles` of the data set gives other names"
         )
     role = _ROLES.get(meaning, turn[keys.role])
-    # 2. What is said: an answer has its reasoning before the content.
-    content = _content(turn, keys.content, unread)
+    calls = calls_of(turn)
+    if calls and role != "assistant":
+        raise RecordError(f"tool calls of the role {role}")
+    # 2. What is said. An answer has its reasoning before the content; beside calls, which have no
+    # place in the content, the template joins the two.
+    is_blank = (calls or role == "tool") and turn.get(keys.content) is None
+    content = "" if is_blank else _content(turn, keys.content, unread)
     read = {keys.role, keys.content, "tool_calls", "function_call"}
     ids = None
+    parts: dict[str, Any] = {}
     if role == "assistant":
-        for key in REASONING_KEYS:
+        if meaning in _CALL_ROLES and not calls:
+            calls = parse_calls(content, keys.content)
+            content = ""
+        names = (*REASONING_KEYS, "thinking") if calls else REASONING_KEYS
+        for key in names:
             optional_text(turn, key)
-        reasoning = reasoning_part(turn)
-        content = join_reasoning(reasoning, content, tags)
-        read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
+        reasoning = reasoning_part(turn, names)
+        read |= {key for key in names if turn.get(key) in ("", reasoning)}
+        if calls:
+            parts["tool_calls"] = calls
+            if reasoning:  # templates read the one or the other
+                parts |= {"reasoning_content": reasoning, "thinking": reasoning}
+        else:
+            content = join_reasoning(reasoning, content, tags)
         ids = _token_ids(turn)
         read.add("token_ids")
+    elif role == "tool":
+        parts |= result_parts(turn)
+        read |= {"tool_call_id", "tool_call_ids", "name"}
     # 3. Whether it is trained.
     is_target = None
     if not keys.is_prompt:
@@ -135,7 +149,7 @@ def _parse_turn(
         read |= {"weight", *keys.train}
     # 4. What is left.
     unread.add(TURN_KEYS, *unread_keys(turn, read))
-    return Message(role, content, ids, is_target=is_target)
+    return Message(role, content, ids, is_target=is_target, parts=parts)
 
 
 def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
@@ -160,9 +174,9 @@ def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     return next(iter(said.values()), None)
 
 
-def reasoning_part(message: Mapping[str, Any]) -> str:
+def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
     """Return the reasoning that a message has beside its content, or ''."""
-    for key in REASONING_KEYS:
+    for key in keys:
         text = message.get(key)
         if isinstance(text, str) and text.strip():
             return text
@@ -216,6 +230,7 @@ def read_messages(chat: object) -> list[Message]:
             TurnKeys(is_prompt=True),
             unread,
         )
+        messages = link_results(messages)
     except RecordError as error:
         raise DataError(str(error)) from None
     for number, message in enumerate(messages, start=1):
@@ -254,40 +269,3 @@ def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
         texts.append(part["text"])
         unread.add(TURN_KEYS, *(f"{key}.{name}" for name in unread_keys(part, ("type", "text"))))
     return "".join(texts)
-
-
-def optional_text(values: Mapping[str, Any], key: str) -> str:
-    """Return the string under a key, '' if there is none."""
-    value = values.get(key)
-    if not isinstance(value, str | None):
-        raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
-    return value or ""
-
-
-def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
-    """Return the list of turns that a record has under `key`; tables may hold it as JSON text."""
-    turns = record.get(key)
-    if isinstance(turns, str) and turns.lstrip().startswith("["):
-        try:
-            turns = parse_json(turns)
-        except ValueError as error:
-            raise RecordError(f"'{key}' is not valid JSON: {error}") from None
-    if not isinstance(turns, (list, tuple)):
-        raise RecordError(f"'{key}' must be a list of turns, it is {found_under(record, key)}")
-    return turns
-
-
-def found_under(values: Mapping[str, Any], key: str) -> str:
-    """Return the type of a value in JSON's words, for a message; if the key is missing, the keys
-    that are there.
-    """
-    if key in values:
-        return json_type(values[key])
-    return f"missing; the keys are {', '.join(sorted(map(str, values))) or 'none'}"
-
-
-def json_type(value: object) -> str:
-    """Return the type of a value in JSON's words, for a message."""
-    if value is None:
-        return "missing or null"
-    return _JSON_TYPES.get(type(value), type(value).__name__)

@@ -77,16 +77,15 @@ def measure_backbone_quality(
     if validation is None:
         return None
     conversations, is_held_out, _ = validation
-    text = "held-out conversations"
-    if not is_held_out:
-        text = "training conversations (nothing was held out)"
     if phase is not None:
         phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
     before, after = load_versions(paths, cfg.base_model, dtype)
-    quality = compare_backbones(before, after, _batches(conversations, phase))
+    on_batch = (lambda tokens: None) if phase is None else phase.advance
+    quality = compare_backbones(before, after, _batches(conversations), on_batch)
+    held_out = "held-out conversations"
     return {
         "tokens": quality.tokens,
-        "text": text,
+        "text": held_out if is_held_out else "training conversations (nothing was held out)",
         "perplexity_before": math.exp(quality.loss_before),
         "perplexity_after": math.exp(quality.loss_after),
         "kl": quality.kl,
@@ -134,40 +133,25 @@ def validation_conversations(
     return validation, True, held_out_count
 
 
-def _batches(conversations: EncodedDataset, phase: Phase | None) -> Iterator[Batch]:
+def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
     """Yield batches of conversations, until there are `QUALITY_TOKENS` supervised tokens; see
     `_ROWS` and `_POSITIONS`.
-
-    Args:
-        phase: advances by a batch's supervised tokens once the next one is asked for.
     """
-    total = 0  # supervised tokens of all batches
+    supervised = 0
     rows: list[list[int]] = []  # of the next batch
-    tokens = 0
     longest = 0
     for index, example in enumerate(conversations):
-        if total + tokens >= QUALITY_TOKENS:
+        if supervised >= QUALITY_TOKENS:
             break
-        # 1. a batch that this conversation does not fit in
-        length = len(example)
-        positions = (len(rows) + 1) * max(longest, length)
-        if rows and (len(rows) == _ROWS or positions > _POSITIONS):
+        supervised += int(example.supervised.sum())
+        longest = max(longest, len(example))
+        if rows and (len(rows) == _ROWS or (len(rows) + 1) * longest > _POSITIONS):
             yield conversations.batch(rows)
-            if phase is not None:
-                phase.advance(tokens)
-            total += tokens
             rows = []
-            tokens = 0
-            longest = 0
-        # 2. one more row
+            longest = len(example)
         rows.append([index])
-        tokens += int(example.supervised.sum())
-        longest = max(longest, length)
-    # 3. the rest
     if rows:
         yield conversations.batch(rows)
-        if phase is not None:
-            phase.advance(tokens)
 
 
 def load_versions(
@@ -215,8 +199,14 @@ def _version(backbone: Backbone) -> Version:
 
 
 @torch.no_grad()
-def compare_backbones(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
-    """Measure both versions of a backbone on `batches`.
+def compare_backbones(
+    before: Version,
+    after: Version,
+    batches: Iterable[Batch],
+    on_batch: Callable[[int], object] = lambda tokens: None,
+) -> Quality:
+    """Measure both versions of a backbone on `batches`; `on_batch` is called after each with the
+    number of its supervised tokens.
 
     Only supervised tokens count, each predicted from the position before it in its document. Logits
     are computed in chunks, never for a whole batch.
@@ -225,7 +215,7 @@ def compare_backbones(before: Version, after: Version, batches: Iterable[Batch])
     loss_before = loss_after = kl = 0.0
     for batch in batches:
         targets = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
-        tokens += int((targets != IGNORE_INDEX).sum())
+        supervised = int((targets != IGNORE_INDEX).sum())
         old, old_head = before(batch)  # [B, T, d]
         new, new_head = after(batch)
         old = old.flatten(0, 1)
@@ -236,5 +226,7 @@ def compare_backbones(before: Version, after: Version, batches: Iterable[Batch])
         loss_before += float(linear_loss(old, old_head, targets).ce_sum)
         loss_after += float(sums.ce_sum)
         kl += float(sums.kl_sum)
+        tokens += supervised
+        on_batch(supervised)
     count = max(tokens, 1)
     return Quality(tokens, loss_before / count, loss_after / count, kl / count)

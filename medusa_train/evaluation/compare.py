@@ -5,7 +5,6 @@ compare.json.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.text import Text
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.find_reports import find_reports
 from medusa_train.evaluation.report import equal_cell
-from medusa_train.evaluation.report_page import speedup_figure
+from medusa_train.evaluation.report_page import speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.io import parse_json
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
@@ -41,8 +40,8 @@ CONDITIONS = {
     "threads": "number of threads",
 }
 
-#: Figures that say what a tree brings.
-TREE_FIGURES = (
+#: Metrics that say what a tree brings.
+TREE_METRICS = (
     "acceleration_rate",
     "overhead",
     "speedup",
@@ -53,189 +52,154 @@ TREE_FIGURES = (
 )
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """One evaluation: its title in the comparison, and the content of its report.json."""
-
-    name: str
-    report: Mapping[str, Any]
+Json = Mapping[str, Any]
 
 
-def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
-    """Read the reports of runs, directories or report.json files; `bench`: which one of a run,
-    default the newest.
+def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
+    """Read the reports of runs, directories or report.json files, by their titles in the comparison;
+    `bench`: which one of a run, default the newest.
     """
-    reports = [_read(path) for path in find_reports(names, bench)]
+    paths = find_reports(names, bench)
+    reports = {name: _read(path) for name, path in zip(names, paths, strict=True)}
 
     # 1. speeds in different modes cannot be compared
-    modes = [describe_mode(mode_of(report["meta"])) for report in reports]
-    if len(set(modes)) > 1:
-        measured = [f"{name}: {mode}" for name, mode in zip(names, modes, strict=True)]
+    modes = {name: describe_mode(mode_of(report["meta"])) for name, report in reports.items()}
+    if len(set(modes.values())) > 1:
+        measured = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
         raise CheckpointError(
-            f"--compare: the evaluations decode in different modes ({', '.join(measured)}).\n"
+            f"--compare: the evaluations decode in different modes ({measured}).\n"
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
 
-    # 2. titles, with the bench where there are several
-    several_benches = len({str(report["meta"]["bench"]) for report in reports}) > 1
-    evaluated = []
-    for name, report in zip(names, reports, strict=True):
-        title = name.rstrip("/")
-        if several_benches:
-            title += f" ({report['meta']['bench']})"
-        evaluated.append(Evaluated(title, report))
-    return evaluated
+    # 2. titles, with the benchmark if there are several
+    several = len({str(report["meta"]["bench"]) for report in reports.values()}) > 1
+    return {
+        name.rstrip("/") + (f" ({report['meta']['bench']})" if several else ""): report
+        for name, report in reports.items()
+    }
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> Json:
     try:
         report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
         # build all that is shown of it later: a damaged report fails here, where its path is known
-        alone = [Evaluated(str(report["meta"]["bench"]), report)]
+        alone = {str(report["meta"]["bench"]): report}
         runs_table(alone)
         categories_table(alone)
         differences(alone)
-        speedup_figure({"": report})
+        speedup_chart(alone)
         describe_mode(mode_of(report["meta"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise CheckpointError(f"{path}: not a report of medusa-eval, or damaged") from None
     return report
 
 
-def _lacks_tree(meta: Mapping[str, Any]) -> bool:
+def _lacks_tree(meta: Json) -> bool:
     """Return whether heads drafted nothing, for their tree is empty, and nothing else did."""
     return meta.get("tree_nodes") == 0 and not meta.get("draft") and not meta.get("dynamic_trees")
 
 
 def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
-    """Drop the figures of a tree without nodes, which reports of earlier versions have.
+    """Drop the metrics of a tree without nodes, which reports of earlier versions have.
 
     Both sides were the same loop then, so their ratio is noise.
     """
-    if not _lacks_tree(report["meta"]):
-        return report
-
-    nothing: dict[str, Any] = dict.fromkeys(TREE_FIGURES)
-    nothing["intervals"] = {}
-    categories = {}
-    for name, figures in report["categories"].items():
-        categories[name] = {**figures, **nothing}
-    overall = {**report["overall"], **nothing}
-    return {**report, "overall": overall, "categories": categories}
+    if _lacks_tree(report["meta"]):
+        for group in (report["overall"], *report["categories"].values()):
+            group.update({**dict.fromkeys(TREE_METRICS), "intervals": {}})
+    return report
 
 
-def differences(evaluated: Sequence[Evaluated]) -> list[str]:
+def differences(reports: Mapping[str, Json]) -> list[str]:
     """List the conditions in which the evaluations differ, one line each; then their speeds are not
     comparable.
     """
     lines = []
     for key, label in CONDITIONS.items():
-        metas = [run.report["meta"] for run in evaluated]
-        # older reports lack keys; where a newer one has no value either, nothing differs
-        if len({str(meta.get(key)) for meta in metas}) > 1:
-            values = [str(meta.get(key, "not recorded")) for meta in metas]
+        # older reports lack keys; if a newer one has no value either, nothing differs
+        if len({str(report["meta"].get(key)) for report in reports.values()}) > 1:
+            values = [str(report["meta"].get(key, "not recorded")) for report in reports.values()]
             lines.append(f"different {label}: {', '.join(values)}")
-    judges = [run.report["judge"]["model"] for run in evaluated if run.report.get("judge")]
+    judges = [report["judge"]["model"] for report in reports.values() if report.get("judge")]
     if len(set(judges)) > 1:
         lines.append(f"different judge: {', '.join(judges)}")
     return lines
 
 
-def runs_table(evaluated: Sequence[Evaluated]) -> Table:
-    """Return one row of figures per evaluation; older reports lack some."""
-    metas = [run.report["meta"] for run in evaluated]
-    overall = [run.report["overall"] for run in evaluated]
-
-    def column(key: str, digits: int = 2, suffix: str = "") -> list[str]:
-        cells = []
-        for figures in overall:
-            bounds = figures.get("intervals", {}).get(key)
-            cells.append(number(figures.get(key), digits, suffix, bounds))
-        return cells
-
-    columns = {
-        "run": [run.name for run in evaluated],
-        "heads": [str(meta.get("heads") or "-") for meta in metas],
-        "nodes": [_nodes(meta) for meta in metas],
-        "tokens per step": column("acceleration_rate"),
-        "overhead": column("overhead"),
-        "speedup": column("speedup", suffix="x"),
-        "over generate": column("speedup_over_generate", suffix="x"),
-        "tokens /s": column("tokens_per_s", 0),
-        "equal fp32": [equal_cell(figures) for figures in overall],
-        "loops": [f"{figures['looping_answers']}/{figures['answers']}" for figures in overall],
-        "grade": [_grade(run.report.get("judge")) for run in evaluated],
-        "correct": [_correct(figures.get("scores")) for figures in overall],
-    }
-    return Table.of_columns(columns)
+def runs_table(reports: Mapping[str, Json]) -> Table:
+    """Return one row of metrics per evaluation; older reports lack some."""
+    rows = [_row(name, report) for name, report in reports.items()]
+    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
 
 
-def _nodes(meta: Mapping[str, Any]) -> str:
+def _row(name: str, report: Json) -> dict[str, str]:
+    meta, overall = report["meta"], report["overall"]
+
+    def cell(key: str, digits: int = 2, suffix: str = "") -> str:
+        interval = overall.get("intervals", {}).get(key)
+        return number(overall.get(key), digits, suffix, interval)
+
     nodes = meta.get("tree_nodes")
-    if nodes is None:
-        return "-"
-    if _lacks_tree(meta):
-        return "no tree used"
-    return str(nodes)
+    return {
+        "run": name,
+        "heads": str(meta.get("heads") or "-"),
+        "nodes": "no tree used" if _lacks_tree(meta) else "-" if nodes is None else str(nodes),
+        "tokens per step": cell("acceleration_rate"),
+        "overhead": cell("overhead"),
+        "speedup": cell("speedup", suffix="x"),
+        "over generate": cell("speedup_over_generate", suffix="x"),
+        "tokens /s": cell("tokens_per_s", 0),
+        "equal fp32": equal_cell(overall),
+        "loops": f"{overall['looping_answers']}/{overall['answers']}",
+        "grade": number((report.get("judge") or {}).get("score")),
+        "correct": _correct(overall.get("scores")),
+    }
 
 
-def _grade(judged: Mapping[str, Any] | None) -> str:
-    """Format a judge's mean grade; "-" where nothing was judged."""
-    if not judged:
-        return "-"
-    return number(judged.get("score"))
-
-
-def _correct(scores: Mapping[str, Any] | None) -> str:
-    """Format the share of correct answers with its interval; "-" where answers are not scored."""
+def _correct(scores: Json | None) -> str:
+    """Format the share of correct answers with its interval; "-" if answers are not scored."""
     if scores is None:
         return "-"
     score = scores.get("tree", scores["plain"])
     cell = f"{score['rate']:.1%}"
     if score["interval"] is not None:
-        low, high = score["interval"]
-        cell += f" ({low:.1%}-{high:.1%})"
+        cell += " ({:.1%}-{:.1%})".format(*score["interval"])
     return cell
 
 
-def categories_table(evaluated: Sequence[Evaluated]) -> Table:
+def categories_table(reports: Mapping[str, Json]) -> Table:
     """Return one row of speedups for each category of any evaluation."""
     names: dict[str, None] = {}  # in the order in which they first appear
-    for run in evaluated:
-        names.update(dict.fromkeys(run.report["categories"]))
+    for report in reports.values():
+        names.update(dict.fromkeys(report["categories"]))
     rows = []
     for name in names:
-        row = [name]
-        for run in evaluated:
-            figures = run.report["categories"].get(name, {})
-            row.append(number(figures.get("speedup"), 2, "x"))
-        rows.append(row)
-    titles = ["speedup", *[run.name for run in evaluated]]
-    return Table(titles, rows)
+        groups = [report["categories"].get(name, {}) for report in reports.values()]
+        rows.append([name, *[number(group.get("speedup"), 2, "x") for group in groups]])
+    return Table(["speedup", *reports], rows)
 
 
-def show(evaluated: Sequence[Evaluated]) -> Group:
+def show(reports: Mapping[str, Json]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
-    runs = runs_table(evaluated)
-    # a run per column, since a run has many figures
+    runs = runs_table(reports)
+    # a run per column, since a run has many metrics
     titles, *rows = zip(runs.titles, *runs.rows, strict=True)
-    tables = [Table(titles, rows), categories_table(evaluated)]
+    tables = [Table(titles, rows), categories_table(reports)]
     shown = [table.terminal() for table in tables]
-    warnings = [Text(line, style="yellow") for line in differences(evaluated)]
+    warnings = [Text(line, style="yellow") for line in differences(reports)]
     return Group(*shown, *warnings)
 
 
-def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
+def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns
     their paths.
     """
-    reports = {run.name: run.report for run in evaluated}
-    warnings = [f"Not comparable as they stand: {line}" for line in differences(evaluated)]
+    warnings = [f"Not comparable as they stand: {line}" for line in differences(reports)]
     sections = [
         Section(lines=warnings),
-        Section(legend=list(reports), tables=[runs_table(evaluated)]),
-        Section("Speed", figures=[speedup_figure(reports)]),
-        Section(tables=[categories_table(evaluated)]),
+        Section(legend=list(reports), tables=[runs_table(reports)]),
+        Section("Speed", figures=[speedup_chart(reports)]),
+        Section(tables=[categories_table(reports)]),
     ]
     page = render_page("Comparison of runs", f"{len(reports)} evaluations", sections)
     return write_files(directory, {"compare.html": page, "compare.json": reports})

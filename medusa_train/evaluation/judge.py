@@ -7,6 +7,7 @@ but not the same measurement: compare only runs that one judge graded with these
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -15,15 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.turns import Answer, Turn
-from medusa_train.io import JsonLinesFile, complete_lines, parse_json
-from medusa_train.servers.client import OpenAIClient, run_concurrently
-from medusa_train.servers.rejections import RequestRejected
+from medusa_train.json_lines import JsonLinesFile, read_records
+from medusa_train.servers.responses import RequestRejected
+
+if TYPE_CHECKING:
+    from medusa_train.servers.client import Servers
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0
@@ -62,16 +65,21 @@ _SINGLE = re.compile(rf"(?<!\w)\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
 @dataclass(frozen=True)
 class Judge:
     """A judge model on an OpenAI-compatible server, called at temperature 0, or at its own if it
-    takes no other (the server's `optional`).
+    takes no other (an optional parameter of `Servers`).
     """
 
-    server: OpenAIClient
+    servers: Servers
     model: str
 
     def check(self) -> None:
         """Ask for a reply to a greeting; raises ServerError if there is none."""
+
+        async def greet() -> str:
+            async with self.servers:
+                return await self.ask([{"role": "user", "content": "Hello"}])
+
         try:
-            reply = self.ask([{"role": "user", "content": "Hello"}])
+            reply = asyncio.run(greet())
         except (RequestRejected, ServerError) as error:
             raise ServerError(f"judge {self.model}: {error}") from None
         if not reply.strip():
@@ -80,22 +88,19 @@ class Judge:
                 " (`reasoning_content`), start the server without its reasoning parser"
             )
 
-    def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.
 
-        Raises like `complete`.
+        Raises like `Servers.complete`.
         """
         body = {
             "model": self.model,
-            "messages": list(messages),
+            "messages": messages,
             "temperature": 0,
             "max_tokens": REPLY_TOKENS,
         }
-        completion = self.server.complete(body)
-        content = completion["choices"][0]["message"].get("content")
-        if not isinstance(content, str):
-            return ""
-        return content
+        completion = await self.servers.complete(body)
+        return completion["choices"][0]["message"].get("content") or ""
 
 
 def grade(
@@ -104,7 +109,6 @@ def grade(
     model_id: str,
     judge: Judge,
     path: Path,
-    concurrency: int = 4,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Grade every answer; judgements are appended to `path` as they arrive, and those already there
@@ -129,24 +133,27 @@ def grade(
             judgements[key] = line
 
     # 2. ask for the others
-    def ask(key: Key) -> tuple[Key, str | RequestRejected]:
-        try:
-            return key, judge.ask(prompts[key])
-        except RequestRejected as rejected:
-            return key, rejected
-
-    missing = [key for key in prompts if key not in judgements]
     reason = ""
     with JsonLinesFile(path) as file:
+
+        async def ask(key: Key) -> None:
+            nonlocal reason
+            try:
+                reply = await judge.ask(prompts[key])
+            except RequestRejected as rejected:
+                reason = str(rejected)
+            else:
+                judgements[key] = _judgement(key, model_id, judge.model, texts[key], reply)
+                file.append(judgements[key])
+            on_done()
+
+        async def ask_all() -> None:
+            async with judge.servers:
+                await judge.servers.for_each(ask, missing)
+
+        missing = [key for key in prompts if key not in judgements]
         try:
-            for key, reply in run_concurrently(ask, missing, concurrency):
-                on_done()
-                if isinstance(reply, str):
-                    judgement = _judgement(key, model_id, judge.model, texts[key], reply)
-                    file.append(judgement)
-                    judgements[key] = judgement
-                else:
-                    reason = str(reply)
+            asyncio.run(ask_all())
         except ServerError as error:
             reason = str(error)
 
@@ -248,15 +255,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
     if not path.is_file():
         return []
-    judgements = []
-    for _, line in complete_lines(path):
-        try:
-            judgement = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(judgement, dict) and judgement.keys() >= _READ_KEYS:
-            judgements.append(judgement)
-    return judgements
+    return [
+        line for line in read_records(path) if isinstance(line, dict) and line.keys() >= _READ_KEYS
+    ]
 
 
 def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import psutil
 
@@ -38,41 +37,26 @@ def _seconds_of_others() -> float:
     return system - own.user - own.system
 
 
-def spread(seconds: Sequence[float]) -> float | None:
-    """Return by which share the slowest of equal measurements exceeds the fastest; None of fewer
-    than two.
+def machine_load(others: OtherProcesses, plain_steps: Sequence[float]) -> dict[str, float | None]:
+    """Return the entry `machine_load` of the report's meta: the machine's `cores`, how many of them
+    other processes used on average (`other_cores`), and by which share the slowest of equal plain
+    steps exceeds the fastest (`plain_step_spread`; None of fewer than two).
     """
-    if len(seconds) < 2 or min(seconds) <= 0:
-        return None
-    return max(seconds) / min(seconds) - 1
+    spread = None
+    if len(plain_steps) > 1 and min(plain_steps) > 0:
+        spread = max(plain_steps) / min(plain_steps) - 1
+    return {
+        "cores": os.cpu_count() or 1,
+        "other_cores": others.cores(),
+        "plain_step_spread": spread,
+    }
 
 
-@dataclass(frozen=True)
-class MachineLoad:
-    """What else a machine did during an evaluation.
-
-    Attributes:
-        cores: of the machine.
-        other_cores: how many of them other processes used while the benchmark was timed, on average.
-        plain_step_spread: of the times of equal plain steps, some timed before the bench and some
-            after it, see `spread`.
-    """
-
-    cores: int
-    other_cores: float
-    plain_step_spread: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry `machine_load` of the report's meta."""
-        return asdict(self)
-
-    def signs(self) -> list[str]:
-        """List what says that other processes used the machine; empty for a quiet one."""
-        found = []
-        if self.other_cores > BUSY_SHARE * self.cores:
-            found.append(
-                f"other processes used {self.other_cores:.1f} of {self.cores} cores meanwhile"
-            )
-        if self.plain_step_spread is not None and self.plain_step_spread > BUSY_SPREAD:
-            found.append(f"equal plain steps took up to {self.plain_step_spread:.0%} longer")
-        return found
+def busy_signs(cores: int, other_cores: float, plain_step_spread: float | None) -> list[str]:
+    """List what says that other processes used the machine; empty for a quiet one."""
+    signs = []
+    if other_cores > BUSY_SHARE * cores:
+        signs.append(f"other processes used {other_cores:.1f} of {cores} cores meanwhile")
+    if plain_step_spread is not None and plain_step_spread > BUSY_SPREAD:
+        signs.append(f"equal plain steps took up to {plain_step_spread:.0%} longer")
+    return signs

@@ -17,31 +17,31 @@ from medusa_train.models.backbone import Backbone
 #: Dtypes in which the answers are compared.
 EQUALITY_DTYPES = ("float32", "bfloat16")
 
-#: Two tokens whose logits lie within this of the best one are a tie: rounding in float32 may swap
-# them.
+#: Two tokens whose logits are within this of the best one are a tie: rounding in float32 may swap
+#: them.
 TIE_MARGIN = 1e-4
-
 
 #: Answers that are compared at least, and seconds within which all are.
 LEAST_COMPARED = 8
 ALL_WITHIN = 60.0
 
 
-def compare_timed_answers(records: Sequence[Turn], backbone: Backbone, dtype: str) -> None:
-    """Compare the answers that were timed in `dtype`; results go to `record.exact`."""
-    for record in records:
-        if record.tree is not None:
-            record.exact[dtype] = compare_answers(
-                backbone,
-                record.prompt_ids,
-                record.tree.tokens,
-                record.plain.tokens,
-                ties=dtype == "float32",
-            )
+def compare_timed_answers(turns: Sequence[Turn], backbone: Backbone, dtype: str) -> None:
+    """Compare the answers that were timed in `dtype`; results go to `turn.exact`."""
+    for turn in turns:
+        if turn.tree is not None:
+            _compare(turn, backbone, dtype, turn.tree.tokens, turn.plain.tokens)
+
+
+def _compare(
+    turn: Turn, backbone: Backbone, dtype: str, tree: Sequence[int], plain: Sequence[int]
+) -> None:
+    ties = dtype == "float32"  # in others, rounding swaps more than tied tokens
+    turn.exact[dtype] = compare_answers(backbone, turn.prompt_ids, tree, plain, ties=ties)
 
 
 def compare_regenerated_answers(
-    records: Sequence[Turn],
+    turns: Sequence[Turn],
     model: LoadedModel,
     dtype: str,
     max_new_tokens: int,
@@ -50,7 +50,7 @@ def compare_regenerated_answers(
     seconds: float | None = None,
 ) -> None:
     """Generate answers again in `dtype`, with the tree and with the empty tree; results go to
-    `record.exact`.
+    `turn.exact`.
 
     Args:
         on_turn: called after each turn with the number of tokens generated for it.
@@ -58,27 +58,21 @@ def compare_regenerated_answers(
             these, at least `LEAST_COMPARED`, drawn at random; None: all.
     """
     if seconds is not None:
-        records = random.Random(0).sample(records, len(records))
+        turns = random.Random(0).sample(turns, len(turns))
     started = time.monotonic()
     tree_decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
     plain_decoder = BatchDecoder(model.backbone)
-    for start in range(0, len(records), batch_size):
+    for start in range(0, len(turns), batch_size):
         elapsed = time.monotonic() - started
         spent = seconds is not None and start >= LEAST_COMPARED and elapsed >= seconds
-        if spent and elapsed / start * len(records) > ALL_WITHIN:
+        if spent and elapsed / start * len(turns) > ALL_WITHIN:
             break
-        batch = records[start : start + batch_size]
-        prompts = [list(record.prompt_ids) for record in batch]
+        batch = turns[start : start + batch_size]
+        prompts = [list(turn.prompt_ids) for turn in batch]
         trees = tree_decoder.generate_batch(prompts, max_new_tokens)
         plains = plain_decoder.generate_batch(prompts, max_new_tokens)
-        for record, tree, plain in zip(batch, trees, plains, strict=True):
-            record.exact[dtype] = compare_answers(
-                model.backbone,
-                record.prompt_ids,
-                tree.tokens,
-                plain.tokens,
-                ties=dtype == "float32",
-            )
+        for turn, tree, plain in zip(batch, trees, plains, strict=True):
+            _compare(turn, model.backbone, dtype, tree.tokens, plain.tokens)
             on_turn(len(tree.tokens) + len(plain.tokens))
 
 

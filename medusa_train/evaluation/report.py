@@ -1,9 +1,9 @@
-"""The report of an evaluation: its figures, the tables and sentences that show them, and its files."""
+"""The report of an evaluation: report.json, and the tables, sentences and files made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,165 +13,133 @@ from rich.text import Text
 from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
 from medusa_train.evaluation.judge import model_answers
-from medusa_train.evaluation.machine_load import MachineLoad
+from medusa_train.evaluation.machine_load import busy_signs
 from medusa_train.evaluation.metrics import Metrics, by_category, metrics
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.evaluation.turns import Turn
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
-from medusa_train.tree_search.fit import Trace, node_acceptance
+from medusa_train.tree_search.fit import node_acceptance
 from medusa_train.trees.tree import Tree
 
+Json = Mapping[str, Any]
 
-@dataclass(frozen=True)
-class Report:
-    """A finished evaluation.
 
-    Attributes:
+def build_report(
+    turns: Sequence[Turn],
+    meta: Json,
+    tree: Tree | None = None,
+    parts: Json | None = None,
+) -> dict[str, Any]:
+    """Return the content of report.json.
+
+    Returns: `meta`; the metrics of the whole benchmark (`overall`) and of each of its `categories`;
+        `baselines`, those of `overall` again; and parts that were measured: `tree` (its paths and
+        each one's acceptance), `calibration` (how it was chosen), `judge` (None if nothing was
+        judged), `rouge`, `joint` (the target model before and after training).
+
+    Args:
         meta: what was run, on what and with what; plain JSON values.
-        overall, categories: figures of the whole bench, and per category.
-        extra: `judge` (grades; None if nothing was judged), `rouge`, `joint` (the backbone before
-            and after training), `tree` (its paths and each one's acceptance) and `calibration` (how
-            the tree was chosen, from tree.json).
+        tree: None if each step has its own.
     """
-
-    meta: dict[str, Any]
-    overall: Metrics
-    categories: dict[str, Metrics]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_records(
-        cls,
-        records: Sequence[Turn],
-        meta: dict[str, Any],
-        tree: Tree | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Report:
-        """Compute the figures of `records`."""
-        parts: dict[str, Any] = {"judge": None}
-        if tree is not None and tree.size:
-            traces = [record.trace for record in records if record.trace is not None]
-            shares = node_acceptance(traces, tree)
-            if shares is not None:
-                parts["tree"] = {
-                    "medusa_choices": [list(path) for path in tree.paths],
-                    "accepted": shares,
-                }
-        parts.update(extra or {})
-        return cls(meta, metrics(records), by_category(records), parts)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of report.json; `baselines` also stand at the top level."""
-        return {
-            "meta": self.meta,
-            "overall": self.overall,
-            "categories": self.categories,
-            "baselines": self.overall["baselines"],
-            **self.extra,
-        }
-
-    @property
-    def has_tree(self) -> bool:
-        """False for a baseline-only run."""
-        return self.overall["tokens_per_s"] is not None
+    answered = [turn for turn in turns if not turn.skipped]
+    overall = metrics(answered)
+    report: dict[str, Any] = {
+        "meta": meta,
+        "overall": overall,
+        "categories": by_category(answered),
+        "baselines": overall["baselines"],
+        "judge": None,
+    }
+    if tree is not None and tree.size:
+        shares = node_acceptance([turn.trace for turn in answered if turn.trace is not None], tree)
+        if shares is not None:
+            paths = [list(path) for path in tree.paths]
+            report["tree"] = {"medusa_choices": paths, "accepted": shares}
+    return {**report, **(parts or {})}
 
 
-def write_report(report: Report, turns: Sequence[Turn], directory: Path) -> list[Path]:
+def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[Path]:
     """Write report.json, report.md, report.html, answers.jsonl and FastChat's
     model_answer/MODEL.jsonl.
 
     With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
     `Trace.ranks`.
     """
-    # 1. one line per turn, the skipped ones last
-    records = [turn for turn in turns if not turn.skipped]
-    answers = [_answer_line(record) for record in records]
+    answered = [turn for turn in turns if not turn.skipped]
+    answers = [_answer_line(turn) for turn in answered]
     for turn in turns:
         if turn.skipped:
-            answers.append(
-                {
-                    "question_id": turn.question_id,
-                    "turn": turn.turn,
-                    "prompt_tokens": len(turn.prompt_ids),
-                    "skipped": True,
-                }
-            )
-    ranks = [_ranks_line(record, record.trace) for record in records if record.trace is not None]
+            prompt_tokens = len(turn.prompt_ids)
+            answers.append({**_name(turn), "prompt_tokens": prompt_tokens, "skipped": True})
+    ranks = []
+    for turn in answered:
+        if turn.trace is not None:
+            line = {**_name(turn), "ranks": turn.trace.ranks}
+            if turn.trace.confidence:
+                line["confidence"] = turn.trace.confidence
+            ranks.append(line)
 
-    # 2. the pages
-    content = report.as_json()
-    tables = [figures_table(report), decoders_table(report)]
-    sections = sections_of(content, answers, tables, summary_of(report))
+    tables = [metrics_table(report), decoders_table(report)]
+    sections = sections_of(report, answers, tables, summary_of(report))
+    name = model_id(report["meta"])
     files = {
-        "report.json": content,
+        "report.json": report,
         "report.md": markdown_page(title_of(report), sections),
-        "report.html": html_page(content, sections),
+        "report.html": html_page(report, sections),
         "answers.jsonl": answers,
+        "ranks.jsonl": ranks,
+        f"model_answer/{name}.jsonl": model_answers(answered, name),
     }
-    if ranks:
-        files["ranks.jsonl"] = ranks
-    name = model_id(report.meta)
-    files[f"model_answer/{name}.jsonl"] = model_answers(records, name)
+    if not ranks:
+        del files["ranks.jsonl"]
     return write_files(directory, files)
 
 
-def _ranks_line(record: Turn, trace: Trace) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "question_id": record.question_id,
-        "turn": record.turn,
-        "ranks": trace.ranks,
-    }
-    if trace.confidence:
-        line["confidence"] = trace.confidence
-    return line
-
-
-def model_id(meta: Mapping[str, Any]) -> str:
+def model_id(meta: Json) -> str:
     """Return a short name of the model for file names and other tools."""
     return Path(meta["model"] or meta["base_model"]).resolve().name
 
 
-def _answer_line(record: Turn) -> dict[str, Any]:
-    answer = record.answer
-    seconds = {"tree": None} | {name: one.seconds for name, one in record.answers.items()}
+def _name(turn: Turn) -> dict[str, Any]:
+    return {"question_id": turn.question_id, "turn": turn.turn}
+
+
+def _answer_line(turn: Turn) -> dict[str, Any]:
+    answer = turn.answer
     return {
-        "question_id": record.question_id,
-        "category": record.category,
-        "turn": record.turn,
-        "asked": record.asked,
-        "text": record.text,
-        "pieces": list(record.pieces),
-        "prompt_tokens": len(record.prompt_ids),
+        "question_id": turn.question_id,
+        "category": turn.category,
+        "turn": turn.turn,
+        "asked": turn.asked,
+        "text": turn.text,
+        "pieces": turn.pieces,
+        "prompt_tokens": len(turn.prompt_ids),
         "tokens": len(answer.tokens),
         "steps": answer.steps,
-        "accepted": list(answer.accepted),
+        "accepted": answer.accepted,
         "loops": is_looping(answer.tokens),
-        "seconds": seconds,
-        "exact": {dtype: verdict.value for dtype, verdict in record.exact.items()},
-        "scores": {name: asdict(score) for name, score in record.scores.items()},
+        "seconds": {"tree": None} | {name: one.seconds for name, one in turn.answers.items()},
+        "exact": turn.exact,
+        "scores": {name: asdict(score) for name, score in turn.scores.items()},
     }
 
 
-def terminal_report(report: Report) -> Group:
+def terminal_report(report: Json) -> Group:
     """Return title, tables and summary for the terminal; further decoders than plain and `generate`
     have a table.
     """
-    tables = [figures_table(report, left_out=SUMMARIZED)]
-    if set(report.overall["baselines"]) - {"plain", "generate"}:
+    tables = [metrics_table(report, left_out=SUMMARIZED)]
+    if set(report["baselines"]) - {"plain", "generate"}:
         tables.append(decoders_table(report))
+    lines = summary_of(report)
+    if report["overall"]["overhead"] is not None:
+        lines.append("Overhead: time of a step with the tree divided by time of a plain step.")
     return Group(
         Text(title_of(report), style="bold"),
         *(table.terminal(padding=0) for table in tables),
-        Text("\n".join([*summary_of(report), *_terms_of(report)])),
+        Text("\n".join(lines)),
     )
-
-
-def _terms_of(report: Report) -> list[str]:
-    """Explain the figure that readers ask for most, where it is shown."""
-    if report.overall["overhead"] is None:
-        return []
-    return ["Overhead: time of a step with the tree divided by time of a plain step."]
 
 
 # Tables
@@ -181,157 +149,135 @@ def _terms_of(report: Report) -> list[str]:
 SUMMARIZED = ("answers", "correct", "loops")
 
 
-def _cells(figures: Metrics) -> dict[str, str]:
+def metrics_table(report: Json, left_out: Collection[str] = ()) -> Table:
+    """Return one row per category, the overall row last unless it would repeat the only one.
+
+    Args:
+        left_out: titles of columns that are not shown; those without a measured metric never are.
+    """
+    groups = dict(report["categories"])
+    several = len(groups) != 1
+    if several:
+        groups["overall"] = report["overall"]
+    rows = [{"category": name, **_cells(group)} for name, group in groups.items()]
+    columns = {title: [row[title] for row in rows] for title in rows[0] if title not in left_out}
+    return Table.of_columns(columns, overall=several)
+
+
+def _cells(group: Metrics) -> dict[str, str]:
     """Return the cells of a category by the titles of their columns."""
     return {
-        "answers": number(figures["answers"], 0),
-        "tokens per step": number(figures["acceleration_rate"]),
-        "overhead": number(figures["overhead"]),
-        "speedup": number(figures["speedup"], 2, "x"),
-        "over generate": number(figures["speedup_over_generate"], 2, "x"),
-        "tokens /s": number(figures["tokens_per_s"], 0),
-        "plain /s": number(figures["baseline_tokens_per_s"], 0),
-        "generate /s": number(figures["generate_tokens_per_s"], 0),
-        "equal fp32": equal_cell(figures),
-        "equal bf16": _equal_bf16_cell(figures),
-        "correct": _correct_cell(figures),
-        "loops": number(figures["looping_answers"], 0),
+        "answers": number(group["answers"], 0),
+        "tokens per step": number(group["acceleration_rate"]),
+        "overhead": number(group["overhead"]),
+        "speedup": number(group["speedup"], 2, "x"),
+        "over generate": number(group["speedup_over_generate"], 2, "x"),
+        "tokens /s": number(group["tokens_per_s"], 0),
+        "plain /s": number(group["baseline_tokens_per_s"], 0),
+        "generate /s": number(group["generate_tokens_per_s"], 0),
+        "equal fp32": equal_cell(group),
+        "equal bf16": equal_cell(group, "_bf16"),
+        "correct": _correct_cell(group["scores"]),
+        "loops": number(group["looping_answers"], 0),
     }
 
 
-def equal_cell(figures: Metrics) -> str:
-    """Format equal answers in float32 out of those compared, with ties as "+n"; older reports lack
-    them.
+def equal_cell(group: Json, suffix: str = "") -> str:
+    """Format equal answers in float32 (`_bf16`: bfloat16) out of those compared, with ties as "+n";
+    older reports lack them.
     """
-    equal = figures.get("equal_answers")
-    ties = figures.get("tie_answers")
+    equal = group.get(f"equal_answers{suffix}")
     if equal is None:
         return "-"
-    if ties:
-        return f"{equal}+{ties}/{compared_answers(figures)}"
-    return f"{equal}/{compared_answers(figures)}"
+    ties = group.get("tie_answers") if not suffix else None
+    shown = f"{equal}+{ties}" if ties else str(equal)
+    return f"{shown}/{_compared_answers(group, suffix)}"
 
 
-def _equal_bf16_cell(figures: Metrics) -> str:
-    equal = figures["equal_answers_bf16"]
-    if equal is None:
-        return "-"
-    return f"{equal}/{compared_answers(figures, '_bf16')}"
+def _compared_answers(group: Json, suffix: str = "") -> int:
+    """Return how many answers were compared; older reports compared all."""
+    return int(group.get(f"compared_answers{suffix}") or group["answers"])
 
 
-def compared_answers(figures: Metrics, suffix: str = "") -> int:
-    """Return how many answers were compared in float32 (`_bf16`: bfloat16); older reports compared
-    all.
-    """
-    return int(figures.get(f"compared_answers{suffix}") or figures["answers"])
-
-
-def _correct_cell(figures: Metrics) -> str:
+def _correct_cell(scores: Json | None) -> str:
     """Format correct answers out of those scored: the tree's, and plain decoding's if their number
     differs.
     """
-    scores = figures["scores"]
     if scores is None:
         return "-"
     plain = scores["plain"]["correct"]
     correct = scores.get("tree", scores["plain"])["correct"]
     cell = f"{correct}/{scores['answers']}"
-    if plain != correct:
-        cell += f" (plain {plain})"
-    return cell
+    return cell if plain == correct else f"{cell} (plain {plain})"
 
 
-def figures_table(report: Report, left_out: Collection[str] = ()) -> Table:
-    """Return one row per category, the overall row last unless it would repeat the only one.
-
-    Args:
-        left_out: titles of columns that are not shown; those without a measured figure never are.
-    """
-    groups = dict(report.categories)
-    several = len(groups) != 1
-    if several:
-        groups["overall"] = report.overall
-    cells = [_cells(figures) for figures in groups.values()]
-    columns = {"category": list(groups)}
-    for title in cells[0]:
-        if title not in left_out:
-            columns[title] = [cells_of_group[title] for cells_of_group in cells]
-    return Table.of_columns(columns, overall=several)
-
-
-def decoders_table(report: Report) -> Table:
-    """Return the tree and all baselines on the whole bench."""
-    overall = report.overall
-    decoders: dict[str, Metrics] = {}
-    if report.has_tree:
+def decoders_table(report: Json) -> Table:
+    """Return the tree and all baselines on the whole benchmark."""
+    overall = report["overall"]
+    decoders: dict[str, Json] = {}
+    if _has_tree(report):
         decoders["tree"] = {
-            "tokens_per_s": overall["tokens_per_s"],
+            **overall,
             "tokens_per_step": overall["acceleration_rate"],
             "speedup": None,
-            "speedup_interval": None,
         }
-    for name, figures in overall["baselines"].items():
-        decoders[name.replace("_", " ")] = figures
+    for name, baseline in report["baselines"].items():
+        decoders[name.replace("_", " ")] = baseline
     rows = decoders.values()
     columns = {
         "decoder": list(decoders),
-        "tokens/s": [number(figures["tokens_per_s"], 0) for figures in rows],
-        "tokens per step": [number(figures["tokens_per_step"]) for figures in rows],
+        "tokens/s": [number(row["tokens_per_s"], 0) for row in rows],
+        "tokens per step": [number(row["tokens_per_step"]) for row in rows],
         "tree's speedup over it": [
-            number(figures["speedup"], 2, "x", figures["speedup_interval"]) for figures in rows
+            number(row.get("speedup"), 2, "x", row.get("speedup_interval")) for row in rows
         ],
+        "answers equal to plain ones": [number(row.get("equal_to_plain"), 0) for row in rows],
     }
-    if mode_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
-        columns["answers equal to plain ones"] = [
-            number(figures.get("equal_to_plain"), 0) for figures in rows
-        ]
+    if mode_of(report["meta"])["acceptance"] != "greedy":  # other answers are samples
+        del columns["answers equal to plain ones"]
     return Table.of_columns(columns)
+
+
+def _has_tree(report: Json) -> bool:
+    """Return False for a run of baselines alone."""
+    return report["overall"]["tokens_per_s"] is not None
 
 
 # Sentences
 
 
-def title_of(report: Report) -> str:
-    """Return bench, model and dtype as a title, and the mode if it is not the default."""
-    meta = report.meta
+def title_of(report: Json) -> str:
+    """Return benchmark, model and dtype as a title, and the mode if it is not the default."""
+    meta = report["meta"]
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
     mode = describe_mode(mode_of(meta))
-    if mode == describe_mode(mode_of({})):
-        return title
-    return f"{title}, {mode}"
+    return title if mode == describe_mode(mode_of({})) else f"{title}, {mode}"
 
 
-def summary_of(report: Report) -> list[str]:
+def summary_of(report: Json) -> list[str]:
     """Summarize the report in sentences."""
-    overall = report.overall
+    overall, meta = report["overall"], report["meta"]
     answers = f"{overall['answers']} answers, {overall['looping_answers']} of them with loops."
-    if not report.has_tree:
-        lines = [f"{_why_no_tree(report.meta)} {answers}"]
-    else:
-        lines = [f"{_speed_note(overall)}; {_draft(report.meta)}; {answers}"]
-        without_loops = overall["speedup_without_loops"]
-        if overall["looping_answers"] and without_loops is not None:
-            lines.append(f"Speedup without the answers with loops: {without_loops:.2f}x.")
-    lines += _machine_notes(report)
-    if report.has_tree:
-        lines.append(_output_note(report))
-    lines.append(_quality(report))
-    return lines
+    if not _has_tree(report):
+        return [f"{_why_no_tree(meta)} {answers}", *_machine_notes(report), _quality(report)]
+    lines = [f"{_speed_note(overall)}; {_draft(meta)}; {answers}"]
+    without_loops = overall["speedup_without_loops"]
+    if overall["looping_answers"] and without_loops is not None:
+        lines.append(f"Speedup without the answers with loops: {without_loops:.2f}x.")
+    return [*lines, *_machine_notes(report), _output_note(report), _quality(report)]
 
 
 def _speed_note(overall: Metrics) -> str:
-    """Say how fast the tree is, beside the fastest of plain decoding and `generate`."""
+    """Say how fast the tree is, next to the faster of plain decoding and `generate`."""
     interval = overall["intervals"].get("speedup_over_fastest")
     speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
     if "speedup_over_fastest" not in overall["intervals"]:
         speedup += f" (no interval: fewer than {LEAST_QUESTIONS} questions, or batches of them)"
-    baseline = "plain decoding"
-    if "generate" in overall["baselines"]:
-        baseline = "the faster baseline"
+    baseline = "the faster baseline" if "generate" in overall["baselines"] else "plain decoding"
     return f"{speedup} the speed of {baseline} (total tokens per second, prefill included)"
 
 
-def _why_no_tree(meta: Mapping[str, Any]) -> str:
+def _why_no_tree(meta: Json) -> str:
     """Say why there is no speedup."""
     if meta["heads"] is None:
         return "Baselines only: no draft heads were given."
@@ -343,13 +289,11 @@ def _why_no_tree(meta: Mapping[str, Any]) -> str:
     return "Baselines only: nothing was drafted; the heads' guesses are along these answers."
 
 
-def _machine_notes(report: Report) -> list[str]:
+def _machine_notes(report: Json) -> list[str]:
     """Say what makes the times doubtful: signs of a busy machine, and an overhead below 1."""
-    load = report.meta.get("machine_load")
-    signs = []
-    if load is not None:
-        signs = MachineLoad(**load).signs()
-    overhead = report.overall["overhead"]
+    load = report["meta"].get("machine_load")
+    signs = busy_signs(**load) if load is not None else []
+    overhead = report["overall"]["overhead"]
     if overhead is not None and overhead < 1:
         signs.append(
             f"overhead {overhead:.2f}, though a step with a tree costs no less than a plain one"
@@ -362,8 +306,8 @@ def _machine_notes(report: Report) -> list[str]:
     ]
 
 
-def _draft(meta: Mapping[str, Any]) -> str:
-    """Say what proposed the guesses."""
+def _draft(meta: Json) -> str:
+    """Say what drafts."""
     parts = []
     dynamic = meta.get("dynamic_trees")
     if dynamic is not None:
@@ -377,45 +321,17 @@ def _draft(meta: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _output_note(report: Report) -> str:
+def _output_note(report: Json) -> str:
     """Say how the output relates to plain decoding's."""
-    acceptance = mode_of(report.meta)["acceptance"]
-    if acceptance == "greedy":
-        outcomes = report.meta.get("exactness") or {}
-        float32 = _float32_note(report.overall, outcomes.get("float32"))
-        bfloat16 = _bfloat16_note(report.overall, outcomes.get("bfloat16"))
-        output = f"float32: {float32}; bfloat16: {bfloat16}."
-    else:
-        output = _OUTPUT[acceptance]
-    return f"Output: {output} Speed was measured in {report.meta['dtype']}."
+    output = _OUTPUT.get(mode_of(report["meta"])["acceptance"])
+    if output is None:
+        outcomes = report["meta"].get("exactness") or {}
+        notes = [_equality_note(report["overall"], dtype, outcomes.get(dtype)) for dtype in _DTYPES]
+        output = f"{'; '.join(notes)}."
+    return f"Output: {output} Speed was measured in {report['meta']['dtype']}."
 
 
-def _float32_note(overall: Metrics, outcome: str | None) -> str:
-    equal = overall["equal_answers"]
-    if equal is None:
-        return _not_compared(outcome)
-    count = compared_answers(overall)
-    ties = overall["tie_answers"]
-    different = count - equal - ties
-    note = f"{equal} of {count} answers equal plain decoding's token for token"
-    if ties:
-        note += f", {ties} first differ at a tie (logits within 1e-4)"
-    if different:
-        note += f", {different} differ without a tie"
-    return note
-
-
-def _bfloat16_note(overall: Metrics, outcome: str | None) -> str:
-    equal = overall["equal_answers_bf16"]
-    if equal is None:
-        return _not_compared(outcome)
-    count = compared_answers(overall, "_bf16")
-    note = f"{equal} of {count}"
-    if equal < count:
-        note += ", since its rounding changes which of two nearly equal logits is larger"
-    return note
-
-
+_DTYPES = {"float32": "", "bfloat16": "_bf16"}  # with the suffix of their metrics
 _OUTPUT = {
     "sampling": (
         "samples, lossless in distribution: whatever the draft, tokens follow the model's own"
@@ -430,24 +346,38 @@ _OUTPUT = {
 }
 
 
-def _not_compared(outcome: str | None) -> str:
-    if outcome in (None, "not compared", "compared"):
-        return "not compared"
-    return f"not compared ({outcome})"
+def _equality_note(overall: Metrics, dtype: str, outcome: str | None) -> str:
+    equal = overall[f"equal_answers{_DTYPES[dtype]}"]
+    if equal is None:
+        known = outcome not in (None, "not compared", "compared")
+        return f"{dtype}: not compared" + (f" ({outcome})" if known else "")
+    count = _compared_answers(overall, _DTYPES[dtype])
+    note = f"{dtype}: {equal} of {count}"
+    if dtype == "bfloat16":
+        if equal < count:
+            note += ", since its rounding changes which of two nearly equal logits is larger"
+        return note
+    note += " answers equal plain decoding's token for token"
+    ties = overall["tie_answers"]
+    if ties:
+        note += f", {ties} first differ at a tie (logits within 1e-4)"
+    if equal + ties < count:
+        note += f", {count - equal - ties} differ without a tie"
+    return note
 
 
-def _quality(report: Report) -> str:
-    """Say how good the answers are: correct ones, grades, and perplexity where joint training
-    changed it.
+def _quality(report: Json) -> str:
+    """Say how good the answers are: correct ones, grades, and perplexity if joint training changed
+    it.
     """
     parts = []
-    scores = report.overall["scores"]
+    scores = report["overall"]["scores"]
     if scores is not None:
         parts.append(_scores_text(scores))
-    rouge = report.extra.get("rouge")
+    rouge = report.get("rouge")
     if rouge is not None:
         parts.append(_rouge_text(rouge))
-    joint = report.extra.get("joint")
+    joint = report.get("joint")
     if joint is not None:
         change = joint["perplexity_after"] / joint["perplexity_before"] - 1
         parts.append(
@@ -455,28 +385,25 @@ def _quality(report: Report) -> str:
             f" {joint['perplexity_before']:.3f} before ({change:+.1%}), KL {joint['kl']:.4f} nats"
             " per token"
         )
-    judged = report.extra.get("judge")
-    if judged is not None:
-        parts.append(_grades_text(judged))
+    if report["judge"] is not None:
+        parts.append(_grades_text(report["judge"]))
     elif scores is None and rouge is None:
         parts.append("not judged")
     return f"Quality: {'; '.join(parts)}."
 
 
-def _rouge_text(rouge: Mapping[str, Any]) -> str:
+def _rouge_text(rouge: Json) -> str:
     """Say how close the answers are to the references."""
-
-    def means(name: str) -> str:
-        return "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
-
+    means = {}
+    for name in ("tree", "plain"):
+        if name in rouge:
+            means[name] = "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
     count = _counted(rouge["answers"], "answer")
-    shown = means("plain")
-    if "tree" in rouge:
-        shown = f"{means('tree')}, plain decoding {means('plain')}"
+    shown = ", plain decoding ".join(means.values())
     return f"ROUGE-1/2/L {shown} (F1 in % of {count} with a reference)"
 
 
-def _grades_text(judged: Mapping[str, Any]) -> str:
+def _grades_text(judged: Json) -> str:
     """Say how a judge graded the answers."""
     if judged["score"] is None:
         reason = judged.get("reason", "no grade in its replies")
@@ -488,31 +415,23 @@ def _grades_text(judged: Mapping[str, Any]) -> str:
     return f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})"
 
 
-def _scores_text(scores: Mapping[str, Any]) -> str:
+def _scores_text(scores: Json) -> str:
     """Say how many answers are correct, and whether plain decoding's scores are the same."""
 
     def rate(name: str) -> str:
         score = scores[name]
-        share = f"{score['rate']:.1%}"
-        if score["interval"] is None:
-            share += f", no interval: fewer than {LEAST_QUESTIONS} answers"
-        else:
-            low, high = score["interval"]
-            share += f", 95 % interval {low:.1%} to {high:.1%}"
-        return f"{score['correct']} of {scores['answers']} ({share})"
+        interval = f"no interval: fewer than {LEAST_QUESTIONS} answers"
+        if score["interval"] is not None:
+            interval = "95 % interval {:.1%} to {:.1%}".format(*score["interval"])
+        return f"{score['correct']} of {scores['answers']} ({score['rate']:.1%}, {interval})"
 
     if "tree" not in scores:
         return f"{scores['metric']} {rate('plain')}"
-    text = f"{scores['metric']} {rate('tree')}"
+    text = f"{scores['metric']} {rate('tree')}, with plain decoding"
     if not scores["differing"]:
-        return f"{text}, with plain decoding equal on every question"
-    return (
-        f"{text}, with plain decoding {rate('plain')}; {_counted(scores['differing'], 'question')}"
-        " scored differently"
-    )
+        return f"{text} equal on every question"
+    return f"{text} {rate('plain')}; {_counted(scores['differing'], 'question')} scored differently"
 
 
 def _counted(count: int, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

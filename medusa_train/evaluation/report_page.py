@@ -1,4 +1,4 @@
-"""Render report.html: tiles, charts, tables and colored answers of one evaluation."""
+"""The parts of report.html and report.md: tiles, charts, tables and colored answers."""
 
 from __future__ import annotations
 
@@ -45,121 +45,100 @@ def sections_of(
     report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]
 ) -> list[Section]:
     """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read
-    the figures.
+    the metrics.
     """
+    shown = {title for table in tables for title in table.titles}
+    terms = [text for title, text in TERMS.items() if title in shown]
     return [
         Section(lines=summary),
-        Section("Speed", figures=_speed_figures(report), tables=tables, remarks=terms_of(tables)),
-        Section(
-            "Draft",
-            figures=_draft_figures(report),
-            remarks=further_figures(report["overall"]),
-        ),
+        Section("Speed", figures=_speed_charts(report), tables=tables, remarks=[*terms, BRACKETS]),
+        Section("Draft", figures=_draft_charts(report), remarks=_draft_remarks(report["overall"])),
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
     ]
 
 
-def terms_of(tables: Sequence[Table]) -> list[str]:
-    """Explain the columns that the tables show."""
-    shown = {title for table in tables for title in table.titles}
-    return [*(text for title, text in TERMS.items() if title in shown), BRACKETS]
-
-
 def html_page(report: Json, sections: Sequence[Section]) -> str:
     """Render report.html."""
-    meta = report["meta"]
+    meta, overall = report["meta"], report["overall"]
     setting = (
         f"{describe_mode(mode_of(meta))}; {meta['dtype']} on {meta['device']}, threads:"
         f" {meta['threads']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new"
         f" tokens per answer; {meta['date']}"
     )
-    title = f"{meta['bench']}: {meta['model'] or meta['base_model']}"
-    return render_page(title, setting, sections, _tiles(report))
-
-
-def _tiles(report: Json) -> list[tuple[str, str]]:
-    overall = report["overall"]
     interval = overall["intervals"].get("speedup_over_fastest")
     first_token_ms = None
     if overall["time_to_first_token_s"] is not None:
         first_token_ms = 1000 * overall["time_to_first_token_s"]
-    tiles = {
-        f"speedup over {faster_baseline(overall)}": number(
-            overall["speedup_over_fastest"], 2, "x", interval
+    plain = number(overall["baseline_tokens_per_s"], 0)
+    tiles = [
+        (
+            number(overall["speedup_over_fastest"], 2, "x", interval),
+            f"speedup over {_faster_baseline(overall)}",
         ),
-        "tokens per step on this bench": number(overall["acceleration_rate"]),
-        "tokens per second on this bench": number(overall["tokens_per_s"], 0),
-        "tokens per second on this bench, plain decoding": number(
-            overall["baseline_tokens_per_s"], 0
-        ),
-        "time to first token": number(first_token_ms, 1, " ms"),
-    }
-    return [(figure, label) for label, figure in tiles.items() if figure != "-"]
+        (number(overall["acceleration_rate"]), "tokens per step on this bench"),
+        (number(overall["tokens_per_s"], 0), "tokens per second on this bench"),
+        (plain, "tokens per second on this bench, plain decoding"),
+        (number(first_token_ms, 1, " ms"), "time to first token"),
+    ]
+    title = f"{meta['bench']}: {meta['model'] or meta['base_model']}"
+    return render_page(title, setting, sections, [tile for tile in tiles if tile[0] != "-"])
 
 
-def faster_baseline(overall: Json) -> str:
-    """Name the faster of plain decoding and `generate` on the whole bench."""
+def _faster_baseline(overall: Json) -> str:
+    """Name the faster of plain decoding and `generate` on the whole benchmark."""
     generate = overall["generate_tokens_per_s"]
     if generate is None:
         return "plain decoding"
-    if generate > overall["baseline_tokens_per_s"]:
-        return "generate, the faster baseline"
-    return "plain decoding, the faster baseline"
+    is_generate = generate > overall["baseline_tokens_per_s"]
+    return f"{'generate' if is_generate else 'plain decoding'}, the faster baseline"
 
 
-def _speed_figures(report: Json) -> list[Figure]:
+def _speed_charts(report: Json) -> list[Figure]:
     overall = report["overall"]
-    figures = []
+    charts = []
     if overall["speedup"] is not None and len(report["categories"]) > 1:
-        figures.append(speedup_figure({"": report}))
+        charts.append(speedup_chart({"": report}))
     # one bar per decoder
-    groups = []
-    if overall["tokens_per_s"]:
-        bounds = overall["intervals"].get("tokens_per_s")
-        groups.append(("tree", [Bar(overall["tokens_per_s"], bounds, 1)]))
+    tree = Bar(overall["tokens_per_s"], overall["intervals"].get("tokens_per_s"), 1)
+    groups = [("tree", [tree])]
     for name, baseline in overall["baselines"].items():
-        if baseline["tokens_per_s"]:
-            bar = Bar(baseline["tokens_per_s"], None, 0)
-            groups.append((name.replace("_", " "), [bar]))
+        groups.append((name.replace("_", " "), [Bar(baseline["tokens_per_s"])]))
+    groups = [(name, bar) for name, bar in groups if bar[0].value]
     drawing = bars(groups, "tokens per second", digits=0, width=480)
     caption = (
         "Total tokens over total time, prefill included. The decoders took turns on every prompt or"
         " batch."
     )
-    return [*figures, Figure("Tokens per second", drawing, caption)]
+    return [*charts, Figure("Tokens per second", drawing, caption)]
 
 
-def speedup_figure(reports: Mapping[str, Json]) -> Figure:
-    """Draw the speedups per category and overall of one run, or of several beside each other. An only
-    category stands for the whole bench.
+def speedup_chart(reports: Mapping[str, Json]) -> Figure:
+    """Draw the speedups per category and overall of one run, or of several next to each other. An
+    only category stands for the whole benchmark.
     """
-    shown = [{**report["categories"], "overall": report["overall"]} for report in reports.values()]
-    several = len(shown) > 1
-    categories: dict[str, None] = {}  # in the order in which they first appear, overall last
-    for by_category in shown:
-        categories.update(dict.fromkeys(by_category))
-    del categories["overall"]
-    if len(categories) != 1:
-        categories["overall"] = None
+    several = len(reports) > 1
+    categories: dict[str, None] = {}  # in the order in which they first appear
+    for report in reports.values():
+        categories.update(dict.fromkeys(report["categories"]))
+    shown = [*categories, "overall"] if len(categories) != 1 else list(categories)
     groups = []
-    for category in categories:
+    for category in shown:
         group = []
-        for index, by_category in enumerate(shown):
-            figures = by_category.get(category, {})
-            bounds = figures.get("intervals", {}).get("speedup")
-            color = index if several else int(category == "overall")
-            group.append(Bar(figures.get("speedup"), bounds, color))
+        for index, report in enumerate(reports.values()):
+            metrics = {**report["categories"], "overall": report["overall"]}.get(category, {})
+            interval = metrics.get("intervals", {}).get("speedup")
+            colour = index if several else int(category == "overall")
+            group.append(Bar(metrics.get("speedup"), interval, colour))
         groups.append((category, group))
-    drawing = bars(
-        groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560
-    )
+    width = 760 if several else 560
+    drawing = bars(groups, "speedup per category", unit="x", reference=1.0, width=width)
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
 
 
-def _draft_figures(report: Json) -> list[Figure]:
+def _draft_charts(report: Json) -> list[Figure]:
     overall = report["overall"]
-    figures = []
+    charts = []
 
     lengths = overall["accepted_lengths"]
     if lengths:
@@ -167,23 +146,24 @@ def _draft_figures(report: Json) -> list[Figure]:
         groups = [(str(length), [Bar(100 * count / steps)]) for length, count in enumerate(lengths)]
         drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0, width=400)
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
-        figures.append(Figure("Accepted length", drawing, caption))
+        charts.append(Figure("Accepted length", drawing, caption))
 
     accuracies = overall["head_accuracy"]
     if accuracies:
-        heads = []
-        for k, row in enumerate(accuracies, start=1):
-            heads.append(Curve(f"head {k}", list(enumerate(row, start=1))))
+        heads = [
+            Curve(f"head {k}", list(enumerate(row, start=1)))
+            for k, row in enumerate(accuracies, start=1)
+        ]
         drawing = curves(heads, "head accuracy", "k", y_text=percent)
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
         )
-        figures.append(Figure("Head accuracy", drawing, caption))
+        charts.append(Figure("Head accuracy", drawing, caption))
 
     calibration = report.get("calibration")
     if calibration:
-        figures += size_figures(calibration["sizes"], calibration.get("nodes"))
+        charts += size_charts(calibration["sizes"], calibration.get("nodes"))
 
     tree = report.get("tree")
     if tree:
@@ -193,66 +173,63 @@ def _draft_figures(report: Json) -> list[Figure]:
         )
         if report["meta"].get("early_stop"):
             caption += " Simulated without the draft's early exit."
-        chains = overall["chain_rates"]
-        if chains:
+        if overall["chain_rates"]:
             caption += (
-                f" The chain of top-1 guesses alone would give {chains[-1]:.2f} tokens per step"
-                " (simulated)."
+                f" The chain of top-1 guesses alone would give {overall['chain_rates'][-1]:.2f}"
+                " tokens per step (simulated)."
             )
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
-        figures.append(Figure("The tree", drawing, caption, wide=True))
-    return figures
+        charts.append(Figure("The tree", drawing, caption, wide=True))
+    return charts
 
 
-def further_figures(overall: Json) -> list[str]:
-    """List the figures of the whole bench that have no column."""
+def _draft_remarks(overall: Json) -> list[str]:
+    """List the metrics of the whole benchmark that have no column."""
+
+    def listed(values: Sequence[Any], form: str) -> str:
+        return ", ".join(f"{place}: {value:{form}}" for place, value in enumerate(values, start=1))
+
     lines = []
-    rates = overall["chain_rates"]
-    if rates:
-        values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
+    if overall["chain_rates"]:
         lines.append(
             "tokens per step with the chain of the first k heads' top-1 guesses (simulated), k ="
-            f" {values}"
+            f" {listed(overall['chain_rates'], '.2f')}"
         )
-    shares = overall["ctar"]
-    if shares:
-        values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
-        lines.append(f"CTAR(w), steps that accepted at least w draft tokens: {values}")
-    accuracies = overall["head_accuracy"]
-    if accuracies:
-        values = ", ".join(
-            f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(accuracies, start=1)
-        )
-        lines.append(f"top-1 / top-5 accuracy on the answers: {values}")
+    if overall["ctar"]:
+        shares = listed(overall["ctar"], ".1%")
+        lines.append(f"CTAR(w), steps that accepted at least w draft tokens: {shares}")
+    if overall["head_accuracy"]:
+        heads = [
+            f"head {k}: {row[0]:.1%} / {row[4]:.1%}"
+            for k, row in enumerate(overall["head_accuracy"], start=1)
+        ]
+        lines.append(f"top-1 / top-5 accuracy on the answers: {', '.join(heads)}")
     return lines
 
 
-def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
+def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen
     size ringed.
     """
-    ringed = [] if chosen is None else [chosen]
-
-    def drawn(title: str, key: str, caption: str) -> Figure:
-        points = [(size["nodes"], size[key]) for size in sizes]
-        curve = Curve("tree", points, ringed)
-        drawing = curves([curve], title.lower(), "nodes", from_zero=False)
-        return Figure(title, drawing, caption)
-
-    return [
-        drawn(
-            "Tokens per step over tree size",
+    charts = {
+        "Tokens per step over tree size": (
             "tokens_per_step",
             "From the tree's calibration. Simulated on answers that the tree was not fitted to. The"
             " ring marks the chosen size.",
         ),
-        drawn(
-            "Speed over tree size",
+        "Speed over tree size": (
             "tokens_per_s",
             "Those tokens per step over the measured step latency. Unlike the tokens per second above"
             " these are of the calibration's answers and without prefill.",
         ),
-    ]
+    }
+    ringed = [] if chosen is None else [chosen]
+    drawn = []
+    for title, (key, caption) in charts.items():
+        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], ringed)
+        drawing = curves([curve], title.lower(), "nodes", from_zero=False)
+        drawn.append(Figure(title, drawing, caption))
+    return drawn
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
@@ -286,14 +263,23 @@ def answers_section(answers: Sequence[Json]) -> Section:
 
 
 def _shown_answer(answer: Json) -> Json:
-    tokens = answer["tokens"]
-    steps = answer["steps"]
+    tokens, steps = answer["tokens"], answer["steps"]
     details = [f"turn {answer['turn']}", f"{tokens} tokens"]
     if steps:
         details += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
     if answer.get("loops"):
         details.append("loops")
-    details += _score_details(answer.get("scores") or {})
+    scores = answer.get("scores")
+    if scores:
+        # whether it is correct and why not, and plain decoding's score if it differs
+        shown = {
+            name: "correct" if score["correct"] else f"wrong ({score['detail']})"
+            for name, score in scores.items()
+        }
+        reported = "tree" if "tree" in scores else "plain"
+        details.append(shown[reported])
+        if scores["plain"]["correct"] != scores[reported]["correct"]:
+            details.append(f"plain: {shown['plain']}")
     return {
         "summary": f"question {answer['question_id']}",
         "details": ", ".join(details),
@@ -302,43 +288,25 @@ def _shown_answer(answer: Json) -> Json:
     }
 
 
-def _score_details(scores: Json) -> list[str]:
-    """Say whether an answer is correct and why not, and plain decoding's score where it differs."""
-    if not scores:
-        return []
-
-    def verdict(score: Json) -> str:
-        return "correct" if score["correct"] else f"wrong ({score['detail']})"
-
-    plain = scores["plain"]
-    reported = scores.get("tree", plain)
-    details = [verdict(reported)]
-    if plain["correct"] != reported["correct"]:
-        details.append(f"plain: {verdict(plain)}")
-    return details
-
-
 def colored_runs(answer: Json) -> list[tuple[int, str]]:
     """Return the text of an answer in runs of tokens by one head, each after the head's number (0:
-    backbone), without the token that ended it.
+    target model), without the token that ended it.
     """
     pieces = answer.get("pieces")
     if not pieces:
         return [(0, answer["text"])]
     if "".join(pieces[:-1]) == answer["text"]:
         pieces = pieces[:-1]
-    heads = proposing_heads(len(pieces), answer["accepted"])
-    runs: list[tuple[int, str]] = []
-    for head, pairs in groupby(zip(heads, pieces, strict=True), key=lambda pair: pair[0]):
-        runs.append((head, "".join(piece for _, piece in pairs)))
-    return runs
+    pairs = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[0])
+    return [(head, "".join(piece for _, piece in run)) for head, run in runs]
 
 
 def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Return which head proposed each token of an answer: k for head k, 0 for the backbone.
+    """Return which head proposed each token of an answer: k for head k, 0 for the target model.
 
     After the prefill's token each step adds those that were accepted, by heads 1, 2, ..., and one
-    of the backbone.
+    of the target model.
     """
     heads = [0]
     for length in accepted:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from medusa_train.evaluation.answer_scores import (
 )
 from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
 from medusa_train.evaluation.judge import Judge, grade
-from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
+from medusa_train.evaluation.machine_load import OtherProcesses, machine_load
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
@@ -46,15 +46,14 @@ from medusa_train.evaluation.refit_tree import (
     is_compiled,
     load_with_progress,
 )
-from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
-from medusa_train.evaluation.report_page import size_figures
+from medusa_train.evaluation.report import build_report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import (
+    TREE,
     TURN,
     Answer,
-    MeasurementLog,
     Turn,
     completed_turns,
 )
@@ -62,6 +61,7 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.io import parse_json, warn_once
+from medusa_train.json_lines import MeasurementLog
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.precision import (
     WeightMemory,
@@ -69,9 +69,8 @@ from medusa_train.models.precision import (
     emulates,
     release_memory,
 )
-from medusa_train.pages.page import write_files
+from medusa_train.pages.page import number, write_files
 from medusa_train.progress import RunProgress
-from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 
@@ -90,7 +89,7 @@ JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
 
 def evaluate(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, progress: RunProgress
-) -> tuple[Report, list[Path]]:
+) -> tuple[dict[str, Any], list[Path]]:
     """Measure speed and output equality of a model on a bench, and write the report.
 
     The files are written once the bench is timed, and again after every further part: these may
@@ -121,76 +120,18 @@ def evaluate(
 
 
 @dataclasses.dataclass
-class Timed:
-    """The timed part of an evaluation.
-
-    Attributes:
-        turns: all of them; those that did not fit the context have no answers.
-        paths: of the model; they name another tree where one was fitted again.
-        dtype: in which the turns were measured.
-        log: their file; removed when the report is complete.
-        plain_steps: seconds of equal plain steps, before the bench and after it.
-        other_cores: how many cores other processes used meanwhile, on average.
-    """
-
-    turns: list[Turn]
-    paths: ModelPaths
-    dtype: str
-    log: MeasurementLog[Turn]
-    plain_steps: list[float]
-    other_cores: float
-
-    @property
-    def records(self) -> list[Turn]:
-        """The turns that have answers."""
-        return [turn for turn in self.turns if not turn.skipped]
-
-
-@dataclasses.dataclass
-class ReportInProgress:
-    """The report of an evaluation, whose files are written again after each further part.
-
-    Attributes:
-        meta: of the report; what was run.
-        tree: the tree to draw; None if each step has its own.
-        directory: of the files.
-        parts: what was measured beside the times.
-    """
-
-    timed: Timed
-    meta: dict[str, Any]
-    tree: Tree | None
-    directory: Path
-    progress: RunProgress
-    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def write(self) -> tuple[Report, list[Path]]:
-        """Write the files with what is measured so far; return the report and their paths."""
-        seconds = self.progress.seconds
-        self.meta["seconds"] = round(self.progress.total_seconds, 1)
-        self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
-        report = Report.from_records(self.timed.records, self.meta, self.tree, self.parts)
-        return report, write_report(report, self.timed.turns, self.directory)
-
-    def add(self, part: str, value: Any) -> None:
-        """Add a part, and write the files."""
-        self.parts[part] = value
-        self.write()
-
-    def add_comparison(self, dtype: str, outcome: str) -> None:
-        """Note how the comparison of the answers in `dtype` ended, and write the files."""
-        self.meta["exactness"][dtype] = outcome
-        self.write()
-
-
-@dataclasses.dataclass
 class Evaluation:
-    """One evaluation.
+    """One evaluation, and its report so far.
 
     Attributes:
         paths: of the model.
         mode: how tokens are chosen, and in batches of how many rows.
         directory: of the report.
+        turns: all of the benchmark, once they are timed; those that did not fit the context have no
+            answers.
+        tree: to draw; None if each step has its own.
+        meta: of the report; what was run.
+        parts: of the report; what was measured in addition to the times.
     """
 
     cfg: EvalConfig
@@ -199,164 +140,145 @@ class Evaluation:
     mode: DecodingMode
     directory: Path
     progress: RunProgress
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    tree: Tree | None = None
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def run(self, command: str) -> tuple[Report, list[Path]]:
+    @property
+    def answered(self) -> list[Turn]:
+        """The turns that have answers."""
+        return [turn for turn in self.turns if not turn.skipped]
+
+    def run(self, command: str) -> tuple[dict[str, Any], list[Path]]:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. what can fail before a model is loaded
-        scorer = None
-        if cfg.rouge:
-            scorer = rouge_scorer(self.bench.questions)
+        scorer = rouge_scorer(self.bench.questions) if cfg.rouge else None
         judge = _judge(cfg, progress)
         torch.manual_seed(cfg.seed)
 
-        # 2. load the model, time the bench, and write the first report
-        model, timed = self._load_and_time()
-        report = self._first_report(model, timed, command)
+        # 2. load the model, time the benchmark, and write the first report
+        log = self._open_log()
+        model, dtype, load = self._load_and_time(log)
+        trace_turns(self.answered, model, progress)
+        if model.dynamic is None:
+            self.tree = model.tree
+        self.meta = collect_metadata(cfg, self.bench, model, self.paths, dtype, self.turns, command)
+        self.meta["machine_load"] = load
+        resumed = completed_turns(log.entries, self.bench.questions)
+        self.meta["resumed_turns"] = sum(len(turns) for turns in resumed.values())
+        calibration = _calibration(self.paths)
+        if calibration is not None:
+            self.parts["calibration"] = calibration
+        self.write()
         try:
             # 3. what needs the tokenizer or the timed model
-            self._score(report, model, scorer)
+            self._score(model, scorer)
             compares = model.proposer is not None and self.mode.acceptance == "greedy"
             memory = WeightMemory.of(model.backbone.model, model.backbone.device)
-            if compares and timed.dtype in EQUALITY_DTYPES:
-                self._compare_timed(report, model)
+            if compares and dtype in EQUALITY_DTYPES:
+                compare = partial(compare_timed_answers, self.answered, model.backbone, dtype)
+                self._compare(dtype, compare)
+                del compare
 
-            # 4. what needs other models; a large backbone fits into memory once
+            # 4. what needs other models; a large target model fits into memory once
             del model
             if compares and cfg.exactness:
-                for dtype in EQUALITY_DTYPES:
-                    if dtype != timed.dtype:
-                        report.add_comparison(dtype, self._compare_again(timed, dtype, memory))
-            if timed.paths.trained_backbone:
-                report.add("joint", _backbone_quality(timed.paths, progress))
+                for other in EQUALITY_DTYPES:
+                    if other != dtype:
+                        self._compare_again(other, memory)
+            if self.paths.trained_backbone:
+                self._add("joint", _backbone_quality(self.paths, progress))
             if judge is not None:
-                report.add("judge", self._grade(judge, timed.records, model_id(report.meta)))
+                self._add("judge", self._grade(judge, self.answered, model_id(self.meta)))
         except KeyboardInterrupt:
-            interrupted, _ = report.write()
+            interrupted, _ = self.write()
             progress.console.print(terminal_report(interrupted))
             progress.print(f"interrupted after the timed part; its results are in {self.directory}")
             raise
 
         # 5. the finished report
-        finished, written = report.write()
-        timed.log.remove()
+        finished, written = self.write()
+        log.remove()
         _print_results(finished, progress)
         return finished, written
 
-    def _first_report(self, model: LoadedModel, timed: Timed, command: str) -> ReportInProgress:
-        """Write the report of what is timed, before the parts that may fail."""
-        meta = collect_metadata(
-            self.cfg,
-            self.bench,
-            model,
-            timed.paths,
-            timed.dtype,
-            timed.turns,
-            command,
-        )
-        meta["machine_load"] = MachineLoad(
-            cores=os.cpu_count() or 1,
-            other_cores=timed.other_cores,
-            plain_step_spread=spread(timed.plain_steps),
-        ).as_json()
-        resumed = completed_turns(timed.log.entries, self.bench.questions)
-        meta["resumed_turns"] = sum(len(turns) for turns in resumed.values())
-        tree = None
-        if model.dynamic is None:
-            tree = model.tree
-        report = ReportInProgress(timed, meta, tree, self.directory, self.progress)
-        calibration = _calibration(timed.paths)
-        if calibration is not None:
-            report.parts["calibration"] = calibration
-        report.write()
-        return report
+    def write(self) -> tuple[dict[str, Any], list[Path]]:
+        """Write the files with what is measured so far; return the report and their paths."""
+        seconds = self.progress.seconds
+        self.meta["seconds"] = round(self.progress.total_seconds, 1)
+        self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
+        report = build_report(self.turns, self.meta, self.tree, self.parts)
+        return report, write_report(report, self.turns, self.directory)
 
-    def _score(self, report: ReportInProgress, model: LoadedModel, scorer: Any) -> None:
-        """Score the answers as the bench says, and by ROUGE with a `scorer`."""
-        questions = self.bench.questions
-        records = report.timed.records
-        tokenizer = model.backbone.tokenizer
-        for name, samples in code_samples(records, questions, tokenizer).items():
-            file = "samples.jsonl" if name == "tree" else f"samples_{name}.jsonl"
-            write_files(self.directory, {file: samples})
-        is_scored = any(question.expected is not None for question in questions)
-        if self.cfg.score and is_scored:
-            with self.progress.phase(
-                "scoring the answers", len(records), "turns", ticking=True
-            ) as phase:
-                score_answers(records, questions, tokenizer, phase.advance)
-            report.write()
-        if scorer is not None:
-            report.add("rouge", rouge_means(records, questions, tokenizer, scorer))
+    def _add(self, part: str, value: Any) -> None:
+        """Add a part of the report, and write the files."""
+        self.parts[part] = value
+        self.write()
 
-    def _compare_timed(self, report: ReportInProgress, model: LoadedModel) -> None:
-        """Compare the timed answers with plain decoding's in the dtype in which they were timed."""
-        records = report.timed.records
-        dtype = report.timed.dtype
-        outcome = _compared(
-            records, dtype, lambda: compare_timed_answers(records, model.backbone, dtype)
-        )
-        report.add_comparison(dtype, outcome)
+    # Timing
 
-    def _load_and_time(self) -> tuple[LoadedModel, Timed]:
-        """Load the model, time the benchmark and trace the answers."""
-        cfg, progress = self.cfg, self.progress
-        # 1. how it decodes; an interrupted evaluation goes on in its dtype
-        paths = self.paths
-        log = self._open_log(paths)
-        dtype = log.header.get("dtype", cfg.dtype)
-        if dtype == "auto":
-            dtype = auto_dtype_of(paths, progress.print)
-        compiled = is_compiled(cfg, paths)
-        with catch_out_of_memory() as caught:
-            # 2. load
-            model = load_with_progress(
-                paths, dtype, progress, compiled=compiled and bool(cfg.compile), rows=cfg.batch_size
-            )
-            ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
-            if ends is not None:
-                progress.print(ends)
-            # 3. compilation that only the tree asks for may fail: then it decodes without
-            if compiled and not cfg.compile:
-                with progress.phase("compiling the decoding passes", ticking=True):
-                    compile_or_report(
-                        model.backbone,
-                        paths,
-                        progress.print,
-                        rows=cfg.batch_size,
-                        trees=model.proposer is not None,
-                    )
-            misfit = describe_misfit(cfg, model, paths)
-            if misfit is not None:
-                progress.print(misfit)
-            if model.can_compile_tree:
-                with progress.phase("compiling passes over the tree", ticking=True):
-                    model.compile_tree(progress.print)
-            # 4. time
-            others = OtherProcesses()
-            plain_steps = self._repeat_plain_steps(model)
-            turns = self._time_bench(model, dtype, log)
-            plain_steps += self._repeat_plain_steps(model)
-            other_cores = others.cores()
-        if caught:
-            raise BackboneError(
-                f"base_model {paths.base_model}: not enough memory to decode with it in"
-                f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
-                " measure on a larger device."
-            )
-        # 5. trace
-        timed = Timed(turns, paths, dtype, log, plain_steps, other_cores)
-        trace_records(timed.records, model, progress)
-        return model, timed
-
-    def _open_log(self, paths: ModelPaths) -> MeasurementLog[Turn]:
+    def _open_log(self) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-        settings = measurement_settings(self.cfg, self.bench, paths)
+        settings = measurement_settings(self.cfg, self.bench, self.paths)
         log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
         resumption = log.resumption("evaluation", "turns", len(log.entries))
         if resumption is not None:
             self.progress.print(resumption)
         return log
+
+    def _load_and_time(
+        self, log: MeasurementLog[Turn]
+    ) -> tuple[LoadedModel, str, dict[str, float | None]]:
+        """Load the model and time the benchmark; return the model, its dtype, and the load of the
+        machine meanwhile.
+        """
+        # an interrupted evaluation goes on in its dtype
+        dtype = log.header.get("dtype", self.cfg.dtype)
+        if dtype == "auto":
+            dtype = auto_dtype_of(self.paths, self.progress.print)
+        with catch_out_of_memory() as caught:
+            model = self._load(dtype)
+            others = OtherProcesses()
+            plain_steps = self._repeat_plain_steps(model)
+            self._time_bench(model, dtype, log)
+            plain_steps += self._repeat_plain_steps(model)
+            load = machine_load(others, plain_steps)
+        if caught:
+            raise BackboneError(
+                f"base_model {self.paths.base_model}: not enough memory to decode with it in"
+                f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
+                " measure on a larger device."
+            )
+        return model, dtype, load
+
+    def _load(self, dtype: str) -> LoadedModel:
+        """Load the model, with the passes compiled that the keys or the tree ask for."""
+        cfg, paths, progress = self.cfg, self.paths, self.progress
+        compiled = is_compiled(cfg, paths)
+        asked = compiled and bool(cfg.compile)
+        model = load_with_progress(paths, dtype, progress, compiled=asked, rows=cfg.batch_size)
+        ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+        if ends is not None:
+            progress.print(ends)
+        # compilation that only the tree asks for may fail: then it decodes without
+        if compiled and not asked:
+            with progress.phase("compiling the decoding passes", ticking=True):
+                compile_or_report(
+                    model.backbone,
+                    paths,
+                    progress.print,
+                    rows=cfg.batch_size,
+                    trees=model.proposer is not None,
+                )
+        misfit = describe_misfit(cfg, model, paths)
+        if misfit is not None:
+            progress.print(misfit)
+        if model.can_compile_tree:
+            with progress.phase("compiling passes over the tree", ticking=True):
+                model.compile_tree(progress.print)
+        return model
 
     def _chat_encoder(self, model: LoadedModel) -> ChatEncoder:
         return ChatEncoder(
@@ -368,8 +290,8 @@ class Evaluation:
         prompt = self._chat_encoder(model).prompt(self.bench.questions[0].opening)
         return plain_step_rounds(model.backbone, prompt, self.cfg.batch_size, SPREAD_TOKENS)
 
-    def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> list[Turn]:
-        """Time every decoder on every turn of the bench, and log each turn."""
+    def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> None:
+        """Time every decoder on every turn of the benchmark, and log each turn."""
         cfg, questions, progress = self.cfg, self.bench.questions, self.progress
         # 1. the decoders
         compared = self.paths.tree_mode != NO_TREE
@@ -384,14 +306,8 @@ class Evaluation:
         note = chat.template.describe_unused_kwargs()
         if note:
             progress.print(f"note: {note}", style="yellow")
-        test = SpeedTest(
-            model,
-            chat,
-            cfg.max_new_tokens,
-            extra,
-            self.mode,
-            generate=cfg.generate and compared,
-        )
+        generate = cfg.generate and compared
+        test = SpeedTest(model, chat, cfg.max_new_tokens, extra, self.mode, generate=generate)
 
         # 2. warm-up
         warm_up = questions[: cfg.warmup]
@@ -410,8 +326,7 @@ class Evaluation:
 
         # 3. time what an interrupted evaluation did not
         completed = completed_turns(log.entries, questions)
-        kept = [turn for turns in completed.values() for turn in turns]
-        log.start(kept, dtype=dtype)
+        log.start([turn for turns in completed.values() for turn in turns], dtype=dtype)
         left = [question for question in questions if question.question_id not in completed]
         count = sum(len(question.turns) for question in left) * len(test.names)
 
@@ -424,74 +339,96 @@ class Evaluation:
             timing.advance(tokens=len(answer.tokens))
 
         try:
-            # Not ticking: no thread may run beside the decoders.
+            # Not ticking: no thread may run next to the decoders.
             with progress.phase(f"timing in {dtype}", count, "answers") as timing:
-                return test.run(questions, on_turn, completed, on_answer)
+                self.turns = test.run(questions, on_turn, completed, on_answer)
         except KeyboardInterrupt:
             progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
             raise
         finally:
             log.close()
 
-    def _compare_again(self, timed: Timed, dtype: str, memory: WeightMemory) -> str:
-        """Generate answers again in `dtype`, with the tree and plainly, and compare the two; return how
-        it ended.
-        """
-        records = timed.records
-        if emulates(memory.device, getattr(torch, dtype)):
-            return EMULATED
-        release_memory()
-        if not memory.fit(dtype):
-            return NO_MEMORY
-        paths = timed.paths
+    # Quality and equality of the answers
 
+    def _score(self, model: LoadedModel, scorer: Any) -> None:
+        """Score the answers as the benchmark says, and by ROUGE with a `scorer`."""
+        questions, turns = self.bench.questions, self.answered
+        tokenizer = model.backbone.tokenizer
+        for name, samples in code_samples(turns, questions, tokenizer).items():
+            file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
+            write_files(self.directory, {file: samples})
+        if self.cfg.score and any(question.expected is not None for question in questions):
+            with self.progress.phase(
+                "scoring the answers", len(turns), "turns", ticking=True
+            ) as phase:
+                score_answers(turns, questions, tokenizer, phase.advance)
+            self.write()
+        if scorer is not None:
+            self._add("rouge", rouge_means(turns, questions, tokenizer, scorer))
+
+    def _compare(self, dtype: str, compare: Callable[[], None]) -> None:
+        """Call `compare`, which fills in `exact` of the turns, and note in the report how it ended."""
+        outcome = NO_MEMORY
+        try:
+            with catch_out_of_memory() as caught:
+                compare()
+            if not caught:
+                outcome = COMPARED
+        finally:
+            # or was interrupted: a count over some answers would pass for one over all
+            if outcome != COMPARED:
+                for turn in self.turns:
+                    turn.exact.pop(dtype, None)
+        self._note_comparison(dtype, outcome)
+
+    def _note_comparison(self, dtype: str, outcome: str) -> None:
+        self.meta["exactness"][dtype] = outcome
+        self.write()
+
+    def _compare_again(self, dtype: str, memory: WeightMemory) -> None:
+        """Generate answers again in `dtype`, with the tree and plainly, and compare the two."""
+        if emulates(memory.device, getattr(torch, dtype)):
+            self._note_comparison(dtype, EMULATED)
+            return
+        release_memory()
+        if memory.fit(dtype):
+            self._compare(dtype, partial(self._regenerate, dtype))
+        else:
+            self._note_comparison(dtype, NO_MEMORY)
+
+    def _regenerate(self, dtype: str) -> None:
+        turns, progress = self.answered, self.progress
         budget = None
         if self.cfg.equality == "auto":
-            answers = [answer for turn in timed.turns for answer in turn.answers.values()]
-            budget = sum(answer.seconds for answer in answers) / 2
-
-        def compare() -> None:
-            model = load_with_progress(paths, dtype, self.progress)
-            with self.progress.phase(
-                f"output equality in {dtype}", len(records), "turns", ticking=True
-            ) as phase:
-                compare_regenerated_answers(
-                    records,
-                    model,
-                    dtype,
-                    self.cfg.max_new_tokens,
-                    lambda tokens: phase.advance(tokens=tokens),
-                    batch_size=self.cfg.batch_size,
-                    seconds=budget,
-                )
-            compared = sum(dtype in record.exact for record in records)
-            if compared < len(records):
-                self.progress.print(
-                    f"{compared} of {len(records)} answers were compared in {dtype}, drawn at"
-                    " random; equality=all compares all"
-                )
-
-        return _compared(records, dtype, compare)
+            budget = sum(one.seconds for turn in turns for one in turn.answers.values()) / 2
+        model = load_with_progress(self.paths, dtype, progress)
+        with progress.phase(
+            f"output equality in {dtype}", len(turns), "turns", ticking=True
+        ) as phase:
+            compare_regenerated_answers(
+                turns,
+                model,
+                dtype,
+                self.cfg.max_new_tokens,
+                lambda tokens: phase.advance(tokens=tokens),
+                batch_size=self.cfg.batch_size,
+                seconds=budget,
+            )
+        compared = sum(dtype in turn.exact for turn in turns)
+        if compared < len(turns):
+            progress.print(
+                f"{compared} of {len(turns)} answers were compared in {dtype}, drawn at random;"
+                " equality=all compares all"
+            )
 
     def _grade(self, judge: Judge, records: Sequence[Turn], model_name: str) -> dict[str, Any]:
         """Have the judge grade the answers."""
         name = re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
-        try:
-            with self.progress.phase(
-                f"grading by {judge.model}", len(records), "turns", ticking=True
-            ) as phase:
-                return grade(
-                    records,
-                    self.bench.questions,
-                    model_name,
-                    judge,
-                    path,
-                    self.cfg.judge_concurrency,
-                    phase.advance,
-                )
-        finally:
-            judge.server.close()
+        with self.progress.phase(
+            f"grading by {judge.model}", len(records), "turns", ticking=True
+        ) as phase:
+            return grade(records, self.bench.questions, model_name, judge, path, phase.advance)
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
@@ -531,25 +468,25 @@ def plain_step_rounds(
     return rounds
 
 
-def trace_records(records: Sequence[Turn], model: LoadedModel, progress: RunProgress) -> None:
-    """Fill in `pieces` and, with a draft, `trace` of every record.
+def trace_turns(turns: Sequence[Turn], model: LoadedModel, progress: RunProgress) -> None:
+    """Fill in `pieces` and, with a draft, `trace` of every turn.
 
     A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If
-    they don't fit for one record, no record gets a trace.
+    they don't fit for one turn, no turn gets a trace.
     """
-    for record in records:
-        record.pieces = token_pieces(model.backbone.tokenizer, record.answer.tokens)
+    for turn in turns:
+        turn.pieces = token_pieces(model.backbone.tokenizer, turn.answer.tokens)
     if model.draft is None:
         return
-    phase = progress.phase("tracing the heads' guesses", len(records), "answers", ticking=True)
+    phase = progress.phase("tracing the heads' guesses", len(turns), "answers", ticking=True)
     with catch_out_of_memory() as caught, phase:
-        for record in records:
-            prompt, answer = list(record.prompt_ids), list(record.answer.tokens)
-            record.trace = trace_answer(model.backbone, model.draft, prompt, answer)
+        for turn in turns:
+            prompt, answer = list(turn.prompt_ids), list(turn.answer.tokens)
+            turn.trace = trace_answer(model.backbone, model.draft, prompt, answer)
             phase.advance()
     if caught:
-        for record in records:
-            record.trace = None
+        for turn in turns:
+            turn.trace = None
 
 
 def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
@@ -559,34 +496,19 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     record = parse_json(paths.tree.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "sizes" not in record:
         return None
+    # the report has the tree that was used elsewhere, and needs no other
+    left_out = ("medusa_choices", "head_accuracy")
     try:
-        size_figures(record["sizes"], record.get("nodes"))
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        sizes = [
+            {key: size[key] for key in size if key not in left_out} for size in record["sizes"]
+        ]
+        for size in sizes:
+            for key in ("nodes", "tokens_per_step", "tokens_per_s"):
+                number(size[key])
+    except (ValueError, LookupError, TypeError):
         warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
         return None
-    # the report has the tree that was used elsewhere, and needs no other
-    sizes = [_without(size, "medusa_choices") for size in record["sizes"]]
-    return {**_without(record, "medusa_choices", "head_accuracy"), "sizes": sizes}
-
-
-def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in keys}
-
-
-def _compared(records: Sequence[Turn], dtype: str, compare: Callable[[], None]) -> str:
-    """Call `compare`, which fills in `exact` of the records; return COMPARED or NO_MEMORY."""
-    outcome = NO_MEMORY
-    try:
-        with catch_out_of_memory() as caught:
-            compare()
-        if not caught:
-            outcome = COMPARED
-    finally:
-        # or was interrupted: a count over some answers would pass for one over all
-        if outcome != COMPARED:
-            for record in records:
-                record.exact.pop(dtype, None)
-    return outcome
+    return {key: record[key] for key in record if key not in left_out} | {"sizes": sizes}
 
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
@@ -613,8 +535,10 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
     """Return the judge, once it has answered a greeting; None without one."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
-    client = OpenAIClient(
-        cfg.judge_base_url,
+    from medusa_train.servers.client import Servers
+
+    servers = Servers(
+        [cfg.judge_base_url],
         key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
@@ -622,19 +546,19 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
         optional=["temperature"],
         note=progress.print,
     )
-    judge = Judge(client, cfg.judge_model)
+    judge = Judge(servers, cfg.judge_model)
     with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
         judge.check()
     return judge
 
 
-def _print_results(report: Report, progress: RunProgress) -> None:
+def _print_results(report: Mapping[str, Any], progress: RunProgress) -> None:
     """Print the closing tables and what could not be measured."""
     progress.console.print(terminal_report(report))
-    for dtype, outcome in (report.meta["exactness"] or {}).items():
+    for dtype, outcome in (report["meta"]["exactness"] or {}).items():
         if outcome in (NO_MEMORY, EMULATED):
             progress.print(f"answers were not compared in {dtype}: {outcome}")
-    skipped = report.meta["skipped_turns"]
+    skipped = report["meta"]["skipped_turns"]
     if skipped:
         progress.print(
             f"{skipped} turns were skipped: prompt and answer do not fit the model's context"

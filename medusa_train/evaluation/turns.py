@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.io import JsonLinesFile, complete_lines, json_line, parse_json, replace_bytes
 from medusa_train.tree_search.fit import Trace
 
 #: Names of decoders; every further baseline has its own.
@@ -134,92 +130,6 @@ class Turn:
 
 
 TURN = TypeAdapter(Turn)
-Entry = TypeVar("Entry")
-
-
-class MeasurementLog(Generic[Entry]):
-    """What was measured, appended to a file from which an interrupted measurement is resumed.
-
-    Args:
-        path: the file; created by `start`.
-        settings: everything that answers and their times depend on, as plain JSON values.
-        entry: reads and writes the JSON value of a line.
-
-    Attributes: header, entries: of an existing file with the same settings, up to the first invalid
-        line; else empty.
-        differing: settings in which an existing file differs; nothing of it is used then.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any], entry: TypeAdapter[Entry]) -> None:
-        self.path = path
-        self.header: dict[str, Any] = {}
-        self.entries: list[Entry] = []
-        self.differing: list[str] = []
-        self._settings: dict[str, Any] = json.loads(json_line(settings))
-        self._entry = entry
-        self._file: JsonLinesFile | None = None
-        self._read()
-
-    def _read(self) -> None:
-        """Read an existing file; one that cannot be read counts as none."""
-        try:
-            first, *lines = [line for _, line in complete_lines(self.path)]
-            header = parse_json(first)
-            stored = header["settings"]
-            keys = {**stored, **self._settings}
-            self.differing = [key for key in keys if stored.get(key) != self._settings.get(key)]
-        except (OSError, ValueError, LookupError, TypeError):
-            return
-        if self.differing:
-            return
-        with contextlib.suppress(ValueError):
-            for line in lines:
-                self.entries.append(self._entry.validate_python(parse_json(line)))
-        if self.entries:
-            self.header = header
-
-    def resumption(self, what: str, units: str, count: int) -> str | None:
-        """Say whether an interrupted measurement, of which `count` units are there, is resumed;
-        None without one.
-        """
-        if self.differing:
-            names = ", ".join(self.differing)
-            return (
-                f"the interrupted {what} in {self.path.parent} had a different {names}: starting"
-                " over"
-            )
-        if not count:
-            return None
-        return (
-            f"resuming an interrupted {what}: {count} {units} are measured (delete {self.path} to"
-            " start over)"
-        )
-
-    def start(self, kept: Iterable[Entry], **header: Any) -> None:
-        """Replace the file by a header and the `kept` entries, and open it for appending."""
-        lines = [{"settings": self._settings, **header}, *map(self._as_json, kept)]
-        replace_bytes(self.path, [json_line(line) for line in lines])
-        self._file = JsonLinesFile(self.path)
-
-    def append(self, entry: Entry) -> None:
-        """Append one entry, which survives a crash of the process."""
-        if self._file is None:
-            raise ValueError("the log was not started")
-        self._file.append(self._as_json(entry))
-
-    def _as_json(self, entry: Entry) -> Any:
-        return self._entry.dump_python(entry, mode="json")
-
-    def close(self) -> None:
-        """Close the file and keep it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def remove(self) -> None:
-        """Delete the file: the report is complete."""
-        self.close()
-        self.path.unlink(missing_ok=True)
 
 
 def completed_turns(

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from medusa_train.checkpoint.digest import digest_files
-from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
+from medusa_train.checkpoint.eagle3_layouts import for_target, to_eagle3
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
 from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.config.types import ExportTarget
 from medusa_train.export.card import card

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.models.architecture import describe_without_trees
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.network import check_network
 from medusa_train.trees.tree import Tree
 
@@ -78,6 +81,12 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
     """Write the decoding code that transformers' `generate` loads, and its tree; return how to use
     it, in words.
     """
+    problem = None
+    with suppress(BackboneError):  # the backbone need not be on this machine
+        _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+        problem = describe_without_trees(config, paths.base_model)
+    if problem is not None:
+        raise CheckpointError(problem)
     tree = load_tree(paths, num_heads)
     if not tree.size:
         raise CheckpointError(

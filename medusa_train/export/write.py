@@ -21,7 +21,13 @@ from medusa_train.checkpoint.heads import (
     write_weights,
 )
 from medusa_train.checkpoint.load_model import added_stop_tokens, read_stop_tokens
-from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
+from medusa_train.checkpoint.medusa_layouts import (
+    HeadTensors,
+    method_in_path,
+    shared_block_warning,
+    to_vllm,
+    with_own_lm_heads,
+)
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     ModelPaths,
@@ -32,7 +38,6 @@ from medusa_train.checkpoint.resolve import (
 )
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE, other_files
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
@@ -142,8 +147,10 @@ def _write(
         announce_lm_heads(paths, heads, to, announce)
     if to == MERGED:
         _write_merged(paths, exported, card)
+    elif to == "vllm":
+        _write_vllm(paths, heads, exported)
     else:
-        _WRITERS[to](paths, heads, exported)
+        _write_heads(paths, heads, to, exported)
     # 3. What the user should know.
     exported.warnings += warnings_for(to, heads)
     if to == MERGED:
@@ -360,47 +367,43 @@ def _merged_directory(paths: ModelPaths) -> Path | None:
     return None if is_older else merged
 
 
-def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> HeadTensors:
-    """Return heads with one lm_head each, copied from the backbone's where they share it."""
-    if not heads.shared:
-        return heads
-    exported.facts.append(
-        "target format cannot share lm_head: a copy of that lm_head for each head"
-    )
-    weight, bias = _lm_head(paths, heads, exported)
-    return with_own_lm_heads(heads, weight, bias)
-
-
-def _lm_head(
-    paths: ModelPaths, heads: HeadTensors, exported: Exported
-) -> tuple[Tensor, Tensor | None]:
-    """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads'
-    dtype.
-    """
-    dtype = heads.state["blocks.0.0.linear.weight"].dtype
-    lm_head = load_for_export(paths).lm_head()
-    weight = lm_head.weight.detach().to("cpu", dtype)
-    if lm_head.bias is None:
-        return weight, None
-    exported.warnings.append(BIAS_IGNORED)
-    return weight, lm_head.bias.detach().to("cpu", dtype)
-
-
-def _write_reference(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_heads(_with_lm_head_copies(paths, heads, exported), exported.target, pickled=True)
-
-
-def _write_tgi(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_heads(heads, exported.target, pickled=True)
-
-
-def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    if not heads.shared:
+def _write_heads(
+    paths: ModelPaths, heads: HeadTensors, to: ExportTarget, exported: Exported
+) -> None:
+    """Write Medusa heads in a layout whose names are the public code's."""
+    target = exported.target
+    # 1. What the layout has no place for.
+    if to == "reference-v2" and not heads.shared:
         raise CheckpointError(
             f"{paths.heads}: each of these heads has its own lm_head matrix, which reference-v2"
             " cannot store; train with medusa_share_lm_head: true, or export --to reference"
         )
-    write_heads(heads, exported.target, pickled=True)
+    # 2. What is written next to the heads, or in their config.json.
+    config = {}
+    if to == "trtllm":
+        config = tensorrt_config(paths, heads.num_heads)
+        choices, warning = medusa_choices(paths, heads.num_heads)
+    elif to == "transformers":
+        exported.facts.append(write_custom_generate(paths, heads.num_heads, target))
+        added = added_stop_tokens(paths)
+        if added:
+            config["stop_token_ids"] = list(added)
+    # 3. The heads.
+    if heads.shared and to in ("reference", "trtllm"):
+        exported.facts.append(
+            "target format cannot share lm_head: a copy of that lm_head for each head"
+        )
+        heads = with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
+    write_heads(heads, target, pickled=to != "transformers", config=config)
+    # 4. The tree, for TensorRT-LLM.
+    if to != "trtllm":
+        return
+    if warning:
+        (target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
+        exported.warnings.append(warning)
+    else:
+        replace_text(target / CHOICES, choices + "\n")
+        exported.facts.append(f'tree: --medusa_choices="$(cat {target / CHOICES})"')
 
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
@@ -436,26 +439,19 @@ def path_warning(path: str) -> str | None:
     )
 
 
-def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    config = tensorrt_config(paths, heads.num_heads)
-    with_lm_heads = _with_lm_head_copies(paths, heads, exported)
-    write_heads(with_lm_heads, exported.target, pickled=True, config=config)
-    choices, warning = medusa_choices(paths, heads.num_heads)
-    if warning:
-        (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
-        exported.warnings.append(warning)
-    else:
-        replace_text(exported.target / CHOICES, choices + "\n")
-        exported.facts.append(f'tree: --medusa_choices="$(cat {exported.target / CHOICES})"')
-
-
-def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    exported.facts.append(write_custom_generate(paths, heads.num_heads, exported.target))
-    config = {}
-    added = added_stop_tokens(paths)
-    if added:
-        config["stop_token_ids"] = list(added)
-    write_heads(heads, exported.target, config=config)
+def _lm_head(
+    paths: ModelPaths, heads: HeadTensors, exported: Exported
+) -> tuple[Tensor, Tensor | None]:
+    """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads'
+    dtype.
+    """
+    dtype = heads.state["blocks.0.0.linear.weight"].dtype
+    lm_head = load_for_export(paths).lm_head()
+    weight = lm_head.weight.detach().to("cpu", dtype)
+    if lm_head.bias is None:
+        return weight, None
+    exported.warnings.append(BIAS_IGNORED)
+    return weight, lm_head.bias.detach().to("cpu", dtype)
 
 
 def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
@@ -466,16 +462,6 @@ def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
             f" {paths.base_model}"
         )
     exported.facts.append(write_merged(paths, exported.target, card))
-
-
-_WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], object]] = {
-    "reference": _write_reference,
-    "reference-v2": _write_reference_v2,
-    "tgi": _write_tgi,
-    "vllm": _write_vllm,
-    "trtllm": _write_tensorrt,
-    "transformers": _write_transformers,
-}
 
 
 # Upload

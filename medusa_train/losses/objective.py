@@ -216,7 +216,7 @@ class Objective:
             contributions.append(head.loss_sum * factor)
 
         # 4. their sum
-        head_targets = [_targets(batch, k) for k in range(1, len(heads) + 1)]
+        head_targets = [self._head_targets(batch, k) for k in range(1, len(heads) + 1)]
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([head.correct for head in heads]),
@@ -274,11 +274,19 @@ class Objective:
             heads.append(weight / max(1, count))
         return _Factors(lm, heads)
 
+    def _head_targets(self, batch: Batch, k: int) -> Tensor:
+        """Return head k's targets at the positions that the draft trains, long [B, T]."""
+        target = _targets(batch, k)
+        positions = self.draft.loss_positions(batch)
+        if positions is None:
+            return target
+        return target.masked_fill(~positions, IGNORE_INDEX)
+
     def _target_indices(self, batch: Batch, k: int) -> Tensor:
         """Return which logit of head k each position should predict, long [B, T]; IGNORE_INDEX
         where there is none.
         """
-        target = _targets(batch, k)
+        target = self._head_targets(batch, k)
         head = self.draft.lm_head(k)
         if head.token_map is None:
             return target

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from medusa_train.models.hf_config import key_value_heads
 from medusa_train.models.rounding import ceil_div
 
 #: Name under which `folded_head_forward` is registered with transformers.
@@ -46,7 +47,7 @@ def use_folded_heads(model: Any) -> str:
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    grouped = (getattr(config, "num_key_value_heads", None) or heads) != heads
+    grouped = key_value_heads(config) != heads
     if config._attn_implementation == "sdpa" and (
         grouped or model.dtype in (torch.bfloat16, torch.float16)
     ):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
+from medusa_train.models.architecture import tree_obstacle
 from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, Form, has_compiler, needed_forms
 from medusa_train.models.document_attention import (
@@ -73,6 +74,8 @@ class Backbone:
         max_context: number of positions that the model was trained for.
         stop_tokens: at which tokens an answer ends, and who says so; see `end_answers_by`.
         eos_ids: their ids, at which all decoders stop.
+        tree_obstacle: why token trees cannot be verified with this model, see
+            `architecture.tree_obstacle`; None if they can.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
@@ -82,7 +85,7 @@ class Backbone:
             with exact sizes.
 
     Raises:
-        BackboneError: the model has no lm_head, or a layer type that trees do not support.
+        BackboneError: the model has no lm_head.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -107,6 +110,7 @@ class Backbone:
         )
         self.eos_ids = self.stop_tokens.ids
         self.layer_types = layer_types(self.config)
+        self.tree_obstacle = tree_obstacle(model.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -153,7 +157,7 @@ class Backbone:
             cache: keys and values before `tokens`; the T new ones are added.
             segments: [B, T], index of the document in a packed row, -1: padding. Each document is
                 computed as in a row of its own, with positions that restart. Excludes `mask` and
-                `cache`.
+                `cache`. A model with a `tree_obstacle` takes one document a row.
 
         Returns:
             Hidden states after the final norm, and after the layers of `need.early`.
@@ -164,7 +168,9 @@ class Backbone:
         if mask is not None and positions is None:
             raise ValueError("an explicit mask needs position ids")
         bounds: dict[str, Any] = {}
-        if segments is not None and self.varlen:
+        if segments is not None and self.tree_obstacle is not None:
+            positions = None  # rows are padded behind, and no layer reads what follows
+        elif segments is not None and self.varlen:
             bounds = document_bounds(segments)
         elif segments is not None:
             mask = document_mask(segments, self.dtype)
@@ -466,7 +472,7 @@ class Backbone:
                 for a, b in ((0, 1), (1, 3))
             ]
             hidden = split.run_rest(torch.cat(early, dim=1), inputs, nodes.cache()).hidden
-        except (TypeError, AttributeError, KeyError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
             raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
             raise BackboneError(

@@ -95,7 +95,8 @@ def capture_outputs(
         captured = []
 
     def append(_: nn.Module, __: object, out: Any) -> None:
-        captured.append(out if isinstance(out, Tensor) else out[0])  # layers may return a tuple
+        # layers may return a tuple
+        captured.append(_first_stream(out if isinstance(out, Tensor) else out[0]))
 
     hooks = [module.register_forward_hook(append) for module in modules]
     try:
@@ -105,13 +106,20 @@ def capture_outputs(
             hook.remove()
 
 
+def _first_stream(states: Tensor) -> Tensor:
+    """Return states [B, T, d]; Gemma 3n's layers have several, [n, B, T, d], of which the first
+    predicts.
+    """
+    return states[0] if states.dim() == 4 else states
+
+
 @contextmanager
 def capture_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Yield a list to which each call of `module` appends the hidden states it receives."""
     captured: list[Tensor] = []
 
     def append(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured.append(args[0] if args else kwargs["hidden_states"])
+        captured.append(_first_stream(args[0] if args else kwargs["hidden_states"]))
 
     hook = module.register_forward_pre_hook(append, with_kwargs=True)
     try:

@@ -25,7 +25,23 @@ def decoder_of(model: Any) -> Any:
     """Return a model's decoder without lm_head; of a model that also reads images, the part for
     text.
     """
-    return getattr(model.base_model, "language_model", model.base_model)
+    base = model.base_model
+    if base is model:  # Llama 4 names its decoder otherwise than its class says
+        base = model.model
+    return getattr(base, "language_model", base)
+
+
+def final_norm(body: Any) -> Any:
+    """Return the norm after the last layer of a decoder; None if it has another name than in the
+    families that are known.
+    """
+    names = (
+        "norm",
+        "norm_f",
+        "final_layernorm",
+        "embedding_norm",
+    )  # Llama, Nemotron-H, Falcon-H1, LFM2
+    return next((getattr(body, name) for name in names if hasattr(body, name)), None)
 
 
 def context_length(config: Any) -> int:
@@ -53,10 +69,6 @@ def layer_types(config: Any) -> list[str]:
     transformers lists them in `layer_types`. Without the list every layer has a sliding window if
     the config class declares `sliding_window` (Mistral, Phi-3); a stray `sliding_window` in the
     config.json of another class is ignored.
-
-    Raises:
-        BackboneError: a kind that a tree mask cannot be applied to (state-space, chunked or linear
-            attention).
     """
     count = config.num_hidden_layers
     types = getattr(config, "layer_types", None)
@@ -66,27 +78,37 @@ def layer_types(config: Any) -> list[str]:
             types = ["sliding_attention"] * count
         else:
             types = ["full_attention"] * count
-    unsupported = set(types) - SUPPORTED_LAYER_TYPES
-    if unsupported:
-        raise BackboneError(
-            f"{config.model_type}: no tree attention for layers of type {sorted(unsupported)}"
-        )
     return list(types[:count])
 
 
+def largest(config: Any, key: str) -> int | None:
+    """Return a size of the layers, the largest if they differ: a list (Gemma 3n's intermediate_size), or
+    a configuration for each layer (Gemma 4's head_dim). None: the config has no such key.
+    """
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes: list[int] = []
+    for layer in of_layers:
+        size = getattr(layer, key, None) or []
+        sizes += size if isinstance(size, list) else [size]
+    return max(sizes, default=None)
+
+
 def head_dim(config: Any) -> int:
-    """Return the size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """Return the size of an attention head, the largest of all layers."""
+    return largest(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def key_value_heads(config: Any) -> int:
-    """Return the number of heads of keys and values in a layer."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    """Return the number of heads of keys and values in a layer, the largest of all layers."""
+    return largest(config, "num_key_value_heads") or config.num_attention_heads
 
 
 def cache_elements_per_position(config: Any) -> int:
-    """Return how many numbers the keys and values of one position have in all layers."""
-    return 2 * config.num_hidden_layers * key_value_heads(config) * head_dim(config)
+    """Return how many numbers the keys and values of one position have in all layers; of latent
+    attention (DeepSeek-V3) both are stored with the heads of keys.
+    """
+    width = getattr(config, "qk_head_dim", None) or head_dim(config)
+    return 2 * config.num_hidden_layers * key_value_heads(config) * width
 
 
 def logit_scale(config: Any) -> float:

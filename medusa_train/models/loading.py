@@ -16,7 +16,7 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AddedToken, AutoConfig, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
@@ -25,8 +25,14 @@ from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.io import describe_size, parse_json
+from medusa_train.models.architecture import (
+    attention_of,
+    auto_class,
+    check_architecture,
+    check_decodes,
+)
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compatibility import check_architecture, check_model
+from medusa_train.models.compatibility import check_model
 from medusa_train.models.document_attention import (
     FLASH,
     flash_obstacle,
@@ -66,35 +72,35 @@ def load_backbone(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
     special_tokens: Mapping[str, str] | None = None,
+    only_trains: bool = False,
 ) -> Backbone:
-    """Load a model and its tokenizer, frozen and in eval mode, and check that trees can be verified
-    with it.
+    """Load a model and its tokenizer, frozen and in eval mode, and check what it computes.
 
     Args:
         name: a directory or the name of a model on the hub.
         dtype: "auto" included; with `quantization` that of the matrix products.
         special_tokens: for the tokenizer, see `load_tokenizer`.
+        only_trains: whether a model whose token trees cannot be verified will do, too.
 
     Raises:
         BackboneError: the model cannot be found or read, or its architecture is not supported.
     """
     # 1. where it is, and what it is computed with
     source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+    if not only_trains:
+        check_decodes(config, name)
     device = default_device() if device is None else torch.device(device)
     dtype = parse_dtype(dtype, device)
-    # sdpa cannot soft-cap attention scores; eager can, and takes an additive mask as well
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    attention = "eager" if capped else "sdpa"
 
     # 2. tokenizer and weights
     try:
         tokenizer = load_tokenizer(
             source, trust_remote_code=trust_remote_code, special_tokens=special_tokens
         )
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class(config).from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention_of(config),
             trust_remote_code=trust_remote_code,
             local_files_only=hub_is_unreachable(),
             **loading_options(quantization, dtype, device),
@@ -136,7 +142,7 @@ def load_backbone(
 def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
     """Build a model of this config whose parameters have shapes, but neither memory nor values."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(
@@ -362,8 +368,7 @@ def auto_dtype_that_fits(
     _, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         return dtype
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    shape = model_without_weights(config, trust_remote_code=trust_remote_code)
     memory = WeightMemory.of(shape, device)
     if memory.fit("float32") or not memory.fit("bfloat16"):
         return dtype
@@ -454,7 +459,9 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     Returns:
         One line that names the kernel, and the reason where it is not flash-attn's.
     """
-    if not packed and "sliding_attention" not in backbone.layer_types:
+    if backbone.tree_obstacle is not None or (
+        not packed and "sliding_attention" not in backbone.layer_types
+    ):
         return (
             f"attention: torch {backbone.attention}, causal (one conversation per row needs no"
             " mask)"
@@ -495,6 +502,6 @@ def _varlen_attentions(
     else:
         reasons.append(obstacle)
     if capped:
-        reasons.append("soft-capped scores need a mask")
+        reasons.append("soft-capped scores or sinks need a mask")
     else:
         yield register_document_attention(), "torch sdpa, one call per document,"

@@ -17,46 +17,29 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hide_secrets import excerpt, mask_keys
-from medusa_train.io import (
-    JsonLinesFile,
-    complete_lines,
-    parse_json,
-    replace_text,
-)
+from medusa_train.io import parse_json, replace_text
+from medusa_train.json_lines import JsonLinesFile, differing_keys, read_records
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import GeneratedChat, is_asked_again
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the id and the line of every conversation of a file; raises DataError if one has no id."""
-    for number, (_, line) in enumerate(complete_lines(path), start=1):
-        try:
-            yield str(parse_json(line)["id"]), line
-        except (ValueError, TypeError, KeyError):
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the conversations of a file; raises DataError if a line is none."""
+    for number, record in enumerate(read_records(path), start=1):
+        if not isinstance(record, dict) or "id" not in record:
             raise DataError(
-                f"{path}:{number}: not a conversation (a JSON object with an id); "
-                "fix or delete the file, or choose another output"
-            ) from None
+                f"{path}:{number}: not a conversation (a JSON object with an id); fix or delete the"
+                " file, or choose another output"
+            )
+        yield {**record, "id": str(record["id"])}
 
 
-def _read_dropped(path: Path, *, from_server: bool) -> Iterator[tuple[str, str, bytes]]:
-    """Yield id, reason and line of every dropped conversation that is not asked again.
-
-    Files of earlier versions also list those that a server lost.
-    """
-    for name, line in _read_lines(path):
-        reason = _drop_reason(parse_json(line))
-        if not is_asked_again(reason, from_server=from_server):
-            yield name, reason, line
-
-
-def _first_question(line: bytes) -> str | None:
-    """Return the first message of the user in a line; None if it has none, or is no conversation."""
+def _first_question(record: Mapping[str, Any]) -> str | None:
+    """Return the first message of the user; None if there is none, or no conversation."""
     try:
-        messages = parse_json(line)["messages"]
-        said = [message["content"] for message in messages if message["role"] == "user"]
+        said = [one["content"] for one in record["messages"] if one["role"] == "user"]
     except (LookupError, TypeError):
         return None
     if not said or not isinstance(said[0], str):
@@ -67,10 +50,6 @@ def _first_question(line: bytes) -> str | None:
 def _drop_reason(record: Mapping[str, Any]) -> str:
     dropped = record.get("dropped")
     return str(dropped.get("reason")) if isinstance(dropped, Mapping) else "unknown"
-
-
-def _is_from_server(settings: Mapping[str, Any]) -> bool:
-    return settings.get("engine") == "openai"
 
 
 class OutputWriter:
@@ -87,31 +66,28 @@ class OutputWriter:
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
-        self.kept = 0
-        self.drop_reasons: dict[str, str] = {}
-        self._from_server = _is_from_server(settings)
+        self._from_server = settings.get("engine") == "openai"
         _check_settings(output, settings)  # before opening, which truncates an incomplete last line
         with ExitStack() as opened:
-            self.lines = self._open(output, opened)
+            self.lines = opened.enter_context(_open(output))
             # check again under the lock
             if not _check_settings(output, settings):
-                write_settings(output, settings)
-            self.dropped = self._open(dropped_path(output), opened)
-            self.done = self._read_done()
+                text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
+                replace_text(settings_path(output), f"{text}\n")
+            self.dropped = opened.enter_context(_open(dropped_path(output)))
+            self.done = {record["id"] for record in _read(self.lines.path)}
+            self.kept = len(self.done)
+            self.drop_reasons: dict[str, str] = {}
+            for record in _read(self.dropped.path):
+                reason = _drop_reason(record)
+                # files of earlier versions also list those that a server lost
+                if record["id"] not in self.done and not self._is_asked_again(reason):
+                    self.drop_reasons[record["id"]] = reason
+            self.done.update(self.drop_reasons)
             opened.pop_all()
 
-    def _open(self, path: Path, opened: ExitStack) -> JsonLinesFile:
-        return opened.enter_context(JsonLinesFile(path, exclusive=True, fsync_every=FSYNC_EVERY))
-
-    def _read_done(self) -> set[str]:
-        """Read the ids of both files, and count what is in them."""
-        done = {name for name, _ in _read_lines(self.lines.path)}
-        self.kept = len(done)
-        for name, reason, _ in _read_dropped(self.dropped.path, from_server=self._from_server):
-            if name not in done:
-                self.drop_reasons[name] = reason
-        done.update(self.drop_reasons)
-        return done
+    def _is_asked_again(self, reason: str) -> bool:
+        return is_asked_again(reason, from_server=self._from_server)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
@@ -119,10 +95,11 @@ class OutputWriter:
         """
         # keys are masked in the file
         asked = {prompt.id: mask_keys(prompt.turns[0]) for prompt in prompts if prompt.turns}
-        for name, line in _read_lines(self.lines.path):
+        for record in _read(self.lines.path):
+            name = record["id"]
             if name not in asked:
                 continue
-            said = _first_question(line)
+            said = _first_question(record)
             if said is None:
                 raise DataError(
                     f"{self.lines.path}: the conversation {name} has no messages with role and"
@@ -147,7 +124,7 @@ class OutputWriter:
         """
         reason = _drop_reason(record)
         self.drop_reasons[str(record["id"])] = reason
-        if not is_asked_again(reason, from_server=self._from_server):
+        if not self._is_asked_again(reason):
             self._mark(record)
             self.dropped.append(record)
 
@@ -180,10 +157,8 @@ def has_conversations(output: Path) -> bool:
     return any(file.exists() and file.stat().st_size for file in (output, dropped_path(output)))
 
 
-def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of `output` atomically."""
-    text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
-    replace_text(settings_path(output), f"{text}\n")
+def _open(path: Path) -> JsonLinesFile:
+    return JsonLinesFile(path, exclusive=True, fsync_every=FSYNC_EVERY)
 
 
 def _read_settings(output: Path) -> dict[str, Any] | None:
@@ -213,21 +188,16 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
         return False
     # 2. those that differ; a missing setting equals None, and keys are masked in the file
     now = json.loads(mask_keys(json.dumps(dict(settings))))
-    names = [name for name in {**stored, **now} if stored.get(name) != now.get(name)]
+    names = differing_keys(stored, now)
     if names and is_used:
-        differences = [
-            f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now" for name in names
-        ]
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"output {output}: it holds conversations generated with other settings",
-                    *differences,
-                    "Choose another output=FILE.jsonl, or delete this one with its settings and"
-                    " dropped files.",
-                ]
-            )
+        lines = [f"output {output}: it holds conversations generated with other settings"]
+        for name in names:
+            lines.append(f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now")
+        lines.append(
+            "Choose another output=FILE.jsonl, or delete this one with its settings and dropped"
+            " files."
         )
+        raise ConfigError("\n".join(lines))
     return not names
 
 

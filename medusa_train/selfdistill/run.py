@@ -49,24 +49,26 @@ def open_source(
 
         assert dtype is not None  # only a server has none
         return open_local(cfg, dtype, note)
-    from medusa_train.selfdistill.client import ServerClient
-    from medusa_train.selfdistill.server_answers import ServerSampling
+    from medusa_train.selfdistill.server_answers import ServerAnswers, request_parameters
+    from medusa_train.servers.client import Servers
 
     assert cfg.server_url is not None  # checked with the configuration
-    sampling = ServerSampling(
-        cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs
-    )
-    return ServerClient(
+    servers = Servers(
         cfg.server_url,
-        model_name(cfg),
-        sampling,
         key_variable=cfg.api_key_env,
         timeout=cfg.request_timeout,
         retry_seconds=cfg.retry_seconds,
         concurrency=cfg.concurrency,
-        reasoning_tags=cfg.reasoning_tags,
         note=note,
     )
+    parameters = request_parameters(
+        temperature=cfg.temperature,
+        max_new_tokens=cfg.max_new_tokens,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+    )
+    return ServerAnswers(servers, model_name(cfg), parameters, cfg.reasoning_tags)
 
 
 def distill(

@@ -1,17 +1,32 @@
-"""Requests for a server, and what its responses say: text, reasoning, finish reason, length."""
+"""Answers of OpenAI-compatible servers: requests, and what the responses say: text, reasoning,
+finish reason, length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from medusa_train.data.conversation import ReasoningTags, join_reasoning
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
 from medusa_train.data.turns import reasoning_part
+from medusa_train.errors import ServerError
 from medusa_train.hide_secrets import excerpt
-from medusa_train.selfdistill.replay import Answer, AnswerFinishReason, Request
-from medusa_train.servers.rejections import RequestRejected
+from medusa_train.selfdistill.replay import (
+    Answer,
+    AnswerFinishReason,
+    ChatSteps,
+    GeneratedChat,
+    Request,
+)
+from medusa_train.servers.responses import RequestRejected, token_count
 
+if TYPE_CHECKING:
+    from medusa_train.servers.client import Servers
+
+GREETING_TOKENS = 16
+SHOWN_REASONS = 5  # of refused requests, in the summary
 #: Finish reasons of servers. `eos_token` and `stop_sequence` are TGI's.
 _REASONS: dict[str, AnswerFinishReason] = {
     "stop": "stop",
@@ -25,35 +40,128 @@ _REASONS: dict[str, AnswerFinishReason] = {
 }
 
 
-@dataclass(frozen=True)
-class ServerSampling:
-    """Parameters of every request; the last two, which not every server supports, are sent if set."""
+class ServerAnswers:
+    """Answers of `servers` with `model`, to requests with the `parameters` of
+    `request_parameters`.
 
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    top_k: int | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    `reasoning_tags` join reasoning and content where a server returns them apart.
+    """
 
-    def body(self, model: str, request: Request) -> dict[str, Any]:
-        """Return the request body. The seed is reduced to 31 bits, which every server accepts."""
-        body: dict[str, Any] = {
-            "model": model,
-            "messages": [message.as_dict() for message in request.messages],
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_new_tokens,
-            "seed": request.seed % 2**31,
-        }
-        if self.top_k is not None:
-            body["top_k"] = self.top_k
-        if self.chat_template_kwargs:
-            body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-        return body
+    def __init__(
+        self,
+        servers: Servers,
+        model: str,
+        parameters: Mapping[str, Any],
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
+    ) -> None:
+        self.refusals: Counter[str] = Counter()  # by reason
+        self.servers = servers
+        self._parameters = {"model": model, **parameters}
+        self._reasoning_tags = reasoning_tags
+        self._has_answered = False
+        self._greeting = asyncio.Lock()
+
+    def generate(
+        self,
+        chats: Iterator[ChatSteps],
+        on_answer: Callable[[Answer], None],
+        on_chat: Callable[[GeneratedChat], None],
+    ) -> None:
+        """Generate all conversations, as many at a time as the servers take. See `AnswerSource`.
+
+        Raises:
+            ServerError: the servers refuse everything or do not answer; wrong key or address.
+        """
+
+        async def converse(steps: ChatSteps) -> None:
+            request = next(steps)
+            while True:
+                answer = await self._answer(request)
+                on_answer(answer)
+                try:
+                    request = steps.send(answer)
+                except StopIteration as end:
+                    on_chat(end.value)
+                    return
+
+        async def run() -> None:
+            async with self.servers:
+                await self.servers.for_each(converse, chats)
+
+        asyncio.run(run())
+
+    def stats(self) -> Mapping[str, str]:
+        """Return the number of requests that were sent again, and why requests were refused."""
+        retries = self.servers.retries
+        stats = {"requests repeated": f"{retries:,}"} if retries else {}
+        for reason, count in self.refusals.most_common(SHOWN_REASONS):
+            stats[reason] = f"{count:,}"
+        return stats
+
+    async def _answer(self, request: Request) -> Answer:
+        """Return the answer to a request; one without text if it is refused, too long or failed."""
+        try:
+            return await self._ask(request.messages, request.seed)
+        except RequestRejected as rejected:
+            if rejected.too_long:
+                return Answer("", "context", 0, 0)
+            self.refusals[str(rejected)] += 1
+            await self._greet()
+            return Answer("", "failed" if rejected.failed else "refused", 0, 0)
+
+    async def _greet(self) -> None:
+        """Raise ServerError if the servers refuse a greeting as well, unless one has answered."""
+        async with self._greeting:
+            if self._has_answered:
+                return
+            length = min(GREETING_TOKENS, self._parameters["max_tokens"])
+            try:
+                await self._ask([Message("user", "Hello")], 0, max_tokens=length)
+            except RequestRejected as rejected:
+                count = f"refused {self.refusals.total()} requests and answered none in between"
+                raise ServerError(f"{self.servers.name}: {count}; last: {rejected}") from None
+
+    async def _ask(self, messages: Sequence[Message], seed: int, **changes: Any) -> Answer:
+        body = {**request_body(self._parameters, messages, seed), **changes}
+        response = await self.servers.complete(body)
+        answer = parse_answer(response, self._reasoning_tags, body["max_tokens"])
+        self._has_answered = True
+        return answer
+
+
+def request_parameters(
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what the bodies of all requests have in common; the last two, which not every server
+    supports, are left out if they are not set.
+    """
+    parameters: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_new_tokens,
+    }
+    if top_k is not None:
+        parameters["top_k"] = top_k
+    if chat_template_kwargs:
+        parameters["chat_template_kwargs"] = dict(chat_template_kwargs)
+    return parameters
+
+
+def request_body(
+    parameters: Mapping[str, Any], messages: Sequence[Message], seed: int
+) -> dict[str, Any]:
+    """Return the body of a request. The seed is reduced to 31 bits, which every server accepts."""
+    chat = [message.as_dict() for message in messages]
+    return {**parameters, "messages": chat, "seed": seed % 2**31}
 
 
 def parse_answer(
-    content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
+    response: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
 ) -> Answer:
     """Convert a chat completion; without `usage` the token counts are 0.
 
@@ -64,42 +172,31 @@ def parse_answer(
     Raises:
         RequestRejected: the finish reason is unknown, so nobody can say whether it is whole.
     """
-    choice = content["choices"][0]
+    choice = response["choices"][0]
     message = choice["message"]
     # 1. its text; lone surrogates, which JSON can escape and UTF-8 cannot encode, are replaced
-    content_part = str(message.get("content") or "")
+    content = str(message.get("content") or "")
     reasoning = reasoning_part(message)
-    text = join_reasoning(reasoning, content_part, reasoning_tags)
+    text = join_reasoning(reasoning, content, reasoning_tags)
     text = text.encode("utf-8", "replace").decode("utf-8")
     # 2. why it ends
-    length = token_count(content, "completion_tokens")
-    reason = _reason(choice.get("finish_reason"))
+    length = token_count(response, "completion_tokens")
+    reason = _finish_reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
         reason = "context"
     # 3. whether it is whole
     if reason == "stop":
-        allowed = content.get("max_tokens", max_new_tokens)
+        allowed = response.get("max_tokens", max_new_tokens)
         opening, closing = reasoning_tags
         is_within_reasoning = text.lstrip().startswith(opening) and closing not in text
         if length >= allowed or is_within_reasoning:
             reason = "possibly cut"
         elif reasoning and not text:
             reason = "only reasoning"
-    return Answer(text, reason, token_count(content, "prompt_tokens"), length)
+    return Answer(text, reason, token_count(response, "prompt_tokens"), length)
 
 
-def token_count(content: Mapping[str, Any], name: str) -> int:
-    """Return a count of `usage`; 0 if the server names none."""
-    usage = content.get("usage")
-    if not isinstance(usage, Mapping):
-        return 0
-    count = usage.get(name)
-    if not isinstance(count, int):
-        return 0
-    return count
-
-
-def _reason(finish: object) -> AnswerFinishReason:
+def _finish_reason(finish: object) -> AnswerFinishReason:
     """Map the finish reasons of OpenAI, vLLM, SGLang, llama.cpp and TGI.
 
     Raises:

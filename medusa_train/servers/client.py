@@ -1,311 +1,416 @@
-"""Client of one or several OpenAI-compatible chat servers that spreads requests over them and
-retries failed ones.
+"""Requests to OpenAI-compatible servers of one model: each gets a number of them at a time, and
+those that fail are sent again.
+
+The API key is read from the environment and sent in the Authorization header; hide_secrets.py keeps it
+out of messages and files. What a server says is shortened by `excerpt`, which masks first.
 """
 
 from __future__ import annotations
 
-import math
-import queue
+import asyncio
+import os
 import random
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from medusa_train.errors import ServerError
-from medusa_train.servers.connection import Fault, ServerConnection
-from medusa_train.servers.rejections import RequestRejected
+import httpx2
+import openai
 
-CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
-MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
-FAILURES = 3  # in a row, after which a server counts as down
-UP = "answers again"
+from medusa_train.config.types import address_problem
+from medusa_train.errors import ConfigError, ServerError
+from medusa_train.hide_secrets import remember
+from medusa_train.network import client_options
+from medusa_train.servers.responses import (
+    Fault,
+    RequestRejected,
+    describe_response,
+    parse_models,
+    read_stream,
+    read_to_end,
+    retry_after,
+    says_too_long,
+    split_lines,
+    token_count,
+    usable_answer,
+)
 
-#: What became of a request: the response's JSON, a fault, or that the server rejected it.
-Outcome = dict[str, Any] | Fault | RequestRejected
+CONNECT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubled after each
+FAULTS = 3  # in a row, after which a server counts as down
+_OVERLOADED = {429, 503}
+_RETRYABLE = {200, 408, 409, 425, 429}  # and every 5xx; 200 is an error page, or a cut body
+_REJECTED = {400, 413, 422}
+#: Headers that are sent. openai adds others by environment variables that are meant for another
+#: server: OPENAI_API_KEY, OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS ... It reads the last one itself.
+_HEADERS = {
+    *("host", "accept", "accept-encoding", "connection", "content-type", "content-length"),
+    "x-stainless-raw-response",
+}
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
-class Backoff:
-    """Pauses that double, with jitter, so that requests do not all retry at the same moment after
-    an outage.
-    """
+class Server:
+    """One server: its connections, within `async with`, and what it has shown to accept.
 
-    def __init__(self) -> None:
-        self._seconds = MIN_BACKOFF
-
-    def next(self) -> float:
-        """Return the seconds to wait."""
-        pause = self._seconds * random.uniform(0.5, 1.0)
-        self._seconds = min(2 * self._seconds, MAX_BACKOFF)
-        return pause
-
-
-class Slots:
-    """The health of one server that gets up to `most` requests at a time; not thread-safe.
-
-    After an overload a server pauses, for growing times or as long as it asks (at most
-    `longest_pause` seconds). Then it gets as many requests as it had not refused, and one more per
-    `limit` answers. While it is down it gets a request after each pause, whatever is under way:
-    requests to a machine that vanished hang until they time out.
-    """
-
-    def __init__(self, most: int, longest_pause: float = math.inf) -> None:
-        self.limit = float(most)
-        self.in_flight = 0
-        self.down = False
-        self.resume_at = -math.inf  # on a monotonic clock
-        self._most = most
-        self._longest_pause = longest_pause
-        self._backoff = Backoff()
-        self._failures = 0
-
-    def free(self, now: float) -> int:
-        """Return how many more requests can be sent."""
-        if now < self.resume_at:
-            return 0
-        if self.down:
-            return 1
-        return max(int(self.limit) - self.in_flight, 0)
-
-    def take(self, now: float) -> None:
-        """Take a free slot."""
-        self.in_flight += 1
-        if self.down:
-            self.resume_at = now + self._backoff.next()
-
-    def answered(self) -> None:
-        """Report a response: the server is up."""
-        if self.down:
-            self.down = False
-            self.resume_at = -math.inf
-        self.limit = min(self.limit + 1 / self.limit, self._most)
-        self._backoff = Backoff()
-        self._failures = 0
-
-    def failed(self, now: float, fault: Fault) -> None:
-        """Report a fault of a request that is not in flight any more.
-
-        The server is down if it was unreachable, or after `FAILURES` failures in a row.
-        """
-        # 1. fewer requests, or none but single ones
-        if fault.kind == "overloaded":
-            self.limit = self.in_flight or self._most  # one that refuses all is still loading
-        else:
-            self._failures += 1
-            if fault.kind == "failed" and self._failures < FAILURES:
-                return
-            self.down = True
-        # 2. a pause: as long as the server asks, else longer each time
-        if fault.retry_after:  # 0, or a date in the past, is no pause
-            pause = min(fault.retry_after, self._longest_pause)
-            self.resume_at = max(self.resume_at, now + pause)
-        elif now >= self.resume_at:  # requests that fail at the same moment count once
-            self.resume_at = now + self._backoff.next()
-
-
-class OpenAIClient:
-    """Sends chats to the server with the most free slots; thread-safe.
-
-    A server that is overloaded or down pauses, see `Slots`.
-
-    Args:
-        urls: base URL with the version, `http://HOST:PORT/v1`, or several of servers with the same
-            model.
-        key_variable: environment variable that holds the API key of all servers; may be unset.
-        timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this
-            long.
-        concurrency: maximum number of concurrent requests to each server.
-        optional: keys of requests that are left out for a server that rejects them.
-        note: called with a line when a server stops answering, when it answers again, and when it
-            rejects a key that can be sent otherwise; by any thread.
-
-    Attributes:
-        capacity: maximum number of concurrent requests to all servers. retries, last_fault: number
-        of retries of all requests so far, and why the last was necessary.
-
-    Raises:
-        ConfigError: a URL is not a web address, or contains a password; the environment's proxy or
-            certificates cannot be used.
+    See `Servers` for the arguments.
     """
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        url: str,
+        key_variable: str,
+        timeout: float,
+        optional: Collection[str] = (),
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.url = normalize_url(url)
+        self.faults = 0  # in a row
+        self._key_variable = key_variable
+        self._key = read_key(key_variable)
+        self._timeout = timeout
+        self._note = note
+        self._network = client_options(self.url)
+        # by the name of a parameter, the one to send in its place; None: it is left out
+        self._alternatives = {"max_tokens": "max_completion_tokens", **dict.fromkeys(optional)}
+        self._replaced: dict[str, str | None] = {}  # those that the server wants
+        self._context: asyncio.Task[int | None] | None = None
+
+    async def __aenter__(self) -> Server:
+        http = openai.DefaultAsyncHttpxClient(
+            timeout=openai.Timeout(self._timeout, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(),  # `Servers` limits the requests
+            event_hooks={"request": [self._prepare]},
+            follow_redirects=False,  # they would get the key
+            **self._network,
+        )
+        self._openai = openai.AsyncOpenAI(
+            base_url=self.url, api_key="none", max_retries=0, http_client=http
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._openai.close()
+
+    async def _prepare(self, request: Any) -> None:
+        for name in set(request.headers) - _HEADERS:
+            del request.headers[name]
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        request.extensions["started"] = time.perf_counter()
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a chat once, and return the response's JSON; with `stream: true` its `timing`, too
+        (`read_stream`).
+
+        A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that
+        rejects an optional parameter a request without it. What it accepts is sent from then on.
+        vLLM and SGLang, which state their context, reject a limit that does not fit beside the
+        prompt: the chat is sent without, so that its answer ends with the context. The response's
+        `max_tokens` are those that it was allowed then.
+
+        Raises:
+            Fault: it may succeed when it is sent again.
+            RequestRejected: status 400, 413 or 422.
+            ServerError: wrong key or address, or no stream.
+        """
+        context = await self._read_context(body["model"])
+        try:
+            return await self._post_accepted(body)
+        except RequestRejected:
+            if context is None or "max_tokens" not in body:
+                raise
+        unlimited = {name: value for name, value in body.items() if name != "max_tokens"}
+        answer = await self._post_accepted(unlimited)
+        return {**answer, "max_tokens": context - token_count(answer, "prompt_tokens")}
+
+    async def list_models(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of the list of models by name; empty if the server has none.
+
+        Raises:
+            Fault: the server cannot be reached.
+            ServerError: it requires another key.
+        """
+        try:
+            raw = await self._openai.models.with_raw_response.list(timeout=CONNECT_SECONDS)
+        except openai.APIStatusError as error:
+            if error.status_code in (401, 403):
+                raise self._error(error.response) from None
+            return {}
+        except openai.APIConnectionError as error:
+            raise _connection_fault(error) from None
+        return parse_models(raw.http_response)
+
+    async def read_metrics(self) -> str | None:
+        """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
+        try:
+            return await self._openai.get(
+                f"{self.url.removesuffix('/v1')}/metrics",
+                cast_to=str,
+                options={"timeout": CONNECT_SECONDS},
+            )
+        except openai.APIError:
+            return None
+
+    async def _read_context(self, model: str) -> int | None:
+        """Return the length of the model's context if the server states it; it is asked once."""
+        if self._context is None:
+            self._context = asyncio.create_task(self._ask_context(model))
+        try:
+            return await self._context
+        except Fault:
+            self._context = None
+            raise
+
+    async def _ask_context(self, model: str) -> int | None:
+        models: dict[str, dict[str, Any]] = {}
+        with suppress(ServerError):
+            models = await self.list_models()
+        if model not in models and len(models) == 1:  # it serves its only model under any name
+            (model,) = models
+        length = models.get(model, {}).get("max_model_len")
+        return length if isinstance(length, int) and length > 1 else None
+
+    async def _post_accepted(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a chat, again with other parameters while the server rejects them by name."""
+        replaced = dict(self._replaced)
+        while True:
+            names = {name: replaced.get(name, name) for name in body}
+            sent = {new: body[name] for name, new in names.items() if new is not None}
+            try:
+                answer = await self._post(sent)
+                break
+            except RequestRejected as rejected:
+                named = [
+                    name
+                    for name, other in self._alternatives.items()
+                    if name in sent and (rejected.names(name) or rejected.names(other or name))
+                ]
+                if not named:
+                    raise
+                replaced[named[0]] = self._alternatives[named[0]]
+        for name in replaced.keys() - self._replaced.keys():
+            other = replaced[name]
+            instead = "it is left out" if other is None else f"{other} takes its place"
+            self._note(f"server {self.url}: rejects {name}; {instead}")
+            self._replaced[name] = other
+        return answer
+
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a chat as it is; raises as `complete`."""
+        # 1. an answer
+        try:
+            async with self._openai.chat.completions.with_streaming_response.create(
+                model=body["model"], messages=body["messages"], extra_body=body
+            ) as raw:
+                response = raw.http_response
+                is_json = "json" in response.headers.get("content-type", "")
+                if body.get("stream") and not is_json:
+                    return await self._read_stream(response)
+                await response.aread()
+        except openai.APIStatusError as error:
+            response = error.response
+        except (openai.APIConnectionError, httpx2.HTTPError) as error:
+            raise _connection_fault(error) from None
+        if response.status_code == 200 and (answer := usable_answer(response)) is not None:
+            if body.get("stream"):
+                raise ServerError(
+                    f"server {self.url}: ignores `stream` and sends the whole answer at once, so"
+                    " the time to its first token cannot be measured"
+                )
+            return answer
+        # 2. why there is none
+        status = response.status_code
+        reason = describe_response(response)
+        if status in _RETRYABLE or status >= 500:
+            raise Fault(reason, retry_after(response), status in _OVERLOADED)
+        if status in _REJECTED:
+            too_long = status == 413 or says_too_long(response.text)
+            raise RequestRejected(reason, too_long=too_long, text=response.text)
+        raise self._error(response)
+
+    async def _read_stream(self, response: httpx2.Response) -> dict[str, Any]:
+        lines = split_lines(response.aiter_bytes())
+        started = response.request.extensions["started"]
+        try:  # the connection's own limit is one between two chunks
+            answer = await asyncio.wait_for(read_stream(lines, started), self._timeout)
+        except asyncio.TimeoutError:
+            raise Fault(f"no complete answer within {self._timeout:g} s") from None
+        await read_to_end(lines)
+        return answer
+
+    def _error(self, response: httpx2.Response) -> ServerError:
+        """Return the error of a status that ends the run, with what to do about it."""
+        advice = ""
+        if response.status_code in (401, 403):
+            problem = "check the API key in" if self._key else "the server requires an API key; set"
+            advice = f"\n({problem} the environment variable {self._key_variable})"
+        elif response.status_code in (404, 405):
+            advice = "\n(check the URL, which usually ends with /v1, and the model's name)"
+        return ServerError(f"server {self.url}: {describe_response(response)}{advice}")
+
+
+class Servers:
+    """Servers of the same model, each with up to `concurrency` requests at a time.
+
+    Connections are open within `async with`. What the servers accept is remembered beyond it.
+
+    Args:
+        urls: base URLs with the version, `http://HOST:PORT/v1`.
+        key_variable: environment variable that holds the API key of all servers; may be unset.
+        timeout: of a request in seconds. retry_seconds: failed requests are sent again for so long.
+        optional: parameters that are left out for a server that rejects them.
+        note: called with a line when a server stops answering, when it answers again, and when it
+            rejects a parameter that is left out or sent otherwise.
+
+    Attributes:
+        retries, last_fault: number of requests that were sent again, and why the last one was.
+
+    Raises:
+        ConfigError: a URL is not a web address, or contains a password; the environment's proxy,
+            certificates or key cannot be used.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
         *,
         key_variable: str,
         timeout: float,
         retry_seconds: float,
-        concurrency: int = CONCURRENCY,
+        concurrency: int,
         optional: Collection[str] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        servers = [
-            ServerConnection(url, key_variable, timeout, concurrency, optional, note)
-            for url in urls
+        self.servers = [
+            Server(url, key_variable, timeout, optional, note) for url in dict.fromkeys(urls)
         ]
-        self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
-        self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(
-            server.url for server in self._slots
-        )
-        self.capacity = concurrency * len(urls)
+        names = ", ".join(server.url for server in self.servers)
+        self.name = f"server{'s' if len(self.servers) > 1 else ''} {names}"
+        self._capacity = concurrency * len(self.servers)
         self.retries = 0
         self.last_fault = ""
         self._retry_seconds = retry_seconds
         self._note = note
-        self._changed = threading.Condition()  # guards the slots and the counts
-        self._closed = threading.Event()
-        # `retry_seconds` after the first fault since the last answer of any server
-        self._gives_up_at = math.inf
+        self._answered_at: float | None = None  # on a monotonic clock, the last time
 
-    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one request, again after faults, and return the response's JSON.
+    async def __aenter__(self) -> Servers:
+        # Free slots: a request takes that of the server that waits longest.
+        self._slots: asyncio.Queue[Server] = asyncio.Queue()
+        for server in self.servers:
+            await server.__aenter__()
+        for number in range(self._capacity):
+            self._slots.put_nowait(self.servers[number % len(self.servers)])
+        return self
 
-        An answer for which the context has no room for `max_tokens` ends with it. With `stream:
-        true` the response also has `timing`, see `read_completion`.
+    async def __aexit__(self, *error: object) -> None:
+        for server in self.servers:
+            await server.__aexit__(*error)
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a chat, again after faults, for `retry_seconds` after the first; see
+        `Server.complete`.
 
         Raises:
-            RequestRejected: status 400, 413 or 422; or this request failed for `retry_seconds`,
-                while others did not.
-            ServerError: wrong key or address, no answer of any server within `retry_seconds`, or
-                `close` was called.
+            RequestRejected: a server rejects it; or it failed, while others were answered.
+            ServerError: wrong key or address, or no answer to any request meanwhile.
         """
-        deadline = math.inf  # `retry_seconds` after the first fault of this request
-        backoff = Backoff()
+        first_fault: float | None = None
+        backoff = FIRST_PAUSE
         while True:
-            # 1. send it once
-            outcome = self._send(body, deadline)
-            if isinstance(outcome, RequestRejected):
-                raise outcome
-            if not isinstance(outcome, Fault):
-                return outcome
-            now = time.monotonic()
-            deadline = min(deadline, now + self._retry_seconds)
-            # 2. the server is at fault: its slots say when it gets requests again
-            if outcome.kind != "failed":
-                continue
-            # 3. this request alone may be at fault: give it up, or pause while others go on
-            if deadline <= now < self._gives_up_at:
-                waited = f"{self._retry_seconds:g} s"
-                reason = f"failed for {waited} while other requests were answered: {outcome.reason}"
-                raise RequestRejected(reason, failed=True)
-            self._closed.wait(min(backoff.next(), max(deadline - now, 0.0)))
-
-    def close(self) -> None:
-        """Close the connections; pending requests raise ServerError."""
-        with self._changed:
-            self._closed.set()
-            self._changed.notify_all()
-        for server in self._slots:
-            server.close()
-
-    def _send(self, body: Mapping[str, Any], deadline: float) -> Outcome:
-        """Send a request once, to the server with the most free slots."""
-        server = self._take_slot(deadline)
-        outcome: Outcome | None = None
-        try:
-            outcome = server.send(body)
-        except RequestRejected as rejected:
-            outcome = rejected
-        finally:
-            line = self._report(server, outcome)
-        if line is not None:
-            self._note(f"server {server.url}: {line}")
-        return outcome
-
-    def _take_slot(self, deadline: float) -> ServerConnection:
-        """Wait for a free slot; gives up after `retry_seconds`, if `deadline` is over or no request
-        is under way.
-        """
-        with self._changed:
-            while True:
-                # 1. is it time to give up?
+            server = await self._slots.get()
+            try:
+                answer = await server.complete(body)
+                self._count_answer(server)
+                return answer
+            except Fault as fault:
                 now = time.monotonic()
-                idle = not any(slots.in_flight for slots in self._slots.values())
-                no_answer = now >= self._gives_up_at and (idle or now >= deadline)
-                if no_answer or self._closed.is_set():
-                    raise ServerError(
-                        f"{self.name}: no answer within {self._retry_seconds:g} s; last error:"
-                        f" {self.last_fault}"
-                    )
-                # 2. the server with the most free slots
-                free = {server: slots.free(now) for server, slots in self._slots.items()}
-                server = max(free, key=lambda server: free[server])
-                if free[server]:
-                    self._slots[server].take(now)
-                    return server
-                # 3. wait until another request ends, a pause does, or it is time to give up
-                pauses = [slots.resume_at for slots in self._slots.values()]
-                moments = [deadline, self._gives_up_at, *pauses]
-                waits = [moment - now for moment in moments if now < moment < math.inf]
-                self._changed.wait(min(waits, default=None))
-
-    def _report(self, server: ServerConnection, outcome: Outcome | None) -> str | None:
-        """Free the slot of a request and count its outcome (None: an error that ends the run).
-
-        What becomes of a request after `close` says nothing about its server.
-
-        Returns:
-            A note where the server went down or came back.
-        """
-        now = time.monotonic()
-        slots = self._slots[server]
-        with self._changed:
-            was_down = slots.down
-            slots.in_flight -= 1
-            if self._closed.is_set():
-                return None
-            if isinstance(outcome, Fault):
+                first_fault = now if first_fault is None else first_fault
+                left = first_fault + self._retry_seconds - now
+                self._count_fault(server, fault)
+                if left <= 0:
+                    raise self._give_up(first_fault) from None
+                # The server is left alone meanwhile: the request keeps its slot.
+                pause = fault.pause or backoff * random.uniform(0.5, 1.0)
+                await asyncio.sleep(min(pause, left))
+                backoff = min(2 * backoff, LONGEST_PAUSE)
                 self.retries += 1
-                self.last_fault = outcome.reason
-                if len(self._slots) > 1:
-                    self.last_fault = f"{server.url}: {outcome.reason}"
-                self._gives_up_at = min(self._gives_up_at, now + self._retry_seconds)
-                slots.failed(now, outcome)
-            elif outcome is not None:
-                self._gives_up_at = math.inf
-                slots.answered()
-            self._changed.notify_all()
-            if slots.down == was_down:
-                return None
-        if isinstance(outcome, Fault):
-            return f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s"
-        return UP
+            finally:
+                self._slots.put_nowait(server)
+
+    async def for_each(self, function: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
+        """Call `function` with every item, as many at a time as the servers get requests.
+
+        The first exception cancels the other calls, and is raised.
+        """
+        waiting = iter(items)
+
+        async def work() -> None:
+            for item in waiting:
+                await function(item)
+
+        tasks = [asyncio.create_task(work()) for _ in range(self._capacity)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _give_up(self, since: float) -> Exception:
+        """Return the error of a request that failed for too long: it is at fault itself, if others
+        were answered meanwhile.
+        """
+        waited = f"{self._retry_seconds:g} s"
+        if self._answered_at is not None and self._answered_at > since:
+            reason = f"failed for {waited} while other requests were answered: {self.last_fault}"
+            return RequestRejected(reason, failed=True)
+        return ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
+
+    def _count_answer(self, server: Server) -> None:
+        if server.faults >= FAULTS:
+            self._note(f"server {server.url}: answers again")
+        server.faults = 0
+        self._answered_at = time.monotonic()
+
+    def _count_fault(self, server: Server, fault: Fault) -> None:
+        place = f"{server.url}: " if len(self.servers) > 1 else ""
+        self.last_fault = f"{place}{fault.reason}"
+        if fault.overloaded:
+            return
+        server.faults += 1
+        if server.faults == FAULTS:
+            retrying = f"retrying for up to {self._retry_seconds:g} s"
+            self._note(f"server {server.url}: {fault.reason}; {retrying}")
 
 
-def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
-    """Call `function` with every item in `workers` threads; yield the results in the order in which
-    they come.
+def _connection_fault(error: Exception) -> Fault:
+    cause = error.__cause__ or error
+    return Fault(f"{type(cause).__name__}: {cause}")
 
-    The first exception is raised here, and no further calls are started. Threads are daemons, so
-    that an interrupted command does not wait for calls under way.
+
+def read_key(variable: str) -> str:
+    """Return the API key of an environment variable, masked from now on; empty if it is not set.
+
+    Raises:
+        ConfigError: it cannot be sent in a header; the message does not show it.
     """
-    todo = deque(items)
-    count = len(todo)
-    results: queue.SimpleQueue[R | BaseException] = queue.SimpleQueue()
+    key = os.environ.get(variable, "").strip()
+    remember(key)
+    if not key.isascii():
+        problem = "a character that is not ASCII"
+    elif len(key.split()) > 1 or not key.isprintable():
+        problem = "white space or a control character"
+    else:
+        return key
+    raise ConfigError(f"{variable}: the API key contains {problem}; copy it again")
 
-    def work() -> None:
-        while True:
-            try:
-                item = todo.popleft()
-            except IndexError:
-                return
-            try:
-                results.put(function(item))
-            except BaseException as error:
-                results.put(error)
 
-    for _ in range(min(workers, count)):
-        threading.Thread(target=work, daemon=True).start()
-    try:
-        for _ in range(count):
-            result = results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-    finally:
-        todo.clear()
+def normalize_url(url: str) -> str:
+    """Return a base URL without the path of chats; ConfigError if it is not a web address."""
+    problem = address_problem(url)
+    if problem is not None:
+        raise ConfigError(f"server {problem}")
+    return url.rstrip("/").removesuffix("/chat/completions")

@@ -1,17 +1,73 @@
-"""What a server's response holds: an answer, its models, an error, a time to wait."""
+"""What a server's response means: an answer, at once or as a stream with its times, the models of
+the server, a rejection, or a fault after which the request may be sent again.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
+from medusa_train.hide_secrets import excerpt
 
-from medusa_train.servers.streaming import ABORTED
+if TYPE_CHECKING:
+    import httpx2
+
+ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
+#: Seconds that the server has to close the stream after the end of an answer.
+END_SECONDS = 1.0
+_TOO_LONG = re.compile(
+    r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len"
+    r"|maximum.{0,20}length|must have less|max_new_tokens`? must be <=",
+    re.IGNORECASE,
+)
 
 
-def parse_models(response: httpx.Response) -> dict[str, dict[str, Any]]:
+@dataclass
+class Fault(Exception):
+    """A request that may succeed when it is sent again."""
+
+    reason: str  # one line
+    pause: float | None = None  # seconds that the server asked to wait
+    overloaded: bool = False
+
+
+class RequestRejected(Exception):
+    """The server rejected this request; other requests may succeed.
+
+    `too_long`: the chat does not fit into the model's context.
+    `failed`: the server did not reject it, but all attempts failed; another run may get an answer.
+    `text`: the server's response.
+    """
+
+    def __init__(
+        self, message: str, *, too_long: bool = False, failed: bool = False, text: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.too_long = too_long
+        self.failed = failed
+        self._text = text
+
+    def names(self, parameter: str) -> bool:
+        """Return whether the response names a parameter of the request, other than as a key of a
+        request that it repeats.
+        """
+        name = rf"\b{re.escape(parameter)}\b(?!\\?[\"']\s*:)"
+        return re.search(name, self._text, re.IGNORECASE) is not None
+
+
+def says_too_long(text: str) -> bool:
+    """Return whether a rejection says that the chat does not fit into the model's context."""
+    return _TOO_LONG.search(text) is not None
+
+
+def parse_models(response: httpx2.Response) -> dict[str, dict[str, Any]]:
     """Return the entries of a list of models by name; empty if the response is anything else."""
     try:
         return {str(entry["id"]): dict(entry) for entry in response.json()["data"]}
@@ -19,7 +75,7 @@ def parse_models(response: httpx.Response) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def usable_answer(response: httpx.Response) -> dict[str, Any] | None:
+def usable_answer(response: httpx2.Response) -> dict[str, Any] | None:
     """Return the response's JSON if it holds a text message; else None (an error page, a truncated
     body, `ABORTED`).
     """
@@ -36,19 +92,29 @@ def usable_answer(response: httpx.Response) -> dict[str, Any] | None:
     return answer
 
 
-def error_message(response: httpx.Response) -> str:
-    """Return the server's message: OpenAI's `error.message`, FastAPI's `detail`, or the body."""
+def token_count(answer: Mapping[str, Any], name: str) -> int:
+    """Return a count of `usage`; 0 if the server reports none."""
+    usage = answer.get("usage")
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if isinstance(count, int) else 0
+
+
+def describe_response(response: httpx2.Response) -> str:
+    """Return status and message on one line: OpenAI's `error.message`, FastAPI's `detail`, or the
+    body.
+    """
     try:
         content = response.json()
         error = content.get("error", content.get("detail", content))
     except (ValueError, AttributeError):
-        return response.text
+        error = response.text
     if isinstance(error, dict):
-        return str(error.get("message", error))
-    return str(error)
+        error = error.get("message", error)
+    phrase = excerpt(response.reason_phrase, 80)
+    return f"{response.status_code} {phrase}: {excerpt(str(error), 300)}"
 
 
-def retry_after(response: httpx.Response) -> float | None:
+def retry_after(response: httpx2.Response) -> float | None:
     """Return the seconds of the Retry-After header, a number or a date; None if there is none."""
     value = response.headers.get("retry-after", "")
     try:
@@ -61,3 +127,105 @@ def retry_after(response: httpx.Response) -> float | None:
     if not seconds < float("inf"):  # nor is it a number, where it is nan
         return None
     return max(seconds, 0.0)
+
+
+# Answers that are streamed, as server-sent events
+
+
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Split at newlines only: JSON may hold other line separators, such as U+2028."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace")
+    yield rest.decode("utf-8", "replace")
+
+
+async def read_stream(
+    lines: AsyncIterator[str], started: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
+    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with
+    its `timing`.
+
+    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of
+    `clock`.
+
+    Raises:
+        Fault: the server reports an error in the stream, or closed it before the end of the answer.
+    """
+    message = {"content": "", "reasoning_content": ""}
+    usage: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    async for line in lines:
+        now = clock()
+        # 1. the data of a line, or the end of the answer
+        if not line.startswith("data:"):
+            continue  # comments that keep the connection alive, names of events, empty lines
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            finished = now
+            break
+        # 2. what the chunk adds to the answer
+        chunk = _parse_chunk(data)
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices") or ():
+            try:
+                if "message" in choice:
+                    raise Fault("the stream holds a whole answer in place of its parts")
+                delta = choice.get("delta") or {}
+                reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                content = delta.get("content") or ""
+                message["content"] += content
+                message["reasoning_content"] += reasoning
+            except (AttributeError, TypeError):
+                raise Fault(
+                    f"a part of the stream is no text message: {excerpt(data, 80)}"
+                ) from None
+            if first_token is None and (content or reasoning):
+                first_token = now
+            finish_reason = choice.get("finish_reason") or finish_reason
+    # 3. the whole answer, as without `stream`
+    is_whole = finish_reason is not None or finished is not None
+    if not is_whole or finish_reason == ABORTED:
+        raise Fault("the server closed the stream before the end of the answer")
+    if finished is None:  # a server that closes the stream without [DONE]
+        finished = clock()
+    answer = {
+        "index": 0,
+        "message": {"role": "assistant", **message},
+        "finish_reason": finish_reason,
+    }
+    timing = {"started": started, "first_token": first_token, "finished": finished}
+    return {"choices": [answer], "usage": usage, "timing": timing}
+
+
+async def read_to_end(lines: AsyncIterator[str]) -> None:
+    """Read what follows a complete answer: only then does its connection serve the next request.
+
+    A stream that breaks here, or goes on, costs the connection and not the answer.
+    """
+    import httpx2
+
+    async def read() -> None:
+        async for _ in lines:
+            pass
+
+    with suppress(asyncio.TimeoutError, httpx2.HTTPError):
+        await asyncio.wait_for(read(), END_SECONDS)
+
+
+def _parse_chunk(data: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+        error = chunk.get("error")
+    except (ValueError, AttributeError, RecursionError):
+        raise Fault(
+            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
+        ) from None
+    if error is not None:
+        text = error.get("message", error) if isinstance(error, dict) else error
+        raise Fault(f"error within the stream: {excerpt(str(text), 300)}")
+    return dict(chunk)

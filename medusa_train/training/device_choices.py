@@ -15,7 +15,7 @@ from medusa_train.models.loading import auto_dtype_that_fits
 from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.estimate import Estimate, device_overhead
 
-#: Of a GPU's memory, what a run may take by the estimate, which is right within 10 %.
+#: Of a GPU's memory, what a run may take by the estimate, which is a few percent off for large models.
 USABLE = 0.9
 
 

@@ -10,13 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from medusa_train.checkpoint.load_model import read_generation_config
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.batch import Example
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.examples import EncodedDataset
+from medusa_train.data.examples import DataReport, EncodedDataset
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
@@ -28,6 +31,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
+#: Tokens of a conversation, and the share of them that is supervised, where no data are read.
+ASSUMED_LENGTH, ASSUMED_SHARE = 1000, 0.7
 #: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
@@ -90,6 +95,22 @@ def load_data(
     return data
 
 
+def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
+    """Check the configuration as `load_data` does, and return data of so many tokens, of which
+    nothing but the lengths is meant: conversations of 1,000 tokens, 70 % of them supervised.
+    """
+    _, config = check_run(cfg, processes)
+    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    length = min(ASSUMED_LENGTH, cfg.sequence_len)
+    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
+    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
+    report = DataReport(cfg.sequence_len)
+    row_len = cfg.sequence_len if cfg.sample_packing else None
+    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
+    nothing = EncodedDataset([], report)
+    return TrainingData(train, nothing, train, cfg.sequence_len)
+
+
 @contextmanager
 def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[TrainConfig]:
     """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is
@@ -123,7 +144,8 @@ def _load_data(
     if (unneeded := unneeded_special_tokens(tokenizer, cfg.special_tokens)) is not None:
         console.print(f"note: {unneeded}", style="yellow", highlight=False, markup=False)
     cfg = _with_default_template(cfg, tokenizer, console)
-    encoder = chat_encoder(cfg, tokenizer)
+    generation_config = read_generation_config(resolved, config, cfg.base_model)
+    encoder = chat_encoder(cfg, tokenizer, generation_config.eos_token_id)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
     # 2. The data that are trained on.
@@ -249,11 +271,13 @@ def _drop_unknown_tokens(
     return found
 
 
-def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
+def chat_encoder(
+    cfg: TrainConfig, tokenizer: Any, eos_token_id: int | list[int] | None = None
+) -> ChatEncoder:
     """Build the encoder from which every data set derives its own.
 
     If every data set sets the same `conversation`, or the tokenizer has no template, that of the
-    data sets is used.
+    data sets is used. `eos_token_id` is that of the generation config.
     """
     template = cfg.chat_template or None
     if template is None:
@@ -261,7 +285,15 @@ def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
         all_equal = len(set(of_datasets)) == 1
         if all(of_datasets) and (all_equal or not tokenizer.chat_template):
             template = of_datasets[0]
-    return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
+    return ChatEncoder(
+        tokenizer,
+        template,
+        cfg.chat_template_kwargs,
+        stops=[token for token in stops if token is not None],
+        max_tool_rows=cfg.max_rows_per_chat,
+    )
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:

@@ -384,17 +384,6 @@ def build_optimizer(
     return torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True), notice
 
 
-def warmup_warning(warmup_steps: int, total_steps: int) -> str | None:
-    """Return a warning if a run ends before its warmup does."""
-    if warmup_steps < total_steps:
-        return None
-    return (
-        f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never"
-        f" reaches its peak ({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower"
-        " warmup_steps or train longer"
-    )
-
-
 def build_scheduler(
     name: str,
     optimizer: torch.optim.Optimizer,

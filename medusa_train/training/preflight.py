@@ -22,15 +22,17 @@ from medusa_train.models.model_files import find_backbone, read_adapter_config
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
 
 
-def check_files(cfg: TrainConfig, processes: int = 1) -> None:
+def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True) -> None:
     """Check the files of a run and its stage one, without the seconds that importing torch takes.
+    The data may be missing unless the run `reads_data`.
 
     What only the backbone's config tells is checked if config.json is here and has it.
 
     Raises:
         MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
     """
-    check_inputs(cfg)
+    if reads_data:
+        check_inputs(cfg)
     first = stage_one_config(cfg)
     stages = [cfg] if first is None else [first, cfg]
     for stage in stages:
@@ -42,6 +44,8 @@ def check_files(cfg: TrainConfig, processes: int = 1) -> None:
         for name in (stage.chat_template, *(entry.conversation for entry in stage.all_datasets)):
             if name:
                 get_template(name)
+    if not reads_data:
+        return
     check_first_records(cfg.all_datasets, skip_bad=cfg.skip_bad_records)
     if first is not None:
         others = [entry for entry in first.all_datasets if entry not in cfg.all_datasets]
@@ -72,6 +76,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this backbone.
+    check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
     return resolved, config
 
@@ -107,6 +112,21 @@ def check_shape(
         )
     for count in cfg.draft_config.early_layers(layers):
         check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
+
+
+def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
+    """Refuse what needs masks or layers of a backbone that can only run whole documents."""
+    from medusa_train.models.architecture import describe_without_trees
+
+    problem = describe_without_trees(model_config, cfg.base_model)
+    if problem is None:
+        return
+    if cfg.sample_packing:
+        raise ConfigError(f"sample_packing: true: {problem}. Set sample_packing: false")
+    if cfg.recipe != "medusa1":
+        raise ConfigError(f"recipe: {cfg.recipe}: {problem}. Set recipe: medusa1")
+    if cfg.draft not in ("medusa", "eagle3"):
+        raise ConfigError(f"draft: {cfg.draft}: {problem}. Set draft: medusa or eagle3")
 
 
 def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from medusa_train.checkpoint.changed_settings import (
     changed_weight_keys,
+    config_of,
     device_choices_of,
-    has_readable_config,
 )
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
@@ -32,13 +32,13 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
     load_snapshot,
     rng_states,
 )
-from medusa_train.training.trainer import Plan
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
 def _note_of_config(checkpoint: Path) -> str | None:
     """Say that changed settings cannot be named where the run's config.yaml cannot be read."""
     run = checkpoint.parent.parent
-    if has_readable_config(run):
+    if config_of(run) is not None:
         return None
     return (
         f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since {checkpoint} is"
@@ -190,9 +190,9 @@ def check_backbone(
     on; say it in one line where that cannot be known.
 
     Args:
-        found: the fingerprint of the weights of `base_model`; None where there are no files.
+        found: the digest of the weights of `base_model`; None where there are no files.
     """
-    expected = checkpoint.snapshot["run"].get("backbone")
+    expected = checkpoint.snapshot["run"].get("base_model_digest")
     unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
     if found is None:
         console.print(
@@ -217,7 +217,7 @@ def check_backbone(
 def describe_differences(
     checkpoint: LoadedCheckpoint,
     state: TrainState,
-    plan: Plan,
+    schedule: TrainingSchedule,
     processes: int,
     saved: Sequence[int],
     console: Console,
@@ -233,9 +233,9 @@ def describe_differences(
         console.print(
             f"note: deleting the checkpoints of later steps: {', '.join(later)}", soft_wrap=True
         )
-    if state.step > plan.total_steps:
+    if state.step > schedule.total_steps:
         console.print(
-            f"note: the checkpoint has more steps than the {plan.total_steps} of this run: nothing is"
+            f"note: the checkpoint has more steps than the {schedule.total_steps} of this run: nothing is"
             f" trained, and the heads are those of step {state.step}",
             style="yellow",
             soft_wrap=True,
@@ -248,10 +248,10 @@ def describe_differences(
     if before != processes:
         now = "1 process" if processes == 1 else f"{processes} processes"
         console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
-    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+    if not math.isclose(state.epoch, schedule.epoch(state.step), rel_tol=1e-6):
         console.print(
             f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
-            f" {state.epoch:.2f} epochs, here they count as {plan.epoch(state.step):.2f}. To keep"
+            f" {state.epoch:.2f} epochs, here they count as {schedule.epoch(state.step):.2f}. To keep"
             " the batch, change gradient_accumulation_steps along with the number of processes",
             style="yellow",
             soft_wrap=True,

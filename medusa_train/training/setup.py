@@ -4,9 +4,8 @@ loggers.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
+from medusa_train.checkpoint.digest import digest_base_model
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
@@ -60,7 +59,6 @@ from medusa_train.training.optimizer import (
     build_optimizer,
     build_scheduler,
     parameter_groups,
-    warmup_warning,
 )
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.resume import (
@@ -72,11 +70,59 @@ from medusa_train.training.resume import (
     forget_incomparable_best,
     load_checkpoint,
 )
-from medusa_train.training.snapshot import TrainState, restore_state, restore_weights
-from medusa_train.training.trainer import ROUNDING, Plan, Trainer
+from medusa_train.training.schedule import (
+    TrainingSchedule,
+    few_steps_advice,
+    make_schedule,
+    warmup_warning,
+)
+from medusa_train.training.snapshot import (
+    LoadedCheckpoint,
+    TrainState,
+    restore_state,
+    restore_weights,
+)
+from medusa_train.training.trainer import Trainer
 
-#: Fewer steps in all are reported, with what to change.
-FEW_STEPS = 20
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage is built from.
+
+    Attributes:
+        start: what it goes on from. store: its checkpoints.
+    """
+
+    cfg: TrainConfig
+    data: TrainingData
+    progress: RunProgress
+    world: World
+    start: StageStart
+    store: CheckpointStore
+
+    def print(self, line: str | None, style: str | None = None) -> None:
+        """Print a line, whole; None prints nothing."""
+        if line is not None:
+            self.progress.console.print(
+                line, style=style, highlight=False, markup=False, soft_wrap=True
+            )
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a stage, with the weights from which it trains on.
+
+    Attributes:
+        cfg: the configuration with what `auto` means on this device.
+        checkpoint: what is resumed: its weights are restored, its counters and optimizer not yet.
+        fingerprint: of the base model's weights; None where there are no files.
+    """
+
+    cfg: TrainConfig
+    draft: Draft
+    recipe: BackboneRecipe
+    checkpoint: LoadedCheckpoint | None
+    fingerprint: str | None
 
 
 def build_trainer(
@@ -88,117 +134,104 @@ def build_trainer(
 ) -> Trainer:
     """Build everything that trains, and restore what the stage starts from.
 
-    The order matters: a checkpoint's weights are restored before the strategy partitions or copies
-    them, its optimizer after there is one, and nothing is written to the run directory before all of
-    it succeeded.
+    Each function returns what a later one takes. So a strategy partitions or copies weights that
+    are restored, and nothing is written to the run directory before all else succeeded.
     """
-    console = progress.console
-    limit_kernel_cache()
-    choose_kernels(world.device)
-
-    # 1. Backbone and heads, with what is decided for this device.
-    # the same dtype in every process, however much memory each finds
-    dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, progress.print).dtype)
-    precision = Precision(world.device, dtype)
-    needed = partial(_memory_without_checkpointing, cfg, data, precision)
-    before = start.choices.get("gradient_checkpointing")
-    cfg, note = choose_checkpointing(cfg, world.device, needed, before)
-    notes = [] if note is None else [note]
-    for line in (*notes, *describe_other_choices(cfg, start)):
-        console.print(line, highlight=False, soft_wrap=True)
-    with progress.phase("loading the model", ticking=True):
-        with world.failing_together():
-            draft, recipe = _load_model(cfg, data, precision, console, world)
-        if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
-            documents = [*data.train, *data.validation]
-            recipe.cache = open_hidden_states(
-                cfg.prepared_dir, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
-            )
-
-    # 2. The batches, and the plan of the steps.
-    loader = BatchLoader(
-        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
-    )
-    plan = make_plan(cfg, loader.batches_per_epoch, world.size)
-    advice = few_steps_advice(cfg, plan, loader.batches_per_epoch, world.size)
-    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size, advice):
-        console.print(line, style=style)
-
-    # 3. The weights of the checkpoint.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    backbone_hash = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
-    checkpoint = None
-    if start.checkpoint is not None:
-        with progress.phase("reading the checkpoint", ticking=True):
-            checkpoint = load_checkpoint(start.checkpoint, start.changed, store, world)
-            check_backbone(checkpoint, cfg.base_model, backbone_hash, console)
-            with world.failing_together():
-                restore_weights(checkpoint, draft, recipe, world)
-
-    # 4. The optimizer, and its state with the counters and random generators.
+    stage = Stage(cfg, data, progress, world, start, store)
+    models = load_models(stage)
+    loader, schedule = plan_steps(stage, models)
     with progress.phase(_strategy_phase(cfg, world), ticking=True):
-        strategy = build_strategy(cfg, draft, recipe, plan, world, console)
-    if not world.is_main:
-        # other dropout masks per process, now that weights are equal
-        torch.manual_seed(hash((cfg.seed, world.rank)))
-    state = TrainState()
-    if checkpoint is not None:
-        with world.failing_together():
-            state = restore_state(checkpoint, strategy, world)
-            loader.load_state_dict(state.data)
-            describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
-    objective = _build_objective(cfg, draft, recipe.joint)
-    forget_incomparable_best(
-        state,
-        data.validation.fingerprint(),
-        {**objective.terms, "quantization": cfg.quantization},
-        store,
-        cfg.early_stopping_patience,
-        world,
-        console,
-    )
-    if backbone_hash is not None:  # else the checkpoint's stands for a later resume
-        state.backbone = backbone_hash
-
-    # 5. The run directory, with the configuration as it was used, and the logs.
-    loggers = _open_loggers(_as_used(cfg, data, recipe), state, plan, progress, world)
+        strategy = build_strategy(
+            models.cfg, models.draft, models.recipe, schedule, world, progress.console
+        )
+    objective = build_objective(models.cfg, models.draft, models.recipe.joint)
+    state = restore_run(stage, models, loader, schedule, strategy, objective)
+    loggers = open_run(stage, models, state, schedule)
     return Trainer(
-        trust_remote_code=cfg.trust_remote_code,
-        recipe=recipe,
-        draft=draft,
+        cfg=models.cfg,
+        recipe=models.recipe,
+        draft=models.draft,
         objective=objective,
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
-        accumulation=cfg.gradient_accumulation_steps,
-        plan=plan,
+        schedule=schedule,
         store=store,
         loggers=loggers,
-        patience=cfg.early_stopping_patience,
         state=state,
-        top_k_in_log=cfg.medusa_logging,
-        max_nonfinite_steps=cfg.max_nonfinite_steps,
         world=world,
         progress=progress,
     )
 
 
-# Backbone and heads
+# 1. Base model and draft
+
+
+def load_models(stage: Stage) -> Models:
+    """Load the base model, build or load the draft, and read the weights of the checkpoint; the
+    same in every process.
+    """
+    cfg, world, start = stage.cfg, stage.world, stage.start
+    limit_kernel_cache()
+    choose_kernels(world.device)
+    # 1. What `auto` means here: the same in every process, however much memory each finds.
+    report = stage.progress.print
+    dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, report).dtype)
+    precision = Precision(world.device, dtype)
+    needed = partial(_memory_without_checkpointing, cfg, stage.data, precision)
+    before = start.choices.get("gradient_checkpointing")
+    cfg, note = choose_checkpointing(cfg, world.device, needed, before)
+    stage.print(note)
+    for line in describe_other_choices(cfg, start):
+        stage.print(line)
+    # 2. The models.
+    with stage.progress.phase("loading the model", ticking=True):
+        with world.failing_together():
+            recipe, draft = _load_model(stage, cfg, precision)
+        if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
+            recipe.cache = open_hidden_states(
+                cfg.prepared_dir,
+                [*stage.data.train, *stage.data.validation],
+                draft.needs,
+                recipe.backbone,
+                world,
+                stage.progress.console,
+                cfg.tf32,
+            )
+    _describe_models(stage, cfg, draft, recipe)
+    # 3. The weights of the checkpoint.
+    fingerprint = world.run_on_main(lambda: digest_base_model(cfg.base_model))
+    checkpoint = None
+    if start.checkpoint is not None:
+        with stage.progress.phase("reading the checkpoint", ticking=True):
+            checkpoint = load_checkpoint(start.checkpoint, start.changed, stage.store, world)
+            check_backbone(checkpoint, cfg.base_model, fingerprint, stage.progress.console)
+            with world.failing_together():
+                restore_weights(checkpoint, draft, recipe, world)
+    return Models(cfg, draft, recipe, checkpoint, fingerprint)
+
+
+def _memory_without_checkpointing(
+    cfg: TrainConfig, data: TrainingData, precision: Precision
+) -> int:
+    """Estimate the bytes of a step that keeps all activations, from the base model's shape."""
+    _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
 def _load_model(
-    cfg: TrainConfig, data: TrainingData, precision: Precision, console: Console, world: World
-) -> tuple[Draft, BackboneRecipe]:
-    """Load the backbone, build the heads and make trainable what the recipe trains; the same in
-    every process.
+    stage: Stage, cfg: TrainConfig, precision: Precision
+) -> tuple[BackboneRecipe, Draft]:
+    """Load the base model, build the draft, and make trainable what the recipe trains.
 
-    Several processes that train with ZeRO-3 load their part of the backbone only.
+    Several processes that train with ZeRO-3 load their part of the base model only.
     """
     seed_all(cfg.seed)
     torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     if cfg.fp16 and precision.dtype != torch.float16:
-        console.print(f"fp16: not supported on {world.device.type}; using {precision}")
-    with partitioned_loading(loading_config(cfg, world.size, str(precision))):
+        stage.print(f"fp16: not supported on {precision.device.type}; using {precision}")
+    with partitioned_loading(loading_config(cfg, stage.world.size, str(precision))):
         backbone = load_backbone(
             cfg.base_model,
             dtype=precision.dtype,
@@ -206,26 +239,15 @@ def _load_model(
             quantization=cfg.quantization,
             trust_remote_code=cfg.trust_remote_code,
             special_tokens=cfg.special_tokens,
+            only_trains=True,
         )
-    backbone.end_answers_by(data.chat_template, cfg.chat_template_kwargs)
-    if (ends := backbone.stop_tokens.describe(backbone.tokenizer)) is not None:
-        console.print(ends, highlight=False, markup=False)
+    backbone.end_answers_by(stage.data.chat_template, cfg.chat_template_kwargs)
+    stage.print(backbone.stop_tokens.describe(backbone.tokenizer))
     with gathering_modules(backbone.model):
-        console.print(
-            choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing),
-            highlight=False,
-        )
+        stage.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing))
         with gathered(backbone.output_embeddings.parameters()):
-            draft = build_heads(cfg, data, backbone, console)
-    return draft, build_backbone_recipe(cfg, backbone, precision)
-
-
-def _memory_without_checkpointing(
-    cfg: TrainConfig, data: TrainingData, precision: Precision
-) -> int:
-    """Estimate the bytes of a step that keeps all activations, from the backbone's shape."""
-    _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    return memory_without_checkpointing(cfg, model_config, data.train, precision)
+            draft = build_heads(cfg, stage.data, backbone, stage.progress.console)
+    return build_backbone_recipe(cfg, backbone, precision), draft
 
 
 def seed_all(seed: int) -> None:
@@ -292,75 +314,74 @@ def _print_vocabulary(
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
-# Plan, optimizer and loss
-
-
-def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
-    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
-    otherwise.
-
-    Raises:
-        ConfigError: the learning rate is 0 in all of them.
-    """
-    per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
-    total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
-    warmup = cfg.warmup_steps
-    if warmup is None:
-        warmup = math.ceil((cfg.warmup_ratio or 0.0) * total - ROUNDING)
-
-    if cfg.lr_scheduler == "constant":
-        warmup = 0
-    if total == 1 and warmup > 0:  # warm-up starts at 0
-        key = "warmup_ratio" if cfg.warmup_steps is None else "warmup_steps"
-        more = f"max_steps: {FEW_STEPS}"
-        if cfg.max_steps is None:
-            more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
-        raise ConfigError(
-            f"{key}: {getattr(cfg, key)}: the learning rate is 0 in the only step of the run, so"
-            f" nothing would be trained. Set {more}, or {key}: 0"
+def _describe_models(stage: Stage, cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> None:
+    """Print what is trained on, what is trained and frozen, and what differs from usual."""
+    train, validation = stage.data.train, stage.data.validation
+    stage.print(
+        f"data: {train.describe_count()} for training ({train.tokens:,} tokens,"
+        f" {train.supervised_tokens:,} of them supervised), {validation.describe_count()}"
+        " for validation"
+    )
+    heads = sum(parameter.numel() for parameter in draft.parameters())
+    trained = sum(full_shape(parameter).numel() for parameter in recipe.parameters.values())
+    whole = recipe.backbone.model
+    if any(map(is_partitioned, whole.parameters())):
+        total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
+    else:  # quantized weights pack two parameters into a byte
+        total = int(whole.num_parameters())
+    backbone = f"backbone {(total - trained) / 1e6:.1f}M frozen"
+    if trained:
+        backbone += f" and {trained / 1e6:.2f}M trained"
+    stage.print(
+        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
+        f"computing in {recipe.precision} on {recipe.precision.device}"
+    )
+    if cfg.quantization is not None:
+        learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
+        stage.print(
+            f"note: the backbone is quantized: {learners} learn from the quantized model", "yellow"
+        )
+    if cfg.torch_compile and recipe.cache is None:
+        stage.print(
+            "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
+        )
+    elif cfg.torch_compile:
+        stage.print(
+            "torch_compile: the backbone's layers are compiled once states are computed; states"
+            " that are stored are read as they are, compiled or not"
         )
 
-    def every(steps: float | None, times_per_epoch: int | None) -> float:
-        """Return the steps between two evaluations or checkpoints."""
-        if not steps:
-            return per_epoch / (times_per_epoch or 1)
-        if steps < 1:  # a fraction of the run
-            return max(1, round(steps * total))
-        return steps
 
-    return Plan(
-        total_steps=total,
-        steps_per_epoch=per_epoch,
-        warmup_steps=warmup,
-        logging_steps=cfg.logging_steps,
-        eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
-        save_every=every(cfg.save_steps, cfg.saves_per_epoch),
+# 2. The steps
+
+
+def plan_steps(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSchedule]:
+    """Return this process's batches and the schedule of the run, and print the latter."""
+    cfg, data, size = models.cfg, stage.data, stage.world.size
+    loader = BatchLoader(
+        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=stage.world.rank, size=size
     )
+    schedule = make_schedule(cfg, loader.batches_per_epoch, size)
+    unit = "rows"
+    if cfg.sample_packing:
+        unit = "packed rows"
+    elif data.train.conversations == len(data.train):
+        unit = "conversations"
+    rates = f"peak learning rate {cfg.heads_learning_rate:g}"
+    if models.recipe.joint:
+        rates += f" (backbone {cfg.learning_rate:g})"
+    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * size
+    stage.print(
+        f"plan: {schedule.total_steps:,} steps of {batch} {unit}"
+        f" ({schedule.epoch(schedule.total_steps):.2f} epochs), {rates} after"
+        f" {schedule.warmup_steps} warmup steps, {cfg.lr_scheduler} schedule"
+    )
+    stage.print(few_steps_advice(cfg, schedule, loader.batches_per_epoch, size), "yellow")
+    stage.print(warmup_warning(schedule.warmup_steps, schedule.total_steps), "yellow")
+    return loader, schedule
 
 
-def few_steps_advice(
-    cfg: TrainConfig, plan: Plan, micro_batches_per_epoch: int, processes: int
-) -> str | None:
-    """Return what to change if a run has few steps that nobody asked for by `max_steps`."""
-    if cfg.max_steps is not None or plan.total_steps >= FEW_STEPS:
-        return None
-    more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
-    return f"note: {plan.total_steps} steps in all are few to train a draft; for more set {more}"
-
-
-def _keys_for_more_steps(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int) -> str:
-    """Return values of keys with which the run has `FEW_STEPS` steps: a smaller batch and, if that
-    is not enough, more epochs.
-    """
-    per_epoch = micro_batches_per_epoch / processes
-    accumulation = max(1, int(cfg.num_epochs * per_epoch / FEW_STEPS))
-    epochs = math.ceil(FEW_STEPS * accumulation / per_epoch - ROUNDING)
-    changed = []
-    if accumulation < cfg.gradient_accumulation_steps:
-        changed.append(f"gradient_accumulation_steps: {accumulation}")
-    if epochs > cfg.num_epochs:
-        changed.append(f"num_epochs: {epochs}")
-    return " and ".join(changed)
+# 3. Optimizer and loss
 
 
 def _strategy_phase(cfg: TrainConfig, world: World) -> str:
@@ -374,7 +395,7 @@ def build_strategy(
     cfg: TrainConfig,
     draft: nn.Module,
     recipe: BackboneRecipe,
-    plan: Plan,
+    schedule: TrainingSchedule,
     world: World,
     console: Console,
 ) -> Strategy:
@@ -398,14 +419,18 @@ def build_strategy(
     )
     if notice:
         console.print(notice)
-    scheduler = build_scheduler(
-        cfg.lr_scheduler, optimizer, plan.warmup_steps, plan.total_steps, cfg.cosine_min_lr_ratio
+    lr_scheduler = build_scheduler(
+        cfg.lr_scheduler,
+        optimizer,
+        schedule.warmup_steps,
+        schedule.total_steps,
+        cfg.cosine_min_lr_ratio,
     )
     loss_scale = None
     if recipe.precision.dtype == torch.float16:
         loss_scale = LossScale()
     if world.size == 1 and cfg.deepspeed is None:
-        return LocalStrategy(optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+        return LocalStrategy(optimizer, lr_scheduler, cfg.max_grad_norm, loss_scale)
 
     if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
@@ -417,11 +442,12 @@ def build_strategy(
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
     return DeepSpeedStrategy(
-        draft, backbone.model, read_directly, optimizer, scheduler, config, world, loss_scale
+        draft, backbone.model, read_directly, optimizer, lr_scheduler, config, world, loss_scale
     )
 
 
-def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
+def build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
+    """Build the loss of the draft, and of the base model where it is trained, too."""
     loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
     if joint:
@@ -434,40 +460,60 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
     return Objective(draft, loss.decay, soft_targets=loss.soft_targets, **keys)
 
 
-# Run directory
+# 4. The rest of the checkpoint
 
 
-def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> TrainConfig:
-    """Return the configuration with what was found in data and adapter."""
-    used: dict[str, Any] = {
-        "chat_template": data.chat_template,
-        "sequence_len": data.sequence_len,
-    }
-    if recipe.adapter is not None:
-        lora = recipe.adapter.peft.peft_config["default"]
-        used["lora_r"] = lora.r
-        used["lora_alpha"] = lora.lora_alpha
-        used["lora_dropout"] = lora.lora_dropout
-        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
-            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
-            if not cfg.lora_target_linear:
-                targets = lora.target_modules
-                if isinstance(targets, str):  # a pattern
-                    targets = [targets]
-                used["lora_target_modules"] = sorted(targets)
-    return cfg.model_copy(update=used)
+def restore_run(
+    stage: Stage,
+    models: Models,
+    loader: BatchLoader,
+    schedule: TrainingSchedule,
+    strategy: Strategy,
+    objective: Objective,
+) -> TrainState:
+    """Restore optimizer, random generators and the position in the data; return the counters, those
+    of a new run where nothing is resumed.
+    """
+    world, store, console = stage.world, stage.store, stage.progress.console
+    if not world.is_main:
+        # other dropout masks per process, now that weights are equal
+        torch.manual_seed(hash((models.cfg.seed, world.rank)))
+    state = TrainState()
+    if models.checkpoint is not None:
+        with world.failing_together():
+            state = restore_state(models.checkpoint, strategy, world)
+            loader.load_state_dict(state.data)
+            describe_differences(
+                models.checkpoint, state, schedule, world.size, store.steps(), console
+            )
+    forget_incomparable_best(
+        state,
+        stage.data.validation.fingerprint(),
+        {**objective.terms, "quantization": models.cfg.quantization},
+        store,
+        models.cfg.early_stopping_patience,
+        world,
+        console,
+    )
+    if models.fingerprint is not None:  # otherwise keep the checkpoint's
+        state.base_model_digest = models.fingerprint
+    return state
 
 
-def _open_loggers(
-    cfg: TrainConfig, state: TrainState, plan: Plan, progress: RunProgress, world: World
+# 5. The run directory
+
+
+def open_run(
+    stage: Stage, models: Models, state: TrainState, schedule: TrainingSchedule
 ) -> MetricLoggers:
     """Prepare the run directory, write the configuration as it was used, and open the logs; only
     rank 0 has any.
     """
+    cfg = _as_used(models, stage.data)
     out = cfg.run_dir
-    console = progress.console
-    world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
-    if not world.is_main:
+    console = stage.progress.console
+    stage.world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
+    if not stage.world.is_main:
         return MetricLoggers([])
     write_config(cfg, out)
     boards = []
@@ -487,89 +533,28 @@ def _open_loggers(
             )
         )
     with writing(out):
-        shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
+        shown = ConsoleLogger(console, schedule.total_steps, state.step, stage.progress.title)
         file = MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn)
         return MetricLoggers([file, shown, *boards])
 
 
-# What is printed
-
-
-def _describe_run(
-    cfg: TrainConfig,
-    data: TrainingData,
-    recipe: BackboneRecipe,
-    draft: Draft,
-    plan: Plan,
-    processes: int,
-    advice: str | None,
-) -> Iterator[tuple[str, str | None]]:
-    """Describe data, model and plan in a few lines, each with the style in which it is printed."""
-    data_line = (
-        f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens,"
-        f" {data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()}"
-        " for validation"
-    )
-    yield data_line, None
-    yield _describe_model(draft, recipe), None
-    if cfg.quantization is not None:
-        learners = "the heads"
-        if cfg.medusa_self_distillation:
-            learners = "the adapter and the heads"
-        note = f"note: the backbone is quantized: {learners} learn from the quantized model"
-        yield note, "yellow"
-    if cfg.torch_compile:
-        compiling = (
-            "torch_compile: the backbone's layers are compiled in the first steps, which take"
-            " longer"
-        )
-        if recipe.cache is not None:
-            compiling = (
-                "torch_compile: the backbone's layers are compiled once states are computed; states"
-                " that are stored are read as they are, compiled or not"
-            )
-        yield compiling, None
-    plan_line = _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
-    yield plan_line, None
-    for warning in (advice, warmup_warning(plan.warmup_steps, plan.total_steps)):
-        if warning:
-            yield warning, "yellow"
-
-
-def _describe_model(draft: Draft, recipe: BackboneRecipe) -> str:
-    """Say how many parameters are trained and frozen, and in which dtype they are computed."""
-    heads = sum(parameter.numel() for parameter in draft.parameters())
-    trained = sum(full_shape(parameter).numel() for parameter in recipe.parameters.values())
-    whole = recipe.backbone.model
-    if any(map(is_partitioned, whole.parameters())):
-        total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
-    else:  # quantized weights pack two parameters into a byte
-        total = int(whole.num_parameters())
-    backbone = f"backbone {(total - trained) / 1e6:.1f}M frozen"
-    if trained:
-        backbone += f" and {trained / 1e6:.2f}M trained"
-    return (
-        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
-        f"computing in {recipe.precision} on {recipe.precision.device}"
-    )
-
-
-def _describe_plan(
-    cfg: TrainConfig, data: TrainingData, plan: Plan, processes: int, *, trains_backbone: bool
-) -> str:
-    """Say how many steps are taken, of what, and with which learning rates."""
-    batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
-    if cfg.sample_packing:
-        unit = "packed rows"
-    elif data.train.conversations == len(data.train):
-        unit = "conversations"
-    else:
-        unit = "rows"
-    rates = f"peak learning rate {cfg.heads_learning_rate:g}"
-    if trains_backbone:
-        rates += f" (backbone {cfg.learning_rate:g})"
-    return (
-        f"plan: {plan.total_steps:,} steps of {batch} {unit}"
-        f" ({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup"
-        f" steps, {cfg.lr_scheduler} schedule"
-    )
+def _as_used(models: Models, data: TrainingData) -> TrainConfig:
+    """Return the configuration with what was found in data and adapter."""
+    cfg, adapter = models.cfg, models.recipe.adapter
+    used: dict[str, Any] = {
+        "chat_template": data.chat_template,
+        "sequence_len": data.sequence_len,
+    }
+    if adapter is not None:
+        lora = adapter.peft.peft_config["default"]
+        used["lora_r"] = lora.r
+        used["lora_alpha"] = lora.lora_alpha
+        used["lora_dropout"] = lora.lora_dropout
+        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            if not cfg.lora_target_linear:
+                targets = lora.target_modules
+                if isinstance(targets, str):  # a pattern
+                    targets = [targets]
+                used["lora_target_modules"] = sorted(targets)
+    return cfg.model_copy(update=used)

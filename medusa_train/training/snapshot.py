@@ -37,7 +37,8 @@ class TrainState:
         evals_since_best: evaluations since then, for early stopping.
         evaluated: step of the last evaluation. validation: fingerprint of its data. objective:
             what it measured, by name. Both None before the first one and in older checkpoints.
-        backbone: fingerprint of the backbone's weights; None where there are no files.
+        base_model_digest: of the base model's weights; None where there are no files, and in
+            checkpoints before 0.3.0, whose `backbone` was computed in another way.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
         window: sums since the last log line.
@@ -52,7 +53,7 @@ class TrainState:
     evaluated: int = 0
     validation: str | None = None
     objective: dict[str, Any] | None = None
-    backbone: str | None = None
+    base_model_digest: str | None = None
     tokens: int = 0
     seconds: float = 0.0
     skipped: int = 0

@@ -21,6 +21,7 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
+from medusa_train.models.architecture import describe_without_trees
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import release_memory
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
@@ -29,8 +30,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.resume import ResumePlan, plan_resume
-from medusa_train.training.setup import make_plan
-from medusa_train.training.signals import signals_as_interrupts
+from medusa_train.training.schedule import make_schedule
+from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
 
 TITLES = ("stage 1 of 2", "stage 2 of 2")
@@ -86,7 +87,9 @@ def train_stages(
         world.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
-        code = train(first, data[0], progress, results, world, plan.start, whole_run=cfg.run_dir)
+        code = train(
+            first, data[0], progress, results, world, plan.start, parent_run_dir=cfg.run_dir
+        )
         if code != 0:
             return code
         release_memory()
@@ -111,17 +114,20 @@ def load_stages(
         else:
             loaded.append(load_data(cfg, console, world, shown.update))
     # said before hours of training, not only at the export
-    for warning in _server_warnings(stages[-1]):
+    for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
     return loaded
 
 
-def _server_warnings(cfg: TrainConfig) -> list[str]:
-    """Warn where vLLM cannot serve the draft with this backbone."""
-    if cfg.draft != "eagle3":
-        return []
+def _notes(cfg: TrainConfig) -> list[str]:
+    """Say where the draft cannot be decoded with here, and where vLLM cannot serve it."""
     _, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    return vllm_eagle3_warnings(config)
+    notes = []
+    if (note := describe_without_trees(config, cfg.base_model)) is not None:
+        notes.append(note)
+    if cfg.draft == "eagle3":
+        notes += vllm_eagle3_warnings(config)
+    return notes
 
 
 def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:
@@ -136,7 +142,7 @@ def _count_steps(cfg: TrainConfig, data: TrainingData, world: World) -> int:
     loader = BatchLoader(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
-    return make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
+    return make_schedule(cfg, loader.batches_per_epoch, world.size).total_steps
 
 
 def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:

@@ -33,7 +33,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
-from medusa_train.training.signals import StopRequest
+from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose_tree import (
@@ -72,21 +72,23 @@ def train(
     results: Console,
     world: World = SINGLE_PROCESS,
     start: StageStart = NEW_STAGE,
-    whole_run: Path | None = None,
+    parent_run_dir: Path | None = None,
 ) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing
     tables.
 
     Args:
         start: what the stage starts from.
-        whole_run: run directory of the two-stage run whose stage one this is.
+        parent_run_dir: of the two-stage run whose stage one this is.
 
     Returns:
         The exit code, see `stages.train_stages`.
     """
     with _explain_out_of_memory(cfg):
         trainer = build_trainer(cfg, data, progress, world, start)
-        trainer.whole_run = whole_run
+        if trainer.recipe.backbone.tree_obstacle is not None:
+            cfg = cfg.model_copy(update={"calibration_tokens": 0})
+        trainer.parent_run_dir = parent_run_dir
         try:
             with _resume_hint(trainer):
                 return _train_and_finish(cfg, data, trainer, progress, results)
@@ -190,8 +192,10 @@ def _finish(
     results.print(summary(cfg, trainer, finished, choice, progress))
     lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
     following = "stage two"
-    if trainer.whole_run is None:
+    if trainer.parent_run_dir is None:
         following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
+        if trainer.recipe.backbone.tree_obstacle is not None:
+            following = shlex.join(["medusa-export", str(out), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
@@ -203,14 +207,14 @@ def _print_time_left(
     step_seconds: float,
 ) -> None:
     """Print how long the rest of the stage takes; the time in the log's lines is of its steps alone."""
-    plan, state = trainer.plan, trainer.state
-    steps = plan.total_steps - state.step
+    schedule, state = trainer.schedule, trainer.state
+    steps = schedule.total_steps - state.step
     if not steps or not trainer.world.is_main:
         return
     # 1. The steps and the validations: held-out text takes about as long as training text.
-    validations = max(1, math.ceil(steps / plan.eval_every))
+    validations = max(1, math.ceil(steps / schedule.eval_every))
     share = data.validation.tokens / data.train.tokens
-    validation_steps = validations * share * plan.steps_per_epoch
+    validation_steps = validations * share * schedule.steps_per_epoch
     seconds = (steps + validation_steps) * step_seconds
     # 2. The tree.
     if cfg.calibration_tokens and not trainer.strategy.partitioned:
@@ -248,9 +252,9 @@ def resume_command(trainer: Trainer) -> str:
         local = 0
     # 2. The command. With processes on several machines it is started again as it was, by srun or
     # torchrun.
-    config = (trainer.whole_run or trainer.output_dir) / CONFIG
+    config = (trainer.parent_run_dir or trainer.output_dir) / CONFIG
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
-    if trainer.trust_remote_code:  # the run's own file cannot allow it
+    if trainer.cfg.trust_remote_code:  # the run's own file cannot allow it
         command.append("trust_remote_code=true")
     if processes > 1 and local == processes:
         command += ["--num-gpus", str(processes)]
@@ -305,7 +309,7 @@ def _describe_interruption(trainer: Trainer) -> str:
     step = trainer.state.step
     heads = trainer.output_dir / HEADS
     is_saved = trainer.store.at(step) is not None
-    if is_saved and heads.exists() and trainer.whole_run is None:
+    if is_saved and heads.exists() and trainer.parent_run_dir is None:
         status = f"{heads} is saved, {TREE} is not. To create it"
     elif is_saved:
         status = "the checkpoint is saved. To resume"
@@ -322,7 +326,8 @@ def _restore_best(trainer: Trainer, console: Console) -> int:
     """Restore the weights of the best evaluation after early stopping; return their step."""
     step = trainer.restore_best()
     console.print(
-        f"stopped early: no lower validation loss in {trainer.patience} evaluations "
+        f"stopped early: no lower validation loss in"
+        f" {trainer.cfg.early_stopping_patience} evaluations "
         f"({trainer.state.best}); using the weights of step {step}"
     )
     return step

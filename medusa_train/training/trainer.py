@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from medusa_train.checkpoint.store import WEIGHTS, CheckpointStore
+from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import MedusaError
@@ -28,7 +29,7 @@ from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
-from medusa_train.training.signals import StopRequest
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
@@ -38,10 +39,9 @@ from medusa_train.training.snapshot import (
     take_weights,
 )
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
+from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.validation import ValidationResult, validate
 
-#: Slack of comparisons of fractional epochs and steps.
-ROUNDING = 1e-9
 #: Steps after which it is known how long a step takes.
 TIMED_STEPS = 20
 
@@ -52,44 +52,6 @@ class Outcome(Enum):
     FINISHED = "finished"
     EARLY = "stopped early"
     INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When a run logs, evaluates, saves and ends; it does all of these after the last step.
-
-    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps that may be fractions:
-    micro-batches of one step may come from two epochs.
-    """
-
-    total_steps: int
-    steps_per_epoch: float
-    warmup_steps: int = 0
-    logging_steps: int = 1
-    eval_every: float = math.inf
-    save_every: float = math.inf
-
-    def logs(self, step: int) -> bool:
-        """Return whether to log after `step` steps (1-based)."""
-        return self._is_due(step, self.logging_steps)
-
-    def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after `step` steps."""
-        return self._is_due(step, self.eval_every)
-
-    def saves(self, step: int) -> bool:
-        """Return whether to save a checkpoint after `step` steps."""
-        return self._is_due(step, self.save_every)
-
-    def epoch(self, step: int) -> float:
-        """Return the passes over the data after `step` steps."""
-        return step / self.steps_per_epoch
-
-    def _is_due(self, step: int, every: float) -> bool:
-        # an interval that ends with a step is complete in spite of rounding
-        done = math.floor(step / every + ROUNDING)
-        done_before = math.floor((step - 1) / every + ROUNDING)
-        return step >= self.total_steps or done > done_before
 
 
 @dataclass
@@ -104,42 +66,31 @@ class Trainer:
         loader: this process's training micro-batches, without end; its position is saved in
             checkpoints.
         validation_batches: returns one pass over the validation set; None without one.
-        accumulation: micro-batches per optimizer step and process.
-        plan: when to log, evaluate, save and end.
+        schedule: when to log, evaluate, save and end.
         store: the run's checkpoints.
         loggers: where metrics are written.
-        patience: evaluations without improvement before the run stops early; None: never.
         state: counters of the run; restored from the checkpoint when resuming.
-        top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last
-            micro-batch.
         last_validation: the last evaluation's result.
-        max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
         world: the processes that train together.
         progress: what is shown meanwhile.
-        whole_run: run directory of the two-stage run whose stage one this is.
-        trust_remote_code: whether the user allowed the repository's code, for the command that
-            resumes.
+        parent_run_dir: of the two-stage run whose stage one this is.
     """
 
+    cfg: TrainConfig
     recipe: BackboneRecipe
     draft: Draft
     objective: Objective
     strategy: Strategy
     loader: BatchLoader
     validation_batches: Callable[[], Iterable[Batch]] | None
-    accumulation: int
-    plan: Plan
+    schedule: TrainingSchedule
     store: CheckpointStore
     loggers: MetricLoggers
-    patience: int | None
     state: TrainState
-    top_k_in_log: bool = False
     last_validation: ValidationResult | None = None
-    max_nonfinite_steps: int = 0
     world: World = SINGLE_PROCESS
     progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
-    whole_run: Path | None = None
-    trust_remote_code: bool = False
+    parent_run_dir: Path | None = None
 
     def __post_init__(self) -> None:
         self._resumable_best = self.state.best_step
@@ -152,7 +103,7 @@ class Trainer:
     def run(
         self, stop: StopRequest, on_timed: Callable[[float], None] = lambda seconds: None
     ) -> Outcome:
-        """Train to the plan's last step, to `stop`, or until early stopping.
+        """Train to the schedule's last step, to `stop`, or until early stopping.
 
         Unless an exception is raised, the last finished step has a checkpoint on return, and the
         weights of the best evaluation are saved.
@@ -166,9 +117,9 @@ class Trainer:
                 skipped already.
         """
         state = self.state
-        plan = self.plan
+        schedule = self.schedule
         # 1. A run stopped during the evaluation of its last step resumes with that evaluation.
-        if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
+        if state.step and schedule.evaluates(state.step) and state.evaluated != state.step:
             is_best = self._evaluate_and_log(stop)
             if is_best:
                 self._save_checkpoint()
@@ -180,18 +131,18 @@ class Trainer:
         self.draft.train()
         first_step = state.step + 1
         seconds_after_first = 0.0  # the first step is slower, since it allocates memory
-        while state.step < plan.total_steps and not self._out_of_patience():
+        while state.step < schedule.total_steps and not self._out_of_patience():
             self.train_step(batches)
             if state.step == first_step:
                 seconds_after_first = state.seconds
             if state.step == first_step + TIMED_STEPS - 1:
                 on_timed((state.seconds - seconds_after_first) / (TIMED_STEPS - 1))
             is_best = False
-            if plan.evaluates(state.step):
+            if schedule.evaluates(state.step):
                 is_best = self._evaluate_and_log(stop)
             # the signal may have reached only one of the processes
             stopping = self.world.any(bool(stop))
-            if stopping or self._out_of_patience() or plan.saves(state.step):
+            if stopping or self._out_of_patience() or schedule.saves(state.step):
                 self._save_checkpoint()
             elif is_best:
                 self._save_best()
@@ -205,7 +156,7 @@ class Trainer:
         return Outcome.FINISHED
 
     def train_step(self, batches: Iterator[Batch]) -> None:
-        """Run one optimizer step over `accumulation` micro-batches of every process.
+        """Run one optimizer step over `gradient_accumulation_steps` micro-batches of every process.
 
         Valid targets are counted over the whole global batch before any loss is divided, so the
         step's loss is the mean over its targets, however they are split into micro-batches and
@@ -217,7 +168,8 @@ class Trainer:
 
         # 1. The batch, and the targets of the whole global batch.
         device = self.recipe.backbone.device
-        micro_batches = [next(batches).to(device) for _ in range(self.accumulation)]
+        accumulation = self.cfg.gradient_accumulation_steps
+        micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
         counts = self.world.sum(counts.sum(dim=0))
 
@@ -242,13 +194,13 @@ class Trainer:
         # 4. Count the step, and log.
         seconds = time.perf_counter() - started
         state.step += 1
-        state.epoch = self.plan.epoch(state.step)
+        state.epoch = self.schedule.epoch(state.step)
         state.tokens += totals.tokens
         state.seconds += seconds
         if step_result.outcome is not StepOutcome.NOT_FINITE:
             state.window.add(totals, step_result.grad_norm, seconds)
         self.loggers.advance(state.step)
-        if self.plan.logs(state.step):
+        if self.schedule.logs(state.step):
             self._log(micro_batches[-1])
 
     def compute_loss(
@@ -274,7 +226,7 @@ class Trainer:
                 feats,
                 batch,
                 counts,
-                progress=self.state.step / self.plan.total_steps,
+                progress=self.state.step / self.schedule.total_steps,
                 lm_head=lm_head,
                 teacher=teacher,
                 grad_scale=grad_scale,
@@ -310,7 +262,8 @@ class Trainer:
         return self.state.best_step
 
     def _out_of_patience(self) -> bool:
-        return self.patience is not None and self.state.evals_since_best >= self.patience
+        patience = self.cfg.early_stopping_patience
+        return patience is not None and self.state.evals_since_best >= patience
 
     def _evaluate_and_log(self, stop: StopRequest) -> bool:
         """Evaluate on the validation set, if there is one; return whether the objective is the
@@ -334,9 +287,10 @@ class Trainer:
     def _warn_of_evaluation(self, objective: float) -> None:
         """Say that the held-out loss is NaN/Inf, and what follows from it."""
         patience = ""
-        if self.patience is not None:
+        if self.cfg.early_stopping_patience is not None:
             count = self.state.evals_since_best
-            patience = f" ({count} of early_stopping_patience {self.patience})"
+            allowed = self.cfg.early_stopping_patience
+            patience = f" ({count} of early_stopping_patience {allowed})"
         self.progress.print(
             f"warning: the held-out loss at step {self.state.step} is {objective}: this evaluation"
             f" counts as one without improvement{patience}. Check the held-out records, or lower"
@@ -360,7 +314,7 @@ class Trainer:
             record.pop("lm_kl", None)
         if self.state.skipped:
             record["skipped_steps"] = self.state.skipped
-        if self.top_k_in_log:
+        if self.cfg.medusa_logging:
             result = self.evaluate([last_batch])
             if result is not None:
                 record["head_top"] = result.top
@@ -403,7 +357,7 @@ class Trainer:
         # 2. Abort, or skip the step.
         state = self.state
         step = state.step + 1
-        if state.skipped >= self.max_nonfinite_steps:
+        if state.skipped >= self.cfg.max_nonfinite_steps:
             error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
             raise self.world.error_on_main(error)
         self.strategy.skip()
@@ -412,7 +366,7 @@ class Trainer:
             "reason": non_finite_reason(loss),
             "records": records,
             "skipped_steps": state.skipped,
-            "max_nonfinite_steps": self.max_nonfinite_steps,
+            "max_nonfinite_steps": self.cfg.max_nonfinite_steps,
         }
         self.loggers.log("skipped", step, record)
 

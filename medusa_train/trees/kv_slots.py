@@ -23,16 +23,20 @@ KEY_BLOCK = 256
 
 #: Dimensions of the keys and values [layers, 2, rows, kv_heads, columns, head_dim].
 ROWS = 2
+HEADS = 3
 COLUMNS = 4
+WIDTH = 5
 
 
 class Slots:
     """Keys and values of several layers, `[layers, 2, rows, kv_heads, columns, head_dim]`.
 
-    Memory is allocated when the first prompt is written. CUDA graphs replay with the addresses that
-    they were captured with, so there are buffers of 1, 2, 4, ... blocks of columns that are kept: a
-    longer text is copied into the next buffer, and the next answer begins in the first one again.
-    Where the length is known beforehand, `make_room` reserves one buffer for it.
+    Memory is allocated when the first prompt is written. Where layers differ in their heads, it has
+    the most and the widest of all layers, and a smaller layer reads its part. CUDA graphs replay
+    with the addresses that they were captured with, so there are buffers of 1, 2, 4, ... blocks of
+    columns that are kept: a longer text is copied into the next buffer, and the next answer begins
+    in the first one again. Where the length is known beforehand, `make_room` reserves one buffer for
+    it.
 
     Passes write through `trees.transformers_adapters`.
 
@@ -81,25 +85,33 @@ class Slots:
         if rows <= self.rows:
             return
         self.rows = rows
-        if self._buffer is None:
-            return
-        before = self._buffer
-        rows_before = before.shape[ROWS]
-        columns = before.shape[COLUMNS]
-        self._buffer = self._new_buffer(before, columns)
-        self._buffer[:, :, :rows_before] = before
-        self._buffers = {columns - 1: self._buffer}
+        if self._buffer is not None:
+            self._enlarge(self._buffer, heads=0, width=0)
 
-    def allocate(self, keys: Tensor, positions: int) -> Tensor:
-        """Return the storage with room for `positions`; keys [B, kv_heads, q, head_dim] give the
-        sizes of the first one.
+    def allocate(self, keys: Tensor, values: Tensor, positions: int) -> Tensor:
+        """Return the storage with room for `positions` of a layer with these keys and values,
+        [B, kv_heads, q, head_dim] each.
         """
+        heads = keys.shape[1]
+        width = max(keys.shape[3], values.shape[3])
         if self._buffer is None:
             length = self._buffer_length(max(positions, self._reserved))
-            like = keys.new_empty(self.num_layers, 2, 0, keys.shape[1], 0, keys.shape[3])
+            like = keys.new_empty(self.num_layers, 2, 0, heads, 0, width)
             self._buffer = self._new_buffer(like, length + 1)
             self._buffers[length] = self._buffer
+        # a later layer of the first prompt may have more heads, or wider ones
+        elif heads > self._buffer.shape[HEADS] or width > self._buffer.shape[WIDTH]:
+            self._enlarge(self._buffer, heads, width)
         return self.storage(positions)
+
+    def _enlarge(self, before: Tensor, heads: int, width: int) -> None:
+        """Move memory to a buffer of `rows` rows and of heads of at least these sizes."""
+        layers, two, rows, heads_before, columns, width_before = before.shape
+        heads = max(heads, heads_before)
+        width = max(width, width_before)
+        self._buffer = before.new_zeros(layers, two, self.rows, heads, columns, width)
+        self._buffer[:, :, :rows, :heads_before, :, :width_before] = before
+        self._buffers = {columns - 1: self._buffer}
 
     def reset(self) -> None:
         """Return to the first buffer; what is stored no longer counts."""

@@ -6,16 +6,17 @@ places `NodeSlots` describes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from medusa_train.errors import MedusaError
-from medusa_train.trees.kv_slots import ROWS, Slots
+from medusa_train.trees.kv_slots import HEADS, ROWS, WIDTH, Slots
 
 
 class PromptCache(Cache):
@@ -69,16 +70,14 @@ class _PromptPass:
     written: int
 
 
-class _PromptLayer(CacheLayerMixin):
-    """One layer of a `PromptCache`."""
+class _Layer(CacheLayerMixin, ABC):
+    """One layer of a cache, on memory whose heads may be wider or more than those of this layer."""
 
     is_sliding = False  # all positions are stored; masks apply sliding windows
 
-    def __init__(self, place: _PromptPass, index: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.is_initialized = True
-        self._place = place
-        self._index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: `Slots` allocates."""
@@ -86,25 +85,70 @@ class _PromptLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write q positions, [B, kv_heads, q, head_dim] each, and return all so far,
-        [B, kv_heads, length + q, head_dim] each.
+        """Write q positions, and return the S that are read.
+
+        Latent attention has values narrower than keys; layers of Gemma 4 differ in their heads.
+
+        Args:
+            key_states, value_states: [B, kv_heads, q, head_dim]; head_dim may differ.
+
+        Returns:
+            Keys and values, [B, kv_heads, S, head_dim], of the same heads.
 
         Raises:
-            MedusaError: keys and values differ in shape, or the capacity is exceeded.
+            MedusaError: the capacity is exceeded.
         """
-        if key_states.shape != value_states.shape:
-            raise MedusaError(
-                "keys and values, which share one tensor, differ in shape:"
-                f" {list(key_states.shape)} and {list(value_states.shape)}"
-            )
+        storage = self._allocated(key_states, value_states)
+        padded_keys = _padded(key_states, storage)
+        padded_values = _padded(value_states, storage)
+        keys, values = self._write(storage, padded_keys, padded_values)
+        return _part_of(keys, key_states), _part_of(values, value_states)
+
+    @abstractmethod
+    def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
+        """Return the memory of this layer, [2, rows, kv_heads, columns, head_dim]."""
+
+    @abstractmethod
+    def _write(
+        self, storage: Tensor, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write q positions, [B, kv_heads, q, head_dim] each, of the memory's heads; return those that
+        are read.
+        """
+
+
+def _padded(states: Tensor, storage: Tensor) -> Tensor:
+    """Pad states [B, kv_heads, q, head_dim] with zeros to the number and width of a storage's heads."""
+    heads = storage.shape[HEADS - 1] - states.shape[1]
+    width = storage.shape[WIDTH - 1] - states.shape[3]
+    return pad(states, (0, width, 0, 0, 0, heads)) if heads or width else states
+
+
+def _part_of(stored: Tensor, states: Tensor) -> Tensor:
+    """Return the part of stored [B, kv_heads, S, head_dim] that has the heads of `states`."""
+    return stored[:, : states.shape[1], :, : states.shape[3]]
+
+
+class _PromptLayer(_Layer):
+    """One layer of a `PromptCache`."""
+
+    def __init__(self, place: _PromptPass, index: int) -> None:
+        super().__init__()
+        self._place = place
+        self._index = index
+
+    def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
         place = self._place
-        start = place.length
-        end = start + key_states.shape[2]
-        storage = place.slots.allocate(key_states, end)
-        keys, values = storage[self._index, :, place.rows, :, :end]  # [B, kv_heads, end, head_dim]
-        keys[:, :, start:] = key_states
-        values[:, :, start:] = value_states
-        place.written = end
+        place.written = place.length + key_states.shape[2]
+        return place.slots.allocate(key_states, value_states, place.written)[self._index]
+
+    def _write(
+        self, storage: Tensor, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        place = self._place
+        keys, values = storage[:, place.rows, :, : place.written]  # [B, kv_heads, S, head_dim] each
+        keys[:, :, place.length :] = key_states
+        values[:, :, place.length :] = value_states
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -131,32 +175,25 @@ class SlotCache(Cache):
         super().__init__(layers=[_SlotLayer(layer, columns, key_length) for layer in storage])
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(_Layer):
     """One layer of a `SlotCache`.
 
     Keys and values are written at once: if memory is written twice, torch.compile copies all of it
     instead.
     """
 
-    is_sliding = False
-
     def __init__(self, storage: Tensor, columns: Tensor | int, key_length: int) -> None:
         super().__init__()
-        self.is_initialized = True
         self._storage = storage
         self._columns = columns
         self._key_length = key_length
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the memory is allocated."""
+    def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
+        return self._storage
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    def _write(
+        self, storage: Tensor, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write q positions, [B, kv_heads, q, head_dim] each, and return the columns that are read,
-        [B, kv_heads, key_length, head_dim] each.
-        """
-        storage = self._storage
         # 1. a single row writes slices
         if isinstance(self._columns, int):
             read = storage.narrow(3, 0, self._key_length)

@@ -399,16 +399,17 @@ def encode(**keys: Any) -> list[tuple[list[int], list[bool]]]:
 
 def drawn_bars(page: str, title: str) -> list[float]:
     """Return the lengths of the bars of a figure of a page, from the first to the last."""
-    return [
-        float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', _drawing(page, title))
-    ]
+    shape = r"<g><title>[^<]*</title>\s*<path d=\"M ([\d.]+) [\d.]+\s+L ([\d.]+) [\d.]+\s+L"
+    drawn = re.findall(shape, _drawing(page, title))
+    return [float(end) - float(start) for start, end in drawn]
 
 
 def drawn_curves(page: str, title: str) -> list[list[tuple[float, float]]]:
     """Return the points of each curve of a figure of a page, to the right and upwards."""
     curves = []
-    for points in re.findall(r'<polyline points="([^"]*)"', _drawing(page, title)):
-        pairs = [point.split(",") for point in points.split(" ")]
+    shape = r'<g><title>[^<]*</title>\s*<path d="([^"]*)" style="fill: none'
+    for points in re.findall(shape, _drawing(page, title)):
+        pairs = re.findall(r"([\d.]+) ([\d.]+)", points)
         curves.append([(float(x), -float(y)) for x, y in pairs])
     return curves
 

@@ -20,7 +20,7 @@ from medusa_train.checkpoint.heads import (
     save_draft,
     write_heads,
 )
-from medusa_train.checkpoint.reference_layout import to_reference
+from medusa_train.checkpoint.medusa_layouts import names_in_files
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError
 from medusa_train.io import warn_once
@@ -28,7 +28,13 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from tests.checkpoint.others import BACKBONE, reference_tensors, vllm_config, vllm_tensors
+from tests.checkpoint.others import (
+    BACKBONE,
+    reference_tensors,
+    vllm_config,
+    vllm_tensors,
+    write,
+)
 from tests.checkpoint.test_vllm_layout import same
 from tests.families import random_backbone
 from tests.full_disk import full_disk
@@ -169,6 +175,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str) -> N
         read_heads(tmp_path)
 
 
+@pytest.mark.parametrize("layout", ["reference", "vllm"])
+def test_heads_that_lack_a_tensor_are_named_with_their_file(tmp_path: Path, layout: str) -> None:
+    tensors = reference_tensors() if layout == "reference" else vllm_tensors()
+    name = "1.1.weight" if layout == "reference" else "lm_heads.1.weight"
+    del tensors[name]
+    path = tmp_path / (SAFETENSORS if layout == "reference" else "model.safetensors")
+    write(tmp_path, tensors, vllm_config() if layout == "vllm" else {}, path.name)
+    with pytest.raises(CheckpointError, match=f"^{path}: incomplete, {name} missing$"):
+        read_heads(tmp_path)
+
+
 def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
     save_draft(
         MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1), tmp_path, "the/right-one"
@@ -256,7 +273,7 @@ def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix
     model = full_model(tmp_path / "model", form, prefix)
     assert find_heads(model).layout == "model"
     heads = read_heads(model)
-    assert same(to_reference(heads.state, heads.num_layers), reference_tensors(5))
+    assert same(names_in_files(heads.state, heads.num_layers), reference_tensors(5))
     assert heads.base_model == str(model)  # the backbone is the one beside them
     assert heads.num_heads == 5  # whatever config.json says
 

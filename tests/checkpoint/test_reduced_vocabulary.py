@@ -17,9 +17,8 @@ from medusa_train.checkpoint.heads import (
     write_heads,
     write_weights,
 )
-from medusa_train.checkpoint.reference_layout import from_reference
+from medusa_train.checkpoint.medusa_layouts import expand_rows, from_files, to_vllm
 from medusa_train.checkpoint.resolve import DRAFT
-from medusa_train.checkpoint.server_layouts import expand_rows, from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -186,20 +185,20 @@ def test_expanded_matrices_draft_the_same_tokens(dtype: torch.dtype, offset: flo
 @pytest.mark.parametrize("size", [None, 4])
 def test_matrices_of_n_rows_as_older_exports_have_them_are_read(size: int | None) -> None:
     keys = {} if size is None else {"medusa_vocab_size": size}
-    heads = from_vllm(reduced(), vllm_config(truncated_vocab_size=4, **keys), "x")
+    heads = from_files(reduced(), vllm_config(truncated_vocab_size=4, **keys), "vllm")
     assert torch.equal(heads.state["lm_heads.1.weight"], vllm_tensors()["lm_heads.1.weight"][:4])
 
 
 def test_rows_of_full_matrices_are_selected_by_the_token_map_as_in_vllm() -> None:
     whole = {**vllm_tensors(), "token_map": torch.tensor([10, 2, 0, 7], dtype=torch.int32)}
-    heads = from_vllm(whole, vllm_config(truncated_vocab_size=4), "x")
+    heads = from_files(whole, vllm_config(truncated_vocab_size=4), "vllm")
     assert torch.equal(heads.state["lm_heads.1.weight"], whole["lm_heads.1.weight"][[10, 2, 0, 7]])
     assert heads.token_map is not None
     assert heads.token_map.dtype == torch.int64
 
 
 def test_a_token_map_that_vllm_ignores_is_ignored() -> None:
-    heads = from_vllm({**vllm_tensors(), "token_map": torch.arange(4)}, vllm_config(), "x")
+    heads = from_files({**vllm_tensors(), "token_map": torch.arange(4)}, vllm_config(), "vllm")
     assert heads.token_map is None
     assert heads.vocab_size == V
 
@@ -216,13 +215,12 @@ def test_a_token_map_that_vllm_ignores_is_ignored() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], words: str) -> None:
-    with pytest.raises(CheckpointError, match=words) as caught:
-        from_vllm(tensors, vllm_config(truncated_vocab_size=4), "some/file")
-    assert "some/file" in str(caught.value)
+    with pytest.raises(CheckpointError, match=words):
+        from_files(tensors, vllm_config(truncated_vocab_size=4), "vllm")
 
 
 def test_an_unknown_vocabulary_size_is_an_error() -> None:
-    heads = from_reference({**{f"0.0.linear.{kind}": torch.zeros(*shape) for kind, shape in
+    heads = from_files({**{f"0.0.linear.{kind}": torch.zeros(*shape) for kind, shape in
                                (("weight", (D, D)), ("bias", (D,)))},
                             "0.1.weight": torch.zeros(4, D), "token_map": torch.arange(4)})  # fmt: skip
     with pytest.raises(CheckpointError, match="vocab_size"):

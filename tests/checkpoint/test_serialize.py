@@ -14,7 +14,6 @@ from torch import Tensor
 
 from medusa_train.checkpoint.serialize import (
     _DTYPE_NAMES,
-    checksum,
     join_tensors,
     read_tensors,
     split_tensors,
@@ -22,6 +21,7 @@ from medusa_train.checkpoint.serialize import (
     write_pickled_tensors,
     write_tensors,
 )
+from medusa_train.checksums import checksum
 from medusa_train.errors import CheckpointError
 from tests.full_disk import full_disk
 

@@ -9,7 +9,7 @@ import pytest
 from medusa_train.config.docs import json_schema
 from medusa_train.config.draft_sections import SECTIONS, MedusaConfig
 from medusa_train.config.schema import DATA_KEYS, NOT_IN_STAGE_ONE, WEIGHT_KEYS, TrainConfig
-from medusa_train.config.types import Affects, keys_affecting
+from medusa_train.config.types import Affects, keys_marked
 from medusa_train.training.load_data import load_data
 from tests.training.conftest import *  # noqa: F403  (a run's fixtures)
 
@@ -18,7 +18,7 @@ from tests.training.conftest import *  # noqa: F403  (a run's fixtures)
     "cls", [TrainConfig, MedusaConfig, *SECTIONS.values()], ids=lambda cls: cls.__name__
 )
 def test_every_key_says_what_it_affects(cls: type[TrainConfig]) -> None:
-    said = {name for kind in Affects for name in keys_affecting(cls, kind)}
+    said = {name for kind in Affects for name in keys_marked(cls, kind)}
     assert said == set(cls.model_fields)
 
 

@@ -458,11 +458,11 @@ def test_what_is_wrong_in_a_list_of_an_override_is_not_a_line_of_the_file(tmp_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("datasets.3.path=x", "cannot set datasets[3].path: datasets[3] is not a mapping"),
-        ("datasets.1={path: x}", "datasets has 1 items, counted from 0"),
-        ("datasets.path=x", "datasets has 1 items, counted from 0"),
+        ("datasets.3.path=x", "cannot set datasets[3].path: datasets has 1 items, counted from 0"),
+        ("datasets.1={path: x}", "cannot set datasets[1]: datasets has 1 items, counted from 0"),
+        ("datasets.path=x", "cannot set datasets.path: datasets has 1 items, counted from 0"),
         ("base_model.x=1", "cannot set base_model.x: base_model is not a mapping"),
-        ("datasets.².path=x", "cannot set datasets.².path: datasets.² is not a mapping"),
+        ("datasets.².path=x", "cannot set datasets.².path: datasets has 1 items, counted from 0"),
     ],
 )
 def test_an_override_that_leads_nowhere_says_so(

@@ -285,6 +285,23 @@ def test_an_epoch_takes_everything_once(dataset: EncodedDataset, shuffle: bool) 
     ) == shuffle
 
 
+def test_draws_of_a_batch_do_not_depend_on_the_number_of_processes(
+    dataset: EncodedDataset,
+) -> None:
+    """They differ between batches and epochs, and a resumed run draws them again."""
+    loader = BatchLoader(dataset, 7, seed=3)
+    batches = [next(loader) for _ in range(18)]
+    draws = [batch.draw for batch in batches]
+    assert len(set(draws)) == 18
+    ranks = [BatchLoader(dataset, 7, seed=3, rank=rank, size=2) for rank in range(2)]
+    of_ranks = [next(ranks[number % 2]) for number in range(18)]
+    assert [batch.draw for batch in of_ranks] == draws
+    assert [batch.records for batch in of_ranks] == [batch.records for batch in batches]
+    resumed = BatchLoader(dataset, 7, seed=3)
+    resumed.load_state_dict(ranks[0].state_dict())
+    assert next(resumed).draw not in draws
+
+
 def test_conversations_of_like_length_stand_together(dataset: EncodedDataset) -> None:
     loader = BatchLoader(dataset, 6, seed=0)
     shapes = [next(loader).tokens.numel() for _ in range(loader.batches_per_epoch)]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import Conversation, Message
+from medusa_train.data.json_values import RecordError
 from medusa_train.data.records import normalize
 from medusa_train.data.tokenize import ChatEncoder, Row
-from medusa_train.data.turns import RecordError
 
 USER = Message("user", "Ask")
 MORE = Message("user", "More")

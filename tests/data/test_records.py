@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from medusa_train.data.json_values import RecordError
 from medusa_train.data.records import normalize, parse_user_turns
-from medusa_train.data.turns import RecordError
 from medusa_train.data.unread import COLUMNS, Unread
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -85,9 +85,12 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"conversations": ["x"]}, "turn 1: must be an object"),
         (
             {"conversations": [{"from": "tool", "value": "x"}]},
-            "turn 1: a tool call or its result, which is not",
+            "turn 1 has the role tool, expected user",
         ),
-        ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1: a tool call"),
+        (
+            {"conversations": [{"role": "assistant", "tool_calls": [{}]}]},
+            "turn 1: a tool call has no name",
+        ),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
         (
             {"conversations": [{"from": "human", "value": 3}]},

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.json_values import RecordError
 from medusa_train.data.read_chats import ReadResult
 from medusa_train.data.records import normalize
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
-from medusa_train.data.turns import RecordError
 from medusa_train.errors import DataError
 from tests.data.test_tokenize_chat import masked
 
@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 TURNS = [{"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}]
 WITH_TOOLS = (
-    "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool.name }}{% endfor %}{% endif %}"
+    "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
     "{% if mode is defined %}{{ '(' + mode + ')' }}{% endif %}"
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

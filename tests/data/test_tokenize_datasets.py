@@ -261,7 +261,7 @@ TEMPLATE = (
 class Killed(ChatEncoder):
     """Kills its process, as the kernel does where memory is short."""
 
-    def encode(self, conversation: Conversation) -> list[Row]:
+    def encode(self, conversation: Conversation, counts: Counter[str] | None = None) -> list[Row]:
         os.kill(os.getpid(), signal.SIGKILL)
         return []
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.json_values import RecordError
 from medusa_train.data.read_chats import ReadResult
 from medusa_train.data.records import normalize
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader, cache_key
-from medusa_train.data.turns import RecordError
 from medusa_train.errors import DataError
 from medusa_train.selfdistill.prompts import read_prompts
 from tests.data.test_tokenize_chat import masked
@@ -87,7 +87,7 @@ def test_switches_of_turns_decide_before_roles(
         ({"weight": True}, "'weight' must be 0 or 1"),
         ({"train": "no"}, "'train' must be true or false, it is 'no'"),
         ({"train_detail": [{"begin": 0}]}, "training of parts of a turn is not supported"),
-        ({"function_call": {"name": "f"}}, "turn 2: a tool call"),
+        ({"function_call": {"name": 5}}, "turn 2: a tool call has no name"),
         ({"train": True, "training": False}, "turn 2: 'train' and 'training' contradict each o"),
         ({"train": True, "weight": 0}, "turn 2: 'train' and 'weight' contradict each other"),
     ],
@@ -161,7 +161,7 @@ def test_a_single_part_may_have_another_name() -> None:
     record = {"conversations": [{"from": "human", "text": "Q"}]}
     assert normalize(record, fields=fields).messages[0].content == "Q"
     fields = DatasetConfig(path="x", field_messages="chat", roles={"tool": ["caller"]})
-    with pytest.raises(RecordError, match="turn 1: a tool call"):
+    with pytest.raises(RecordError, match="turn 1 has the role tool"):
         normalize({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
     with pytest.raises(RecordError, match="expected the keys 'chat'"):
         normalize({"messages": TURNS}, fields=fields)

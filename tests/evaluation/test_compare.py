@@ -1,7 +1,6 @@
 import io
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from medusa_train.evaluation.compare import (
     show,
     write,
 )
-from medusa_train.evaluation.report import Report, write_report
+from medusa_train.evaluation.report import build_report, write_report
 from tests.evaluation.test_report import meta
 from tests.evaluation.test_report_page import TREE, Balance, record
 
@@ -28,7 +27,7 @@ def write_run(
     asked = categories * 3  # enough questions for intervals
     records = [record(number, category) for number, category in enumerate(asked, start=1)]
     write_report(
-        Report.from_records(records, meta(bench=bench, **changes), TREE),
+        build_report(records, meta(bench=bench, **changes), TREE),
         records,
         run / "eval" / bench,
     )
@@ -81,10 +80,10 @@ def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     evaluated = load_reports([str(a), str(b)], None)
     expected = ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
     assert differences(evaluated) == expected
-    judged = [
-        replace(one, report={**one.report, "judge": {"model": name}})
-        for one, name in zip(evaluated, "xy", strict=True)
-    ]
+    judged = {
+        name: {**report, "judge": {"model": judge}}
+        for judge, (name, report) in zip("xy", evaluated.items(), strict=True)
+    }
     assert differences(judged) == [*expected, "different judge: x, y"]
 
 
@@ -119,10 +118,10 @@ def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None
     os.utime(run / "eval" / "tiny" / "report.json", (1, 1))
     other = write_run(tmp_path / "b")
     newest = load_reports([str(run), str(other)], None)
-    assert [one.report["meta"]["bench"] for one in newest] == ["mtbench", "tiny"]
-    assert newest[0].name.endswith("a (mtbench)")
+    assert [one["meta"]["bench"] for one in newest.values()] == ["mtbench", "tiny"]
+    assert next(iter(newest)).endswith("a (mtbench)")
     named = load_reports([str(run), str(other / "eval" / "tiny")], "tiny")
-    assert [one.report["meta"]["bench"] for one in named] == ["tiny", "tiny"]
+    assert [one["meta"]["bench"] for one in named.values()] == ["tiny", "tiny"]
 
 
 def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
     assert balance.open == []
     assert balance.seen.count("svg") == 1
     assert "<b>/" not in html
-    assert set(json.loads(data.read_text(encoding="utf-8"))) == {one.name for one in evaluated}
+    assert set(json.loads(data.read_text(encoding="utf-8"))) == set(evaluated)
 
 
 def test_a_report_of_an_older_version_has_fewer_figures_and_correct_answers_a_column(

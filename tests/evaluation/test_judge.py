@@ -19,7 +19,7 @@ from medusa_train.evaluation.judge import (
 )
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.turns import Answer, Turn
-from medusa_train.servers.client import OpenAIClient
+from medusa_train.servers.client import Servers
 from tests.evaluation.make_turn import make_turn
 from tests.evaluation.test_run_bench import run as evaluate
 from tests.fake_server import FakeServer, Reply, completion, error, serving
@@ -37,10 +37,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 def judge(server: FakeServer) -> Judge:
-    return Judge(
-        OpenAIClient(server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=0.5),
-        "judge-1",
+    servers = Servers(
+        [server.url],
+        key_variable="OPENAI_API_KEY",
+        timeout=5.0,
+        retry_seconds=0.5,
+        concurrency=1,
     )
+    return Judge(servers, "judge-1")
 
 
 QUESTIONS = [
@@ -166,7 +170,7 @@ def test_the_judge_sees_earlier_turns_and_reference_answers(
 ) -> None:
     asked = records("<think>\nFlowers rhyme.\n</think>\n\nRoses.")
     asked[0].text = "Tulips."  # the second turn was asked after the plain answer
-    grade(asked, QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
+    grade(asked, QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl")
     first, second, third = (body["messages"][1]["content"] for body in server.bodies)
     assert "Now shorter." not in first
     assert "Tulips." in first
@@ -215,10 +219,7 @@ def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(
 
     server.script = refuse
     assert (
-        grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "other.jsonl", concurrency=1)[
-            "failed"
-        ]
-        == 3
+        grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "other.jsonl")["failed"] == 3
     )
     ended.set()
     assert len(server.bodies) <= 3 + 2  # one refusal of everything is enough

@@ -1,16 +1,15 @@
 """When a machine is called busy."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
-from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
+from medusa_train.evaluation.machine_load import OtherProcesses, busy_signs, machine_load
 
-QUIET = MachineLoad(4, 0.9, 0.1)
+QUIET: dict[str, Any] = {"cores": 4, "other_cores": 0.9, "plain_step_spread": 0.1}
 
 
 class SystemTimes(NamedTuple):
@@ -34,8 +33,12 @@ def test_only_the_time_of_other_processes_counts(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_spread_is_of_the_slowest_over_the_fastest() -> None:
-    assert spread([2.0, 1.0, 1.5]) == 1.0
-    assert spread([1.0]) is spread([]) is None
+    others = OtherProcesses()
+    spreads = [
+        machine_load(others, seconds)["plain_step_spread"]
+        for seconds in ([2.0, 1.0, 1.5], [1.0], [])
+    ]
+    assert spreads == [1.0, None, None]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,6 @@ def test_the_spread_is_of_the_slowest_over_the_fastest() -> None:
     ],
 )
 def test_each_sign_of_a_busy_machine_is_named(change: dict[str, float], sign: str) -> None:
-    assert QUIET.signs() == []
-    assert replace(QUIET, **change).signs() == [sign]
-    assert replace(QUIET, plain_step_spread=None).signs() == []  # too few were timed
+    assert busy_signs(**QUIET) == []
+    assert busy_signs(**QUIET | change) == [sign]
+    assert busy_signs(**QUIET | {"plain_step_spread": None}) == []  # too few were timed

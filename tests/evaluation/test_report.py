@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_train.evaluation.report import Report, figures_table, summary_of, write_report
+from medusa_train.evaluation.report import build_report, metrics_table, summary_of, write_report
 from medusa_train.evaluation.turns import (
     Answer,
     Score,
@@ -13,8 +13,8 @@ from medusa_train.evaluation.turns import (
 from tests.evaluation.make_turn import make_turn
 
 
-def markdown(report: Report) -> str:
-    return "\n\n".join([*summary_of(report), figures_table(report).markdown()])
+def markdown(report: dict[str, Any]) -> str:
+    return "\n\n".join([*summary_of(report), metrics_table(report).markdown()])
 
 
 def meta(**changes: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def records(with_tree: bool = True) -> list[Turn]:
 
 
 def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Path) -> None:
-    write_report(Report.from_records(records(), meta()), records(), tmp_path / "eval" / "tiny")
+    write_report(build_report(records(), meta()), records(), tmp_path / "eval" / "tiny")
     page = (tmp_path / "eval" / "tiny" / "report.md").read_text(encoding="utf-8")
     assert "| math |" in page
     assert "## Answers" not in page
@@ -75,7 +75,7 @@ def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Pa
 
 def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_path: Path) -> None:
     write_report(
-        Report.from_records(records(), meta()),
+        build_report(records(), meta()),
         [*records(), Turn(9, "math", 2, (1,) * 5000)],
         tmp_path,
     )
@@ -97,7 +97,7 @@ def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
             record.exact = exact
         return next(
             line
-            for line in markdown(Report.from_records(compared, meta)).split("\n\n")
+            for line in markdown(build_report(compared, meta)).split("\n\n")
             if "Output" in line
         )
 
@@ -139,21 +139,21 @@ def test_quality_is_reported_where_they_are_known() -> None:
         ),
         ({"joint": joint}, "8.200 after joint training, 8.000 before (+2.5%), KL 0.0213"),
     ):
-        text = markdown(Report.from_records(records(), meta(), extra=extra))
+        text = markdown(build_report(records(), meta(), parts=extra))
         assert expected in text
         assert "correct" not in text  # there are no scores
 
 
 def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
     quiet = {"cores": 2, "other_cores": 0.3, "plain_step_spread": 0.05}
-    assert "busy" not in markdown(Report.from_records(records(), meta(machine_load=quiet)))
+    assert "busy" not in markdown(build_report(records(), meta(machine_load=quiet)))
     busy = {**quiet, "other_cores": 1.5}
-    text = markdown(Report.from_records(records(), meta(machine_load=busy)))
+    text = markdown(build_report(records(), meta(machine_load=busy)))
     assert "seems to have been busy: other processes used 1.5 of 2 cores meanwhile. " in text
     fast = records()
     for record in fast:
         record.answers["tree"] = Answer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
-    text = markdown(Report.from_records(fast, meta(machine_load=quiet)))
+    text = markdown(build_report(fast, meta(machine_load=quiet)))
     assert "busy: overhead 0.50, though a step with a tree costs no less than a plain one" in text
 
 
@@ -169,20 +169,20 @@ def scored(tree: bool, plain: bool, with_tree: bool = True, questions: int = 5) 
 
 
 def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> None:
-    equal = Report.from_records(scored(True, True), meta())
+    equal = build_report(scored(True, True), meta())
     expected = (
         "Quality: exact match 5 of 5 (100.0%, 95 % interval 56.6% to 100.0%), with plain decoding"
         " equal on every"
     )
     assert expected in markdown(equal)
     assert "| 5/5 |" in markdown(equal)
-    differing = markdown(Report.from_records(scored(True, False), meta()))
+    differing = markdown(build_report(scored(True, False), meta()))
     assert (
         "with plain decoding 0 of 5 (0.0%, 95 % interval 0.0% to 43.4%); 5 questions scored"
         " differently" in differing
     )
     assert "| 5/5 (plain 0) |" in differing
-    alone = Report.from_records(
+    alone = build_report(
         scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None)
     )
     assert "Quality: exact match 0 of 5 (0.0%, 95 % interval 0.0% to 43.4%)." in markdown(alone)
@@ -196,8 +196,8 @@ def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> 
 
 def test_fewer_than_five_questions_have_figures_without_intervals_and_it_says_why() -> None:
     # three scored questions, and one that is not
-    few = markdown(Report.from_records(scored(True, True, questions=3), meta()))
+    few = markdown(build_report(scored(True, True, questions=3), meta()))
     assert "1.10x (no interval: fewer than 5 questions, or batches of them) the speed" in few
     assert "3 of 3 (100.0%, no interval: fewer than 5 answers)" in few
-    enough = markdown(Report.from_records(scored(True, True), meta()))
+    enough = markdown(build_report(scored(True, True), meta()))
     assert "no interval" not in enough

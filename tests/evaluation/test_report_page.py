@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
+from medusa_train.evaluation.report import build_report, decoders_table, metrics_table, summary_of
 from medusa_train.evaluation.report_page import (
     answers_section,
     colored_runs,
@@ -60,12 +60,10 @@ def answer(record: Turn) -> dict[str, Any]:
 def page(records: list[Turn], **changes: Any) -> str:
     tree = TREE if records[0].tree is not None else None
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
-    report = Report.from_records(records, meta(**changes), tree, extra)
-    tables = [figures_table(report), decoders_table(report)]
-    sections = sections_of(
-        report.as_json(), [answer(one) for one in records], tables, summary_of(report)
-    )
-    return html_page(report.as_json(), sections)
+    report = build_report(records, meta(**changes), tree, extra)
+    tables = [metrics_table(report), decoders_table(report)]
+    sections = sections_of(report, [answer(one) for one in records], tables, summary_of(report))
+    return html_page(report, sections)
 
 
 class Balance(HTMLParser):
@@ -102,18 +100,18 @@ def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
 
 
 def test_a_bench_of_one_category_is_shown_once() -> None:
-    two = Report.from_records([record(1, "math"), record(2, "code")], meta())
-    assert [row[0] for row in figures_table(two).rows] == ["math", "code", "overall"]
+    two = build_report([record(1, "math"), record(2, "code")], meta())
+    assert [row[0] for row in metrics_table(two).rows] == ["math", "code", "overall"]
     assert "Speedup per category" in page([record(1, "math"), record(2, "code")])
-    one = Report.from_records([record(1, "math"), record(2, "math")], meta())
-    assert [row[0] for row in figures_table(one).rows] == ["math"]
+    one = build_report([record(1, "math"), record(2, "math")], meta())
+    assert [row[0] for row in metrics_table(one).rows] == ["math"]
     assert "Speedup per category" not in page([record(1, "math"), record(2, "math")])
 
 
 def test_it_compares_the_decoders() -> None:
     one = record(1, "math")
     one.answers["prompt_lookup"] = Answer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
-    assert decoders_table(Report.from_records([one], meta())).rows == [
+    assert decoders_table(build_report([one], meta())).rows == [
         ["tree", "6", "2.00", "-", "-"],
         ["plain", "4", "1.00", "1.82x", "1"],
         ["generate", "3", "-", "2.27x", "1"],

@@ -255,8 +255,8 @@ def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
             "",
             RunProgress(Console(file=io.StringIO())),
         )
-        longest.append(len(report.overall["ctar"]))
-        assert report.meta["early_stop"] == cfg.threshold
+        longest.append(len(report["overall"]["ctar"]))
+        assert report["meta"]["early_stop"] == cfg.threshold
     assert longest[0] <= 1  # it stops after every token
     names = sorted(path.name for path in (tmp_path / "run" / "eval").iterdir())
     assert names[0] == "small-threshold1"

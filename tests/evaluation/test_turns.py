@@ -7,10 +7,10 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.turns import (
     TURN,
     Answer,
-    MeasurementLog,
     Turn,
     completed_turns,
 )
+from medusa_train.json_lines import MeasurementLog
 from tests.evaluation.make_turn import make_turn
 
 SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}

@@ -152,10 +152,12 @@ def test_tokens_equal_plain_generate_and_our_loop(
 def test_every_family(tmp_path: Path, family: str, attention: str) -> None:
     """Sliding windows and longrope's original length are those of short answers."""
     changes: dict[str, Any] = (
-        {"sliding_window": 40} if family in ("mistral-window", "gemma2", "gemma3") else {}
+        {"sliding_window": 40}
+        if family in ("mistral-window", "gemma2", "gemma3", "mimo-v2")
+        else {}
     )
     backbone = random_backbone(family, **changes)
-    model = model_of(backbone, "eager" if family == "gemma2" else attention)
+    model = model_of(backbone, "eager" if backbone.attention == "eager" else attention)
     count = 20 - len(PROMPT) if family == "phi3-longrope" else LENGTH
     directory = write(tmp_path, trained_like(backbone), BUSHY)
     assert torch.equal(

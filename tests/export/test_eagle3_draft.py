@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from medusa_train.checkpoint.eagle3_layouts import for_target
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.server_layouts import for_target
 from medusa_train.cli.export import app
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run

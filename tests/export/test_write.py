@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from medusa_train import io
 from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_for_decoding
-from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.types import ExportTarget

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.heads import save_draft, write_heads
-from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import vllm_config, vllm_tensors, write

@@ -3,11 +3,13 @@ states; files.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from medusa_train.checkpoint.heads import load_draft, save_draft
+from medusa_train.data.batch import shift_labels
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
@@ -15,6 +17,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.features import Rows
 from medusa_train.tree_search.fit import AcceptedLength
@@ -26,7 +29,7 @@ from tests.inference.equality import check_equals_plain
 
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on
 # the token before, `kangaroo-mlp` an lm_head of its own and no attention.
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
     "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4},
     "hydra": {"num_heads": 3, "num_layers": 2, "prefix_layer": False, "dropout": 0.1},
@@ -41,6 +44,14 @@ SETTINGS: dict[str, dict[str, object]] = {
         "share_lm_head": False,
     },
     "eagle3": {"num_heads": 3, "train_steps": 2, "layers": [1, 1, 2]},
+    "dflash": {"max_draft_tokens": 3, "num_layers": 2, "layers": [1, 2], "window": 7},
+    "dflash-markov": {"max_draft_tokens": 3, "num_layers": 1, "layers": [1, 2], "markov_rank": 4},
+    "dflash-bidirectional": {
+        "max_draft_tokens": 3,
+        "num_layers": 2,
+        "layers": [1, 2],
+        "window": 0,
+    },
 }
 KINDS = list(SETTINGS)
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
@@ -68,7 +79,32 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
             parameter.add_(
                 torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread)
             )
+    if isinstance(draft, DFlashDraft):
+        train_briefly(draft, backbone)
     return draft.eval()
+
+
+def train_briefly(draft: Draft, backbone: Backbone) -> None:
+    """Train a draft that begins at random on two greedy answers: without that nearly no guess is
+    accepted.
+    """
+    decoder = Decoder(backbone)
+    prompts = [[token % backbone.vocab_size for token in prompt] for prompt in PROMPTS[:2]]
+    rows = [prompt + decoder.generate(prompt, 24, ()).tokens for prompt in prompts]
+    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
+    for _ in range(12):
+        losses = []
+        for row in rows:
+            batch = Rows.from_tokens(torch.tensor([row], device=backbone.device))
+            with torch.no_grad():
+                feats = backbone.run(batch.tokens, need=draft.needs)
+            for k, states in enumerate(draft.head_states(feats, batch), start=1):
+                targets = shift_labels(batch.tokens, k, batch.segments).flatten()
+                logits = draft.lm_head(k).logits(states).flatten(0, 1)
+                losses.append(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100))
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])

@@ -1,4 +1,4 @@
-"""Dynamic trees of EAGLE-3: the nodes against an enumeration of all paths, equal output, lossless
+"""Dynamic trees of EAGLE-3 and DFlash: the nodes against an enumeration of all paths, equal output, lossless
 sampling.
 """
 
@@ -13,6 +13,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import dynamic_trees
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
+from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.features import Rows
@@ -26,14 +27,16 @@ from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 SIZE = Limits(9, 3)
 
 
-def dynamic_draft(backbone: Backbone, size: Limits = SIZE) -> Eagle3Draft:
-    draft = random_draft("eagle3", backbone, spread=0.05)
-    assert isinstance(draft, Eagle3Draft)
+def dynamic_draft(
+    backbone: Backbone, size: Limits = SIZE, kind: str = "eagle3"
+) -> Eagle3Draft | DFlashDraft:
+    draft = random_draft(kind, backbone, spread=0.05)
+    assert isinstance(draft, (Eagle3Draft, DFlashDraft))
     return draft.with_dynamic_trees(size)
 
 
 def enumerated(
-    draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Limits, k: int
+    draft: Eagle3Draft | DFlashDraft, backbone: Backbone, text: list[int], size: Limits, k: int
 ) -> dict[Ranks, float]:
     """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their
     probabilities.
@@ -94,6 +97,21 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
     assert len(shapes) > 1 or len(paths) in (2, 3, 21)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash-markov", "dflash-bidirectional"])
+def test_trees_of_dflash_are_the_most_probable_paths(kind: str) -> None:
+    """Of all paths, and with a Markov bias given each node's parent: with at most ten nodes none is
+    missed.
+    """
+    backbone = random_backbone("llama")
+    size = Limits(9, 3)
+    draft = dynamic_draft(backbone, size, kind)
+    proposal = proposal_after(backbone, draft, TREE, [[3, 14, 15, 9]], [5])
+    tree, tokens = proposal.tree.row(0), proposal.tokens[0].tolist()
+    paths = {tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, 10)}
+    expected = enumerated(draft, backbone, [3, 14, 15, 9, 5], size, backbone.vocab_size)
+    assert paths == set(expected)
+
+
 def test_equal_products_go_to_the_parent() -> None:
     """A draft that is certain of every token: a chain, of which no node is missing."""
     backbone = random_backbone("llama")
@@ -103,13 +121,24 @@ def test_equal_products_go_to_the_parent() -> None:
     assert proposal.tree.row(0).parent_list == [-1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "phi3-longrope"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(
+            ("eagle3", family)
+            for family in ("llama", "mistral-window", "qwen3", "gemma3", "phi3-longrope")
+        ),
+        ("dflash", "qwen3"),
+        ("dflash-markov", "mistral-window"),
+        ("dflash-bidirectional", "llama"),
+    ],
+)
 @pytest.mark.parametrize("merged", [False, True])
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
-    merged: bool, family: str, monkeypatch: pytest.MonkeyPatch
+    merged: bool, kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = random_backbone(family)
-    heads = dynamic_draft(backbone)
+    heads = dynamic_draft(backbone, kind=kind)
     proposals, guess = [], heads.guess
 
     def spy(*given: object) -> Proposal:
@@ -131,9 +160,11 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
     assert len({tuple(row.parent_list) for row in rows}) > 3
 
 
-def test_sampled_text_follows_the_backbones_distribution() -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dflash-markov"])
+def test_sampled_text_follows_the_backbones_distribution(kind: str) -> None:
     backbone = five_token_backbone()
-    decoder = BatchDecoder(backbone, dynamic_draft(backbone, Limits(6, 2)), Tree.cartesian([2, 2]))
+    draft = dynamic_draft(backbone, Limits(6, 2), kind)
+    decoder = BatchDecoder(backbone, draft, Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
 
 

@@ -75,11 +75,16 @@ def test_unknown_transforms_of_logits_are_rejected() -> None:
         check_model(Backbone(Strange(config), NoTokenizer()))
 
 
-def test_unsupported_layer_types_are_rejected() -> None:
+def test_layers_that_trees_do_not_support_are_an_obstacle() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    model.config.layer_types = ["chunked_attention"]
-    with pytest.raises(BackboneError, match="chunked_attention"):
-        Backbone(model, NoTokenizer())
+    for kind, words in (
+        ("chunked_attention", "chunked attention: "),
+        ("new", "layers of type new"),
+    ):
+        model.config.layer_types = [kind]
+        obstacle = Backbone(model, NoTokenizer()).tree_obstacle
+        assert obstacle is not None
+        assert obstacle.startswith(words)
 
 
 def test_a_backbone_is_frozen_and_has_the_models_sizes() -> None:

@@ -2,6 +2,7 @@
 explained.
 """
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import EAGLE3, resolve_model
@@ -22,16 +24,11 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
-from medusa_train.server_bench.measure_servers import output_directory
-from medusa_train.server_bench.serve import (
-    TAIL_LINES,
-    Session,
-    VLLMServer,
-    note_on_layers,
-    plan_sessions,
-    serve_command,
-    vllm_version,
-)
+from medusa_train.progress import RunProgress
+from medusa_train.server_bench.run import output_directory
+from medusa_train.server_bench.serve import StartedServers, note_on_layers, plan_sessions
+from medusa_train.server_bench.vllm import TAIL_LINES, VLLMServer, serve_command, vllm_version
+from tests import chatml
 from tests.checkpoint.published import EAGLE3 as EAGLE3_DRAFTS
 from tests.checkpoint.published import Sizes, write_eagle3
 from tests.evaluation.tiny_model import write_backbone, write_run
@@ -399,13 +396,22 @@ def test_keys_without_effect_are_listed() -> None:
 
 
 def test_the_plan_of_servers() -> None:
-    assert plan_sessions([1, 4], together=True) == [
-        Session("plain and k=1", (0, 1)),
-        Session("plain and k=4", (0, 4)),
-    ]
+    together = plan_sessions([1, 4], together=True)
+    assert list(together.items()) == [("plain and k=1", (0, 1)), ("plain and k=4", (0, 4))]
     alone = plan_sessions([2], together=False)
-    assert [session.speculative_tokens for session in alone] == [(0,), (2,), (0,)]
-    assert len({session.name for session in alone}) == 3
+    assert list(alone.values()) == [(0,), (2,), (0,)]
+
+
+def test_the_end_of_answers_that_is_sent_to_the_servers_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = chatml.write_backbone(tmp_path / "backbone")
+    monkeypatch.setenv("VLLM_PYTHON", str(Vllm(tmp_path, "").python))
+    cfg = load_config(EvalConfig, None, ["serve=true", "draft=prompt_lookup"])
+    paths = resolve_model(None, str(backbone), None, lookup=cfg.lookup_choice)
+    printed = io.StringIO()
+    StartedServers(cfg, paths, tmp_path, RunProgress(Console(file=printed, width=200)))
+    assert "sent to the servers as stop_token_ids" in printed.getvalue()
 
 
 def test_the_command_line_of_a_server(tmp_path: Path) -> None:

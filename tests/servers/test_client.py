@@ -1,8 +1,7 @@
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import client as module
-from medusa_train.servers.client import OpenAIClient, Slots
-from medusa_train.servers.connection import Fault
-from medusa_train.servers.rejections import RequestRejected
-from tests.fake_server import FakeServer, Reply, completion, error, serving
+from medusa_train.servers.client import Servers
+from medusa_train.servers.responses import RequestRejected
+from tests.fake_server import FakeServer, Reply, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "sk-very-secret"
@@ -22,19 +20,48 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_BACKOFF", 0.01)
-    monkeypatch.setattr(module, "MAX_BACKOFF", 0.05)
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.05)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def ask(server: FakeServer, retry_seconds: float = 20.0, timeout: float = 10.0) -> str:
-    client = OpenAIClient(
-        server.url, key_variable="OPENAI_API_KEY", timeout=timeout, retry_seconds=retry_seconds
-    )
-    try:
-        return client.complete(BODY)["choices"][0]["message"]["content"]
-    finally:
-        client.close()
+def connect(*urls: str, concurrency: int = 4, **options: Any) -> Servers:
+    defaults = {"key_variable": "OPENAI_API_KEY", "timeout": 10.0, "retry_seconds": 20.0}
+    return Servers(urls, concurrency=concurrency, **{**defaults, **options})
+
+
+def send(servers: Servers, *bodies: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Send requests one after the other."""
+
+    async def send_all() -> list[dict[str, Any]]:
+        async with servers:
+            return [await servers.complete(body) for body in bodies]
+
+    return asyncio.run(send_all())
+
+
+def send_many(servers: Servers, bodies: list[dict[str, Any]]) -> list[str]:
+    """Send requests at the same time, and return the texts of the answers, sorted."""
+    texts: list[str] = []
+
+    async def ask(body: dict[str, Any]) -> None:
+        texts.append(text_of(await servers.complete(body)))
+
+    async def send_all() -> None:
+        async with servers:
+            await servers.for_each(ask, bodies)
+
+    asyncio.run(send_all())
+    return sorted(texts)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def ask(server: FakeServer, **options: Any) -> str:
+    (answer,) = send(connect(server.url, **options), BODY)
+    return text_of(answer)
 
 
 def test_the_request_is_sent_unchanged_and_the_answer_returned() -> None:
@@ -66,10 +93,10 @@ def test_answers_that_are_no_text_and_other_transient_errors_are_retried(fault: 
 def test_retries_end_after_retry_seconds() -> None:
     with serving() as server:
         url = server.url
-    client = OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=0.1)
+    servers = connect(url, timeout=1.0, retry_seconds=0.1)
     with pytest.raises(ServerError, match=r"no answer within 0\.1 s; last error: ConnectError"):
-        client.complete(BODY)
-    assert client.retries >= 1
+        send(servers, BODY)
+    assert servers.retries >= 1
     with serving(seconds=1.0) as slow, pytest.raises(ServerError, match="Timeout"):
         ask(slow, retry_seconds=0.0, timeout=0.1)
 
@@ -112,14 +139,9 @@ def test_the_key_is_read_from_the_environment_and_in_no_message(
 
 def test_a_wrong_url_is_reported() -> None:
     with serving() as server:
-        client = OpenAIClient(
-            server.url.removesuffix("/v1"),
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=5.0,
-        )
+        servers = connect(server.url.removesuffix("/v1"))
         with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
-            client.complete(BODY)
+            send(servers, BODY)
     for url in (
         "localhost:8000",
         "ftp://host/v1",
@@ -128,30 +150,31 @@ def test_a_wrong_url_is_reported() -> None:
         "http://host:99999/v1",
     ):
         with pytest.raises(ConfigError, match="expected an address"):
-            OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=1.0)
+            connect(url)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
         with pytest.raises(ConfigError, match="environment variable") as caught:
-            OpenAIClient(url, key_variable="OPENAI_API_KEY", timeout=1.0, retry_seconds=1.0)
+            connect(url)
         assert KEY not in str(caught.value)
 
 
-def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_BACKOFF", 60.0)
-    monkeypatch.setattr(module, "MAX_BACKOFF", 60.0)
-    with serving(lambda n, body: error(503, "loading")) as server, ThreadPoolExecutor(1) as pool:
-        client = OpenAIClient(
-            server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=600.0
-        )
-        pending = pool.submit(client.complete, BODY)
-        while not server.bodies:
-            time.sleep(0.01)
-        client.close()
-        with pytest.raises(ServerError):
-            pending.result(timeout=10)
+def test_an_error_ends_the_pauses_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 60.0)
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        if body["messages"][-1]["content"] == "0":
+            return error(503, "loading")
+        time.sleep(0.2)
+        return error(403, "blocked")
+
+    started = time.monotonic()
+    with serving(script) as server, pytest.raises(ServerError, match="blocked"):
+        send_many(connect(server.url, concurrency=2), [chat(0), chat(1)])
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream: bool) -> None:
+def test_requests_that_are_cancelled_are_not_reported_as_faults(stream: bool) -> None:
     lines: list[str] = []
     cancelled = threading.Event()
 
@@ -159,24 +182,23 @@ def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream:
         cancelled.wait(10)
         return error(502, "shutting down")
 
-    with serving(hang) as server, ThreadPoolExecutor(3) as pool:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=20.0,
-            retry_seconds=600.0,
-            note=lines.append,
-        )
-        pending = [pool.submit(client.complete, {**BODY, "stream": stream}) for _ in range(3)]
-        while len(server.bodies) < 3:
-            time.sleep(0.01)
-        client.close()
-        cancelled.set()
-        for request in pending:
-            with pytest.raises(ServerError):
-                request.result(timeout=10)
+    async def cancel(server: FakeServer) -> None:
+        async with servers:
+            pending = [
+                asyncio.create_task(servers.complete({**BODY, "stream": stream})) for _ in range(3)
+            ]
+            while len(server.bodies) < 3:
+                await asyncio.sleep(0.01)
+            for request in pending:
+                request.cancel()
+            cancelled.set()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    with serving(hang) as server:
+        servers = connect(server.url, note=lines.append)
+        asyncio.run(cancel(server))
     assert lines == []
-    assert (client.retries, client.last_fault) == (0, "")
+    assert (servers.retries, servers.last_fault) == (0, "")
 
 
 NO_MAX_TOKENS = (
@@ -210,18 +232,9 @@ def newer_model(number: int, body: dict[str, Any]) -> Reply:
 def test_a_server_that_wants_max_completion_tokens_gets_them_from_then_on(reason: str) -> None:
     lines: list[str] = []
     with serving(lambda n, b: error(400, reason) if "max_tokens" in b else None) as server:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=5.0,
-            note=lines.append,
-        )
-        answers = [client.complete({**BODY, "max_tokens": 7}) for _ in range(3)]
-        client.close()
+        send(connect(server.url, note=lines.append), *3 * [{**BODY, "max_tokens": 7}])
     asked = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body in server.bodies]
     assert asked == [(7, None), (None, 7), (None, 7), (None, 7)]
-    assert [answer["max_tokens"] for answer in answers] == [7, 7, 7]
     assert lines == [
         f"server {server.url}: rejects max_tokens; max_completion_tokens takes its place"
     ]
@@ -244,39 +257,20 @@ def test_a_parameter_that_may_be_left_out_is_left_out_once_it_is_rejected(reject
     lines: list[str] = []
     body = {**BODY, "temperature": 0}
     with serving(lambda n, body: rejection if "temperature" in body else None) as server:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=5.0,
-            note=lines.append,
-            optional=["temperature"],
-        )
-        client.complete(body)
-        client.complete(body)
-        client.close()
+        servers = connect(server.url, note=lines.append, optional=["temperature"])
+        send(servers, body)
+        send(servers, body)  # over new connections
         assert server.bodies == [body, BODY, BODY]
         assert lines == [f"server {server.url}: rejects temperature; it is left out"]
         with pytest.raises(RequestRejected):  # self-distillation samples at its temperature
-            OpenAIClient(
-                server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=5.0
-            ).complete(body)
+            send(connect(server.url), body)
 
 
 def test_several_rejected_parameters_are_found_one_after_the_other() -> None:
     lines: list[str] = []
     with serving(newer_model) as server:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=5.0,
-            note=lines.append,
-            optional=["temperature"],
-        )
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(client.complete, 8 * [{**BODY, "max_tokens": 7, "temperature": 0}]))
-        client.close()
+        servers = connect(server.url, concurrency=8, note=lines.append, optional=["temperature"])
+        send_many(servers, 8 * [{**BODY, "max_tokens": 7, "temperature": 0}])
     assert server.bodies[-1] == {**BODY, "max_completion_tokens": 7}
     assert len(lines) == len(set(lines)) == 2
 
@@ -293,153 +287,40 @@ def test_a_request_that_is_rejected_in_any_spelling_changes_no_other(reason: str
     lines: list[str] = []
     body = {**BODY, "max_tokens": 9, "temperature": 0}
     with serving(lambda n, b: error(400, reason)) as server:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=5.0,
-            note=lines.append,
-            optional=["temperature"],
-        )
+        servers = connect(server.url, note=lines.append, optional=["temperature"])
         with pytest.raises(RequestRejected):
-            client.complete(body)
+            send(servers, body)
         server.script = lambda n, b: None
-        client.complete(body)
-        client.close()
+        send(servers, body)
     assert server.bodies[-1] == body
     assert lines == []
-
-
-def ask_many(client: OpenAIClient, count: int) -> list[str]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(
-            pool.map(
-                lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count)
-            )
-        )
 
 
 def chat(number: int) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": str(number)}]}
 
 
-def expected(count: int) -> list[str]:
-    return [f"answer to {number}" for number in range(count)]
-
-
-@contextmanager
-def connected(
-    *urls: str, retry_seconds: float = 20.0, concurrency: int = 64
-) -> Iterator[OpenAIClient]:
-    client = OpenAIClient(
-        urls,
-        key_variable="OPENAI_API_KEY",
-        timeout=10.0,
-        retry_seconds=retry_seconds,
-        concurrency=concurrency,
-    )
-    try:
-        yield client
-    finally:
-        client.close()
-
-
 def test_requests_are_spread_over_servers_by_their_free_slots() -> None:
-    with (
-        serving(seconds=0.05) as one,
-        serving(seconds=0.05) as other,
-        connected(one.url, other.url) as client,
-    ):
-        assert client.capacity == 128
-        assert ask_many(client, 40) == expected(40)
+    with serving(seconds=0.05) as one, serving(seconds=0.05) as other:
+        texts = send_many(connect(one.url, other.url), [chat(number) for number in range(40)])
+        assert texts == sorted(f"answer to {number}" for number in range(40))
         assert len(one.bodies) + len(other.bodies) == 40
         assert min(len(one.bodies), len(other.bodies)) >= 10
-
-
-def test_a_dead_server_gets_no_requests_until_it_answers_again() -> None:
-    dead = True
-    with (
-        serving() as one,
-        serving(lambda n, body: error(502, "bad gateway") if dead else None) as other,
-        connected(one.url, other.url, concurrency=4) as client,
-    ):
-        for number in range(30):
-            client.complete(chat(number))
-        probes = len(other.bodies)
-        dead = False
-        deadline = time.monotonic() + 10
-        while len(other.bodies) < probes + 4:
-            assert time.monotonic() < deadline
-            ask_many(client, 8)
-    assert probes <= 10
-    assert len(one.bodies) >= 30
-
-
-def test_a_server_that_stops_answering_is_named_once_and_when_it_answers_again() -> None:
-    lines: list[str] = []
-    replies = [error(502, "bad gateway")] * 3
-    with serving(lambda n, body: replies[n] if n < len(replies) else None) as server:
-        client = OpenAIClient(
-            server.url,
-            key_variable="OPENAI_API_KEY",
-            timeout=5.0,
-            retry_seconds=20.0,
-            note=lines.append,
-        )
-        client.complete(BODY)
-        client.close()
-    assert lines == [
-        f"server {server.url}: 502 Bad Gateway: bad gateway; retrying for up to 20 s",
-        f"server {server.url}: answers again",
-    ]
+        assert max(one.busiest, other.busiest) <= 4
 
 
 def test_a_run_fails_only_when_all_servers_are_gone() -> None:
     with serving() as gone, serving() as also_gone:
         urls = gone.url, also_gone.url
-    with serving() as alive, connected(urls[0], alive.url, retry_seconds=0.2) as client:
-        for number in range(10):
-            assert client.complete(chat(number))
-            time.sleep(0.05)
-    with connected(*urls, retry_seconds=0.2) as client:
-        message = (
-            rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*:"
-            r" ConnectError"
-        )
-        with pytest.raises(ServerError, match=message):
-            client.complete(BODY)
-
-
-def test_waiting_for_the_only_slot_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    passes = 0
-
-    def script(number: int, body: dict[str, Any]) -> Reply:
-        if number == 0:
-            return error(500, "oops")
-        release.wait(10)
-        return None
-
-    def free(self: Slots, now: float, free: Any = Slots.free) -> int:
-        nonlocal passes
-        passes += 1
-        return free(self, now)
-
-    with (
-        serving(script) as server,
-        connected(server.url, retry_seconds=0.1, concurrency=1) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        probe = pool.submit(client.complete, chat(0))
-        while len(server.bodies) < 2:  # the second attempt is under way
-            time.sleep(0.01)
-        waiting = pool.submit(client.complete, chat(1))
-        time.sleep(0.2)  # longer than retry_seconds
-        monkeypatch.setattr(Slots, "free", free)
-        time.sleep(0.3)
-        assert passes <= 1  # a busy loop makes thousands
-        release.set()
-        assert [probe.result(), waiting.result()] == [completion(chat(0)), completion(chat(1))]
+    with serving() as alive:
+        servers = connect(urls[0], alive.url, retry_seconds=0.2)
+        assert len(send_many(servers, [chat(number) for number in range(10)])) == 10
+    message = (
+        rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*:"
+        r" ConnectError"
+    )
+    with pytest.raises(ServerError, match=message):
+        send(connect(*urls, retry_seconds=0.2), BODY)
 
 
 @pytest.mark.parametrize("status", [500, 504])  # 504: a proxy did not wait for a long answer
@@ -449,23 +330,20 @@ def test_a_request_that_always_fails_is_rejected_while_others_are_answered(statu
             error(status, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
         )
 
-    with serving(script) as server, connected(server.url, retry_seconds=0.5) as client:
-        done = threading.Event()
+    async def answered_meanwhile() -> None:
+        async with connect(server.url, retry_seconds=0.5) as servers:
+            failing = asyncio.create_task(servers.complete(BODY))
+            while not failing.done():
+                await servers.complete(chat(1))
+                await asyncio.sleep(0.02)
+            await failing
 
-        def others() -> None:
-            while not done.wait(0.02):
-                client.complete(chat(1))
-
-        thread = threading.Thread(target=others)
-        thread.start()
-        try:
-            with pytest.raises(
-                RequestRejected, match=rf"while other requests were answered: {status} .*assertion"
-            ) as caught:
-                client.complete(BODY)
-        finally:
-            done.set()
-            thread.join()
+    with serving(script) as server:
+        with pytest.raises(
+            RequestRejected, match=rf"while other requests were answered: {status} .*assertion"
+        ) as caught:
+            asyncio.run(answered_meanwhile())
+        assert caught.value.failed
         assert not caught.value.too_long
 
 
@@ -477,79 +355,3 @@ def test_retry_after_may_be_a_date() -> None:
         started = time.monotonic()
         assert ask(server) == "answer to hi"
         assert time.monotonic() - started >= 0.5  # dates have whole seconds
-
-
-# One server's slots, with times as numbers
-
-OVERLOADED, FAILED = Fault("", "overloaded"), Fault("", "failed")
-
-
-@pytest.fixture
-def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_BACKOFF", 0.5)
-    monkeypatch.setattr(module, "MAX_BACKOFF", 30.0)
-    monkeypatch.setattr(module.random, "uniform", lambda low, high: high)
-
-
-@pytest.mark.usefixtures("no_jitter")
-def test_an_overload_pauses_once_for_all_requests_of_the_moment() -> None:
-    slots = Slots(64, longest_pause=5.0)
-    for _ in range(20):
-        slots.failed(1.0, OVERLOADED)
-    assert (slots.free(1.4), slots.free(1.5)) == (0, 64)
-    slots.failed(2.0, OVERLOADED)
-    assert (slots.free(2.9), slots.free(3.0)) == (0, 64)
-    slots.failed(3.0, Fault("", "overloaded", 60.0))
-    assert (slots.free(7.9), slots.free(8.0)) == (0, 64)
-    slots.answered()
-    slots.failed(8.0, Fault("", "overloaded", 0.0))  # Retry-After: 0 is no pause
-    assert (slots.free(8.4), slots.free(8.5)) == (0, 64)
-
-
-@pytest.mark.usefixtures("no_jitter")
-def test_a_server_that_takes_few_requests_is_kept_busy_and_seldom_refuses() -> None:
-    slots, ends, refused, answered = Slots(64), list[float](), 0, 0
-    for now in (step / 4 for step in range(4 * 600)):
-        for end in [end for end in ends if end <= now]:
-            ends.remove(end)
-            slots.in_flight -= 1
-            slots.answered()
-            answered += 1
-        for number in range(slots.free(now)):
-            slots.take(now)
-            if len(ends) < 8:
-                ends.append(now + 60 + number)
-            else:
-                slots.in_flight -= 1
-                slots.failed(now, OVERLOADED)
-                refused += 1
-    assert answered >= 8 * 8
-    assert 56 + 5 <= refused <= 56 + 10  # all at first, then about one per wave of answers
-
-
-def test_a_server_that_is_down_is_probed_beside_requests_that_hang() -> None:
-    slots = Slots(64)
-    for _ in range(64):
-        slots.take(0.0)
-    slots.in_flight -= 1
-    slots.failed(1.0, Fault("", "unreachable"))
-    assert (slots.free(1.0), slots.free(2.0)) == (0, 1)
-    slots.take(2.0)
-    assert (slots.free(2.0), slots.free(3.0)) == (0, 1)
-    slots.take(3.0)
-    slots.in_flight = 60
-    slots.answered()
-    assert slots.free(3.0) == 4  # without a pause
-
-
-def test_a_server_that_only_fails_counts_as_down_and_single_failures_do_not() -> None:
-    slots = Slots(8)
-    for _ in range(2):
-        slots.failed(1.0, FAILED)
-    slots.answered()
-    for _ in range(2):
-        slots.failed(2.0, FAILED)
-    assert not slots.down
-    slots.failed(2.0, FAILED)
-    assert slots.down
-    assert slots.free(100.0) == 1

@@ -2,21 +2,21 @@
 (numbers shortened).
 """
 
+import asyncio
 import json
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from medusa_train.errors import ServerError
-from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.connection import Fault, ServerConnection
-from medusa_train.servers.rejections import says_too_long
-from medusa_train.servers.streaming import StreamError, read_completion
+from medusa_train.servers import responses as module
+from medusa_train.servers.client import Server, Servers
+from medusa_train.servers.responses import Fault, read_stream, read_to_end, says_too_long
 from tests.fake_server import Reply, completion, error, serving, stream
 
 
@@ -28,6 +28,17 @@ def delta(finish: str | None = None, **fields: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
+async def one_by_one(content: Sequence[str]) -> AsyncIterator[str]:
+    for line in content:
+        yield line
+
+
+def read(
+    content: Sequence[str], started: float = 0.0, clock: Callable[[], float] = lambda: 1.0
+) -> dict[str, Any]:
+    return asyncio.run(read_stream(one_by_one(content), started, clock))
+
+
 def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
     moments = iter(range(10, 100))
     usage = {"prompt_tokens": 3, "completion_tokens": 7}
@@ -35,7 +46,7 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
         ": ping", delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), "",
         delta(content="b"), delta("length"), {"choices": [], "usage": usage}, "data: [DONE]", delta(content="late"),
     )  # fmt: skip
-    answer = read_completion(iter(content), 1.0, lambda: None, lambda: float(next(moments)))
+    answer = read(content, 1.0, lambda: float(next(moments)))
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
         "content": "ab",
@@ -47,7 +58,7 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
 
 
 def test_an_empty_answer_has_no_first_token() -> None:
-    answer = read_completion(iter(lines(delta("stop"), "data: [DONE]")), 0.0, lambda: None)
+    answer = read(lines(delta("stop"), "data: [DONE]"))
     assert answer["timing"]["first_token"] is None
     assert answer["usage"] is None
 
@@ -73,34 +84,46 @@ def test_an_empty_answer_has_no_first_token() -> None:
     ],
 )
 def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) -> None:
-    with pytest.raises(StreamError, match=message):
-        read_completion(iter(content), 0.0, lambda: None)
+    with pytest.raises(Fault, match=message):
+        read(content)
 
 
-def ask(client: OpenAIClient) -> dict[str, Any]:
-    return client.complete(
-        {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    )
+BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+
+
+def connect(url: str, timeout: float = 5.0) -> Servers:
+    return Servers([url], key_variable="NONE", timeout=timeout, retry_seconds=20.0, concurrency=1)
+
+
+def ask(servers: Servers, count: int = 1) -> dict[str, Any]:
+    """Send a request `count` times, and return the last answer."""
+
+    async def send() -> dict[str, Any]:
+        async with servers:
+            return [await servers.complete(BODY) for _ in range(count)][-1]
+
+    return asyncio.run(send())
 
 
 def test_streams_that_are_read_to_their_end_share_a_connection() -> None:
     with serving() as fake:
-        client = OpenAIClient(
-            fake.url, key_variable="NONE", timeout=5.0, retry_seconds=5, concurrency=1
-        )
-        for _ in range(5):
-            ask(client)
-        client.close()
+        ask(connect(fake.url), 5)
         assert len(fake.bodies) == 5
         assert fake.connections == 1
 
 
-def test_a_stream_that_goes_on_after_its_answer_ends() -> None:
-    clock = iter([0.0, 1.0, 1.0, 1.5, 2.5, 99.0])
-    content = lines(delta("stop", content="a"), "data: [DONE]", ": ping", ": ping", ": ping")
-    answer = read_completion(iter(content), 0.0, lambda: None, lambda: next(clock))
-    assert answer["timing"]["finished"] == 1.0
-    assert next(clock) == 99.0  # nothing was read after the second ping
+@pytest.mark.parametrize("pings", [True, False], ids=["goes on", "stays open"])
+def test_a_stream_that_does_not_end_after_its_answer_is_left(
+    pings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_SECONDS", 0.1)
+
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            await asyncio.sleep(0.01 if pings else 60.0)
+            yield ": ping"
+
+    asyncio.run(asyncio.wait_for(read_to_end(endless()), 5.0))
 
 
 def test_a_connection_that_breaks_after_the_answer_does_not_cost_it() -> None:
@@ -109,12 +132,9 @@ def test_a_connection_that_breaks_after_the_answer_does_not_cost_it() -> None:
         return status, {**headers, "content-length": str(len(content) + 9)}, content
 
     with serving(script) as fake:
-        client = OpenAIClient(
-            fake.url, key_variable="NONE", timeout=0.5, retry_seconds=5, concurrency=1
-        )
-        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
-        client.close()
-        assert (len(fake.bodies), client.retries) == (1, 0)
+        servers = connect(fake.url, timeout=0.5)
+        assert ask(servers)["choices"][0]["message"]["content"] == "answer to x"
+        assert (len(fake.bodies), servers.retries) == (1, 0)
 
 
 def test_a_cut_stream_is_asked_again() -> None:
@@ -131,18 +151,15 @@ def test_a_cut_stream_is_asked_again() -> None:
 
     faults: list[str] = []
     with serving(script) as fake:
-        client = OpenAIClient(
-            fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1
-        )
-        report = client._report
+        servers = connect(fake.url, timeout=0.5)
+        count_fault = servers._count_fault
 
-        def noting(server: ServerConnection, outcome: Any) -> str | None:
-            faults.extend([outcome.reason] if isinstance(outcome, Fault) else [])
-            return report(server, outcome)
+        def noting(server: Server, fault: Fault) -> None:
+            faults.append(fault.reason)
+            count_fault(server, fault)
 
-        client._report = noting  # type: ignore[method-assign]
-        assert ask(client)["choices"][0]["message"]["content"] == "a\u2028b"
-        client.close()
+        servers._count_fault = noting  # type: ignore[method-assign]
+        assert ask(servers)["choices"][0]["message"]["content"] == "a\u2028b"
     closed, short, busy = faults
     assert closed == "the server closed the stream before the end of the answer"
     assert "without sending complete message body" in short
@@ -155,7 +172,7 @@ def test_a_server_that_ignores_stream_is_reported_as_that(kind: str) -> None:
         return 200, {"content-type": kind}, json.dumps(completion(body)).encode()
 
     with serving(script) as fake, pytest.raises(ServerError, match="ignores `stream`"):
-        ask(OpenAIClient(fake.url, key_variable="NONE", timeout=5.0, retry_seconds=5.0))
+        ask(connect(fake.url))
     assert len(fake.bodies) == 1
 
 
@@ -181,63 +198,75 @@ def test_other_replies_in_place_of_a_stream_are_asked_again(
         return (200, {"content-type": kind}, content) if number == 0 else None
 
     with serving(script) as fake:
-        client = OpenAIClient(fake.url, key_variable="NONE", timeout=5.0, retry_seconds=20.0)
-        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
-        client.close()
-    assert message in client.last_fault
+        servers = connect(fake.url)
+        assert ask(servers)["choices"][0]["message"]["content"] == "answer to x"
+    assert message in servers.last_fault
 
 
 def test_a_stream_that_ends_with_done_needs_no_finish_reason() -> None:
-    answer = read_completion(iter(lines(delta(content="a"), "data: [DONE]")), 0.0, lambda: None)
+    answer = read(lines(delta(content="a"), "data: [DONE]"))
     assert answer["choices"][0]["finish_reason"] is None
 
 
-def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ServerConnection(
-        "http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1
-    )
+def test_a_stream_that_never_ends_is_a_fault() -> None:
+    class Pings(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
 
-    def endless() -> Iterator[bytes]:
-        while True:
-            time.sleep(0.01)
-            yield b": keep-alive\n"
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # until the client leaves
+                while True:
+                    self.wfile.write(b": keep-alive\n")
+                    time.sleep(0.01)
 
-    response = SimpleNamespace(status_code=200, headers={}, iter_bytes=endless)
-    monkeypatch.setattr(server, "_models_read", True)
-    monkeypatch.setattr(server._client, "stream", lambda *args, **keys: nullcontext(response))
-    fault = server.send({"stream": True})
-    assert isinstance(fault, Fault)
-    assert "no complete answer within 0.2 s" in fault.reason
-    server._timeout = 60.0
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(server.send, {"stream": True})
-        time.sleep(0.05)
-        server.close()
-        assert "client was closed" in pending.result(5).reason  # type: ignore[union-attr]
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    async def send(url: str) -> None:
+        async with Server(url, key_variable="NONE", timeout=0.2) as server:
+            await server.complete(BODY)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pings) as endless:
+        threading.Thread(target=endless.serve_forever, daemon=True).start()
+        with pytest.raises(Fault, match=r"no complete answer within 0\.2 s"):
+            asyncio.run(send(f"http://127.0.0.1:{endless.server_port}/v1"))
+        endless.shutdown()
+
+
+def models_and_metrics(url: str) -> tuple[dict[str, dict[str, Any]], str | None]:
+    async def read_both() -> tuple[dict[str, dict[str, Any]], str | None]:
+        async with Server(url, key_variable="NONE", timeout=5.0) as server:
+            return await server.list_models(), await server.read_metrics()
+
+    return asyncio.run(read_both())
 
 
 def test_models_and_metrics_of_a_server() -> None:
     with serving() as fake:
-        server = ServerConnection(fake.url, key_variable="NONE", timeout=5.0, connections=1)
-        assert server.list_models() == {}
-        assert server.read_metrics() is None
+        assert models_and_metrics(fake.url) == ({}, None)
         fake.others["/v1/models"] = lambda body: (
             200,
             {},
             b'{"data": [{"id": "m", "owned_by": "vllm"}]}',
         )
         fake.others["/metrics"] = lambda body: (200, {}, b"vllm:x_total 1.0\n")
-        assert server.list_models() == {"m": {"id": "m", "owned_by": "vllm"}}
-        assert server.read_metrics() == "vllm:x_total 1.0\n"
+        models = {"m": {"id": "m", "owned_by": "vllm"}}
+        assert models_and_metrics(fake.url) == (models, "vllm:x_total 1.0\n")
         fake.others["/v1/models"] = lambda body: (401, {}, b'{"error": {"message": "key?"}}')
         with pytest.raises(ServerError, match="set the environment variable NONE"):
-            server.list_models()
-    down = ServerConnection(
-        "http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1
-    )
-    assert down.read_metrics() is None
-    with pytest.raises(ServerError, match="cannot be reached"):
-        down.list_models()
+            models_and_metrics(fake.url)
+
+
+def test_a_server_that_is_down_has_no_metrics_and_its_models_are_a_fault() -> None:
+    async def read_metrics() -> str | None:
+        async with Server("http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0) as server:
+            return await server.read_metrics()
+
+    assert asyncio.run(read_metrics()) is None
+    with pytest.raises(Fault, match="ConnectError"):
+        models_and_metrics("http://127.0.0.1:9/v1")
 
 
 VLLM = "This model's maximum context length is 4096 tokens"

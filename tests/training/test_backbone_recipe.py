@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, save_draft, write_weights
-from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.medusa_layouts import HeadTensors, to_vllm
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
-from medusa_train.checkpoint.server_layouts import to_vllm
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -30,7 +29,7 @@ WINDOWS = "one call per document, for rows with sliding windows"
         ("llama", "auto", True, [DOCUMENTS_APART, "needs a GPU"], True),
         ("llama", True, True, [DOCUMENTS_APART, "needs a GPU"], True),
         ("llama", False, True, [DOCUMENTS_APART, "flash_attention: false"], True),
-        ("gemma2", "auto", True, [MASKED, "soft-capped scores"], False),
+        ("gemma2", "auto", True, [MASKED, "soft-capped scores or sinks"], False),
         ("llama", True, False, ["causal"], False),
         ("mistral-window", "auto", False, [WINDOWS], True),
     ],

@@ -20,7 +20,7 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.inspect import inspect_run
+from medusa_train.training.inspect_run import inspect_run
 from medusa_train.training.load_data import load_data
 from medusa_train.training.validation import validate
 from tests.training.conftest import LORA, train

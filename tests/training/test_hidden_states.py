@@ -161,7 +161,7 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     resume = command(cached, "resume_from_checkpoint=auto")
     kills = [
         Mishap(
-            "medusa_train.io:JsonLinesFile.append", 14
+            "medusa_train.json_lines:JsonLinesFile.append", 14
         ),  # in the first epoch: values without their line
         Mishap("medusa_train.training.optimizer:LocalStrategy.forward_backward", per_epoch + 1),
     ]

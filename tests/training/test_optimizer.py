@@ -18,8 +18,8 @@ from medusa_train.training.optimizer import (
     build_scheduler,
     load_optimizer,
     parameter_groups,
-    warmup_warning,
 )
+from medusa_train.training.schedule import warmup_warning
 
 
 def make_strategy(model, max_grad_norm=1.0, momentum=0.9):

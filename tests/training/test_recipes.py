@@ -20,7 +20,7 @@ from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.training import setup
 from medusa_train.training.estimate import Estimate
-from medusa_train.training.inspect import inspect_run
+from medusa_train.training.inspect_run import inspect_run
 from medusa_train.training.stages import train_stages
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import LORA, figures, metrics, stop_after, train
@@ -48,6 +48,21 @@ RECIPES: dict[str, dict[str, Any]] = {
     "eagle3": {
         "draft": "eagle3",
         "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]},
+    },
+    "dflash": {
+        "draft": "dflash",
+        "dflash": {"max_draft_tokens": 2, "num_layers": 1, "layers": [1], "anchors": 4},
+    },
+    "dflash-markov": {
+        "draft": "dflash",
+        "dflash": {
+            "max_draft_tokens": 2,
+            "num_layers": 1,
+            "layers": [1],
+            "markov_rank": 4,
+            "vocab_size": 24,
+            "soft_targets": 0.5,
+        },
     },
 }
 PACKED = {"sample_packing": True, "sequence_len": 64}

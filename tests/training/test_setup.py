@@ -8,12 +8,8 @@ from medusa_train.progress import RunProgress
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
-from medusa_train.training.setup import (
-    _strategy_phase,
-    build_trainer,
-    few_steps_advice,
-    make_plan,
-)
+from medusa_train.training.schedule import few_steps_advice, make_schedule
+from medusa_train.training.setup import _strategy_phase, build_trainer
 from tests.slow import slow_down
 from tests.training.conftest import train
 
@@ -47,7 +43,7 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
     assert (objective.decay, objective.heads_coefficient, objective.schedule) == (0.5, 0.3, "sine")
     assert trainer.strategy.max_grad_norm == 0.3
     assert (trainer.loader.seed, trainer.loader.shuffle) == (7, True)
-    assert (trainer.loader.micro_batch_size, trainer.accumulation) == (4, 2)
+    assert (trainer.loader.micro_batch_size, trainer.cfg.gradient_accumulation_steps) == (4, 2)
 
 
 def test_a_constant_schedule_has_no_warmup(make_config, console):
@@ -77,9 +73,9 @@ FEW_CHATS = {"max_steps": None, "num_epochs": 2, "gradient_accumulation_steps": 
 )
 def test_a_run_whose_only_step_has_a_rate_of_zero_is_an_error(make_config, keys, advice):
     with pytest.raises(ConfigError, match=advice):
-        make_plan(make_config(**keys), 3)
+        make_schedule(make_config(**keys), 3)
     for trained in ({"warmup_steps": 0, "warmup_ratio": None}, {"lr_scheduler": "constant"}):
-        assert make_plan(make_config(**{**keys, **trained}), 3).total_steps == 1
+        assert make_schedule(make_config(**{**keys, **trained}), 3).total_steps == 1
 
 
 def test_a_run_that_would_train_nothing_ends_before_the_model_is_loaded(
@@ -105,18 +101,18 @@ def test_a_run_that_would_train_nothing_ends_before_the_model_is_loaded(
 )
 def test_few_steps_are_reported_with_what_gives_twenty(make_config, keys, micro_batches, changes):
     cfg = make_config(**{**keys, "max_steps": None})
-    plan = make_plan(cfg, micro_batches)
-    advice = few_steps_advice(cfg, plan, micro_batches, 1)
-    assert advice.startswith(f"note: {plan.total_steps} steps in all are few")
+    schedule = make_schedule(cfg, micro_batches)
+    advice = few_steps_advice(cfg, schedule, micro_batches, 1)
+    assert advice.startswith(f"note: {schedule.total_steps} steps in all are few")
     assert advice.endswith(f"set {changes}")
     changed = {}
     for change in changes.split(" and "):
         key, value = change.split(": ")
         changed[key] = int(value)
     enough = make_config(**{**keys, "max_steps": None, **changed})
-    plan = make_plan(enough, micro_batches)
-    assert plan.total_steps >= 20
-    assert few_steps_advice(enough, plan, micro_batches, 1) is None
+    schedule = make_schedule(enough, micro_batches)
+    assert schedule.total_steps >= 20
+    assert few_steps_advice(enough, schedule, micro_batches, 1) is None
 
 
 @pytest.mark.parametrize("max_steps", [None, 2])
@@ -153,8 +149,8 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
         strategy.scheduler.step()
     assert (strategy.lr, asked) == (pytest.approx(0.25e-3), ["high"])
     keys |= {"max_steps": 100, "warmup_ratio": 0.07}  # as floats, 0.07 * 100 > 7 and 1.1 * 50 > 55
-    assert make_plan(make_config(**keys), 9).warmup_steps == 7
-    assert make_plan(make_config(num_epochs=1.1, max_steps=None), 2 * 50).total_steps == 55
+    assert make_schedule(make_config(**keys), 9).warmup_steps == 7
+    assert make_schedule(make_config(num_epochs=1.1, max_steps=None), 2 * 50).total_steps == 55
 
 
 @pytest.mark.parametrize(

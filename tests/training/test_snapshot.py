@@ -18,10 +18,10 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy
 from medusa_train.training.distributed import init_distributed
 from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.setup import seed_all
 from medusa_train.training.snapshot import TrainState, load_snapshot, rng_state, set_rng_state
 from medusa_train.training.step_metrics import Window
-from medusa_train.training.trainer import Plan
 from tests.training.mishap import forks, start, wait
 
 
@@ -94,22 +94,22 @@ def due(happens, total):
 
 
 def test_by_steps():
-    plan = Plan(10, 5.0, logging_steps=4, eval_every=3, save_every=5)
+    plan = TrainingSchedule(10, 5.0, logging_steps=4, eval_every=3, save_every=5)
     assert due(plan.logs, 10) == [4, 8, 10]
     assert due(plan.evaluates, 10) == [3, 6, 9, 10]
     assert due(plan.saves, 10) == [5, 10]
-    assert due(Plan(10, 5.0).saves, 10) == [10]
+    assert due(TrainingSchedule(10, 5.0).saves, 10) == [10]
 
 
 def test_by_epochs_of_broken_length():
-    plan = Plan(10, 2.5, eval_every=2.5, save_every=1.25)
+    plan = TrainingSchedule(10, 2.5, eval_every=2.5, save_every=1.25)
     assert due(plan.evaluates, 10) == [3, 5, 8, 10]
     assert due(plan.saves, 10) == [2, 3, 4, 5, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(("micro", "accumulation"), [(9, 7), (7, 3), (7, 6)])
 def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumulation):
-    plan = Plan(1000, micro / accumulation, eval_every=micro / accumulation)
+    plan = TrainingSchedule(1000, micro / accumulation, eval_every=micro / accumulation)
     ends = [
         step
         for step in range(1, 100)

@@ -21,7 +21,7 @@ from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training import stages
 from medusa_train.training import train_stage as run_module
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.inspect import inspect_run
+from medusa_train.training.inspect_run import inspect_run
 from tests.training.conftest import LORA, figures, stop_after, train
 
 FIRST = {

@@ -21,8 +21,9 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.training import train_stage
 from medusa_train.training.distributed import World
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.stages import train_stages
-from medusa_train.training.trainer import NonFiniteLossError, Plan, Trainer
+from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.training.conftest import LORA, metrics, train
 
@@ -84,7 +85,7 @@ def test_the_time_left_is_that_of_steps_validation_answers_and_timing() -> None:
     of these 280 s for timing.
     """
     trainer = SimpleNamespace(
-        plan=Plan(total_steps=100, steps_per_epoch=100.0, eval_every=100.0),
+        schedule=TrainingSchedule(total_steps=100, steps_per_epoch=100.0, eval_every=100.0),
         state=SimpleNamespace(step=20, tokens=4000, seconds=40.0),
         strategy=SimpleNamespace(partitioned=False),
         world=SimpleNamespace(is_main=True),

@@ -17,8 +17,9 @@ from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.optimizer import LocalStrategy
+from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import TrainState
-from medusa_train.training.trainer import Plan, Trainer
+from medusa_train.training.trainer import Trainer
 
 HEADS, DECAY, LAMBDA0 = 2, 0.5, 0.3
 ROWS, LENGTH, VOCAB = 2, 12, 300
@@ -75,17 +76,16 @@ def build(make_config, backbone_dir):
         optimizer = torch.optim.SGD(parameters, lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         trainer = Trainer(
+            cfg=cfg,
             recipe=recipe,
             draft=draft,
             objective=Objective(draft, DECAY, **objective),
             strategy=LocalStrategy(optimizer, scheduler, 0.0, None),
             loader=None,  # type: ignore[arg-type]  # train_step is given its batches
             validation_batches=None,
-            accumulation=2,
-            plan=Plan(total_steps=8, steps_per_epoch=8, logging_steps=100),
+            schedule=TrainingSchedule(total_steps=8, steps_per_epoch=8, logging_steps=100),
             store=None,  # type: ignore[arg-type]  # nothing is saved
             loggers=Silent(),  # type: ignore[arg-type]
-            patience=None,
             state=TrainState(),
         )
         return trainer, draft, backbone

@@ -32,8 +32,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distri
 from medusa_train.training.load_data import load_data
 from medusa_train.training.optimizer import LossScale
 from medusa_train.training.process_info import process_info_from_env
-from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import take_weights
+from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.trainer import Trainer
 
 #: Parts of a few numbers each and nothing kept whole, so that tiny models are split as large ones

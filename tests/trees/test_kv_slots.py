@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.trees.kv_slots import Slots, compact
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import SlotCache, prompt_cache
 
 LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
@@ -52,12 +52,26 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
         slots.storage(57)
     with pytest.raises(MedusaError, match="holds 0 positions"):
         Slots(LAYERS, 50).storage(1)
-    with pytest.raises(MedusaError, match="differ in shape"):
-        prompt_cache(slots, 0, 1).update(
-            torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM + 1), 0
-        )
     with pytest.raises(MedusaError, match="holds 56 positions, 60 are needed"):
         prompt_cache(slots, 0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
+
+
+def test_layers_differ_in_the_number_and_width_of_their_heads() -> None:
+    """Keys and values are returned as they were written, by prompts and by nodes of trees."""
+    torch.manual_seed(0)
+    slots = Slots(3, 50, BLOCK)
+    sizes = [(1, 4, 4), (1, 3, 2), (2, 6, 6)]  # heads, and the width of keys and of values
+    layers = [(torch.randn(1, h, 7, k), torch.randn(1, h, 7, v)) for h, k, v in sizes]
+    prompt = prompt_cache(slots, 0, 1)
+    for index, layer in enumerate(layers):
+        read = prompt.update(*(states[:, :, :5] for states in layer), index)
+        assert all(map(torch.equal, read, (states[:, :, :5] for states in layer)))
+    assert slots.storage(5).shape[3:] == (2, BLOCK + 1, 6)
+    for columns in (5, torch.tensor([5, 6]), torch.tensor([[5, 6]])):
+        cache = SlotCache(slots.storage(7).clone().unbind(), columns, 7)
+        for index, layer in enumerate(layers):
+            read = cache.update(*(states[:, :, 5:] for states in layer), index)
+            assert all(map(torch.equal, read, layer))
 
 
 def test_rows_join_move_and_get_more_memory() -> None:

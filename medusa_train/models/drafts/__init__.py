@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
@@ -16,6 +17,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "amphista": AmphistaDraft,
     "kangaroo": KangarooDraft,
     "eagle3": Eagle3Draft,
+    "dflash": DFlashDraft,
 }
 
 

@@ -20,6 +20,7 @@ from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, Slo
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
+    from medusa_train.data.batch import Batch
     from medusa_train.models.backbone import Backbone
 
 D = TypeVar("D", bound="Draft")
@@ -352,6 +353,12 @@ class Draft(Proposer, nn.Module):
         return self.num_heads
 
     # Training
+
+    def loss_positions(self, batch: Batch) -> Tensor | None:
+        """Return at which positions targets count in the loss, bool [B, T]; None: at all. It depends
+        on the batch alone.
+        """
+        return None
 
     @abstractmethod
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:

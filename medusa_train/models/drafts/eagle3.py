@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.errors import BackboneError, MedusaError
+from medusa_train.errors import MedusaError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import document_mask
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
@@ -24,7 +24,7 @@ from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
-from medusa_train.models.hf_config import head_dim, key_value_heads
+from medusa_train.models.hf_config import final_norm, head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
@@ -186,16 +186,16 @@ class Eagle3Draft(LMHeadsDraft):
     @torch.no_grad()
     def _init_from(self, backbone: Backbone) -> None:
         """Let fc pass the highest state on, and copy the backbone's last layer and norm."""
-        if not hasattr(backbone.body, "norm"):
-            raise BackboneError(
-                f"an EAGLE-3 draft can't begin as {type(backbone.body).__name__}: it has no `norm`"
-            )
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -backbone.hidden_size :])  # [0, 0, I]
         last_layer = backbone.layer(backbone.num_layers - 1)
-        with gathered([*last_layer.parameters(), *backbone.body.norm.parameters()]):
+        norm = final_norm(backbone.body)
+        copied = [*last_layer.parameters()]
+        if norm is not None:
+            copied += norm.parameters()
+        with gathered(copied):
             self.midlayer.init_from(last_layer)
-            copy_norm(self.norm, backbone.body.norm)
+            copy_norm(self.norm, norm)
         self.norm.weight.mul_(CONFIDENCE_AT_START)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:

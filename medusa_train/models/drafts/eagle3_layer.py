@@ -4,6 +4,7 @@ after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from medusa_train.models.hf_config import head_dim, key_value_heads
+from medusa_train.models.hf_config import head_dim, key_value_heads, largest
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
@@ -180,18 +181,24 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope) or {})
     rotary_share = rope.pop("partial_rotary_factor", 1.0)
-    if rotary_share != 1.0 and rope.get("rope_type") == "longrope":
-        # its factors are for fewer dimensions than Llama's layer rotates
+    if rotary_share != 1.0 and rope.get("rope_type") in ("longrope", "proportional"):
+        # they are for fewer dimensions than Llama's layer rotates
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     # 2. sizes; a mixture of experts may have no width of its MLP
-    mlp_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    mlp_size = largest(config, "intermediate_size") or 4 * config.hidden_size
+    heads = config.num_attention_heads
+    kv_heads = key_value_heads(config)
+    # LlamaConfig, which servers read too, rejects other numbers, such as GLM-4.5's
+    if config.hidden_size % heads:
+        heads = config.hidden_size // head_dim(config)
+        kv_heads = math.gcd(heads, kv_heads)
     entries: dict[str, Any] = {
         "vocab_size": 1,
         "hidden_size": config.hidden_size,
         "intermediate_size": mlp_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": key_value_heads(config),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": config.max_position_embeddings,

@@ -14,9 +14,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.models.drafts import eagle3_attention
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
+from medusa_train.models.drafts.eagle3_layer import layer_config
 from medusa_train.models.features import Features, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
+from tests.model_types import tiny_config
 from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 13]])
@@ -259,3 +261,16 @@ def test_a_new_draft_is_not_sure_of_what_it_has_not_learned(family: str) -> None
     draft = Eagle3Draft.from_backbone(backbone, num_heads=3, train_steps=3)
     for loss in losses(draft, backbone.run(tokens, need=draft.needs), tokens):
         assert loss < equal_chances + 0.15 * own
+
+
+def test_a_layer_has_heads_that_divide_its_width() -> None:
+    """GLM-4.5 has 96 heads of 128 at a width of 4096, which LlamaConfig rejects."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
+    layer = layer_config(tiny_config("glm4_moe", 64, **heads))
+    assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (4, 2, 8)
+
+
+def test_a_layer_rotates_all_of_a_head_where_gemma_4_rotates_a_part() -> None:
+    layer = layer_config(tiny_config("gemma4_text", 64))
+    assert layer.head_dim == 16
+    assert layer.rope_parameters["rope_type"] == "default"

@@ -26,12 +26,6 @@ class SixthConfig(DraftConfig):
     num_heads: PositiveInt = key(3, "number of heads", HEADS, le=32)
     vocab_size: VocabSize | None = _VOCAB_SIZE
 
-    @property
-    def layer_passes(self) -> int:
-        """One through its layer."""
-        return 1
-
-
 #: Section class by'''
 
 #: Text that is inserted, by file and by the text that it comes before.
@@ -41,7 +35,7 @@ INSERTED = {
         "}\n#: The same with Medusa": '    "sixth": SixthConfig,\n',
     },
     "config/schema.py": {
-        "    medusa_num_heads: PositiveInt = key(\n": (
+        "    medusa_num_heads: PositiveInt = flat(": (
             '    sixth: SixthConfig | None = key(None, "settings of draft: sixth")\n'
         ),
         "    SECTIONS,\n": "    SixthConfig,\n",

@@ -8,8 +8,8 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice, pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -18,11 +18,10 @@ from pydantic import TypeAdapter
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.selfdistill.replay import Answer, Request
-from medusa_train.selfdistill.server_answers import ServerSampling, parse_answer
-from medusa_train.servers.client import OpenAIClient, run_concurrently
-from medusa_train.servers.connection import ServerConnection
-from medusa_train.servers.rejections import RequestRejected
+from medusa_train.selfdistill.replay import Answer
+from medusa_train.selfdistill.server_answers import parse_answer, request_body
+from medusa_train.servers.client import Servers
+from medusa_train.servers.responses import RequestRejected
 
 _SAMPLE = re.compile(r"^vllm:(\w+?)_total(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -167,24 +166,38 @@ class Target:
     name: str  # in reports
     url: str  # with the version
     model: str  # its name on the server
-    has_heads: bool  # whether it is to be served with draft heads; False if unknown
     is_vllm: bool  # whether it takes vLLM's parameters
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether it is to be served with a draft; False if unknown."""
+        return self.name not in (PLAIN, ALONE)
 
 
 @dataclass(frozen=True)
 class RequestOptions:
     """What every request has in common; every turn derives its seed of sampling from `seed`.
 
-    See `OpenAIClient`.
+    See `Servers`.
     """
 
-    sampling: ServerSampling
+    parameters: Mapping[str, Any]  # of `request_parameters`, but for the model
     seed: int
     timeout: float
     retry_seconds: float
     key_variable: str
     #: At which the model's answers end; sent to vLLM, which reads no chat template for them.
     stop_tokens: tuple[int, ...] = ()
+
+    def connect(self, url: str, concurrency: int) -> Servers:
+        """Return the client of a server."""
+        return Servers(
+            [url],
+            key_variable=self.key_variable,
+            timeout=self.timeout,
+            retry_seconds=self.retry_seconds,
+            concurrency=concurrency,
+        )
 
 
 def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
@@ -203,47 +216,33 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
 
 
 class ServerBench:
-    """Measures one server, with `concurrency` conversations at a time."""
+    """Measures one server, with `concurrency` conversations at a time.
+
+    Its connections are open within `async with bench.servers`.
+    """
 
     def __init__(self, target: Target, options: RequestOptions, concurrency: int) -> None:
         self.target = target
         self.concurrency = concurrency
+        self.servers = options.connect(target.url, concurrency)
         self._options = options
-        self._client = self._connect()
-        self._metrics = open_server(target.url, options)
 
-    def _connect(self) -> OpenAIClient:
-        return OpenAIClient(
-            self.target.url,
-            key_variable=self._options.key_variable,
-            timeout=self._options.timeout,
-            retry_seconds=self._options.retry_seconds,
-            concurrency=self.concurrency,
-        )
-
-    def close(self) -> None:
-        """Close the connections; requests under way are given up."""
-        self._client.close()
-        self._metrics.close()
-
-    def warm_up(self, questions: Sequence[Question], count: int) -> None:
+    async def warm_up(self, questions: Sequence[Question], count: int) -> None:
         """Ask for the beginnings of `count` answers, concurrently."""
-        sampling = self._options.sampling
-        short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+        length = min(WARM_UP_TOKENS, self._options.parameters["max_tokens"])
 
-        def ask(question: Question) -> None:
+        async def ask(question: Question) -> None:
             try:
-                self._ask(tuple(question.opening), 0, short, secrets.token_hex(8))
+                await self._ask(question.opening, 0, secrets.token_hex(8), max_tokens=length)
             except RequestRejected as rejected:
                 if not rejected.too_long:
                     raise ServerError(
                         f"server {self.target.url}: rejects requests: {rejected}"
                     ) from None
 
-        for _ in run_concurrently(ask, islice(cycle(questions), count), self.concurrency):
-            pass
+        await self.servers.for_each(ask, islice(cycle(questions), count))
 
-    def measure(
+    async def measure(
         self,
         conversations: Sequence[Conversation],
         on_conversation: Callable[[int], None] = lambda tokens: None,
@@ -255,32 +254,29 @@ class ServerBench:
             BlockFault: requests were rejected or had to be repeated, or the server's counters fell.
             ServerError: the server does not answer any more.
         """
-        if self._client.retries:  # after an overload a client sends fewer requests at a time
-            self._client.close()
-            self._client = self._connect()
-        before = self._read_counts()
+        retries = self.servers.retries
+        before = await self._read_counts()
         began = time.perf_counter()
         answers: list[ServedAnswer] = []
         skipped: list[tuple[int | str, int]] = []
         faults: list[str] = []
 
-        def converse(conversation: Conversation) -> list[ServedAnswer]:
+        async def converse(conversation: Conversation) -> None:
             turns: list[ServedAnswer] = []
             try:
-                self._converse(conversation, began, turns)
+                await self._converse(conversation, began, turns)
             except RequestRejected as rejected:
                 if rejected.too_long:
                     skipped.append((conversation.question.question_id, len(turns) + 1))
                 else:  # the others go on, so that none is under way at the end
                     faults.append(str(rejected))
-            return turns
-
-        for turns in run_concurrently(converse, conversations, self.concurrency):
-            answers += turns
+            answers.extend(turns)
             on_conversation(sum(answer.tokens for answer in turns))
-        if faults or self._client.retries:
-            raise BlockFault(faults[0] if faults else self._client.last_fault)
-        after = self._read_counts()
+
+        await self.servers.for_each(converse, conversations)
+        if faults or self.servers.retries > retries:
+            raise BlockFault(faults[0] if faults else self.servers.last_fault)
+        after = await self._read_counts()
         drafts = before and after and after.since(before)
         if drafts is None and (before or after):
             raise BlockFault(
@@ -288,11 +284,11 @@ class ServerBench:
             )
         return Measurement(tuple(answers), tuple(skipped), drafts)
 
-    def _read_counts(self) -> DraftCounts | None:
-        page = self._metrics.read_metrics()
+    async def _read_counts(self) -> DraftCounts | None:
+        page = await self.servers.servers[0].read_metrics()
         return None if page is None else parse_metrics(page)
 
-    def _converse(
+    async def _converse(
         self, conversation: Conversation, began: float, answers: list[ServedAnswer]
     ) -> None:
         """Ask all turns of a question, with the server's own answers as history; they are appended
@@ -301,16 +297,16 @@ class ServerBench:
         question, repeat = conversation
         # later turns may find their history in the prefix cache, other conversations not
         salt = secrets.token_hex(8)
-        messages = tuple(question.opening[:-1])
+        messages = list(question.opening[:-1])
         for turn, asked in enumerate(question.turns, start=1):
-            messages += (Message("user", asked),)
+            messages.append(Message("user", asked))
             seed = zlib.crc32(
                 f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF
             )
-            answer, content = self._ask(messages, seed, self._options.sampling, salt)
-            started, first = content["timing"]["started"], content["timing"]["first_token"]
+            answer, response = await self._ask(messages, seed, salt)
+            started, first = response["timing"]["started"], response["timing"]["first_token"]
             # reasoning that has no answer
-            cut_off = content["choices"][0]["message"]["reasoning_content"]
+            cut_off = response["choices"][0]["message"]["reasoning_content"]
             answers.append(
                 ServedAnswer(
                     question.question_id,
@@ -320,39 +316,38 @@ class ServerBench:
                     answer.completion_tokens,
                     started - began,
                     None if first is None else first - started,
-                    content["timing"]["finished"] - started,
+                    response["timing"]["finished"] - started,
                 )
             )
-            messages += (Message("assistant", answer.text or cut_off),)  # empty ones may be refused
+            messages.append(
+                Message("assistant", answer.text or cut_off)
+            )  # empty ones may be refused
 
-    def _ask(
-        self, messages: tuple[Message, ...], seed: int, sampling: ServerSampling, salt: str
+    async def _ask(
+        self, messages: Sequence[Message], seed: int, salt: str, **changes: Any
     ) -> tuple[Answer, dict[str, Any]]:
-        """Return one streamed answer, parsed and as `read_completion` returns it."""
-        body = sampling.body(self.target.model, Request(messages, seed))
+        """Return one streamed answer, parsed and as `read_stream` returns it."""
+        body = request_body(self._options.parameters, messages, seed)
+        body |= {"model": self.target.model, **changes}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:
             body["cache_salt"] = salt
             if self._options.stop_tokens:
                 body["stop_token_ids"] = list(self._options.stop_tokens)
-        content = self._client.complete(body)
-        answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
+        response = await self.servers.complete(body)
+        limit = body["max_tokens"]
+        answer = parse_answer(response, REASONING_TAGS, limit)
         wrong = None
-        if content["timing"]["first_token"] is not None and not answer.completion_tokens:
+        if response["timing"]["first_token"] is not None and not answer.completion_tokens:
             wrong = (
                 "does not report the length of streamed answers (`usage`), so tokens per second"
                 " cannot be measured"
             )
-        elif answer.completion_tokens > sampling.max_new_tokens:
+        elif answer.completion_tokens > limit:
             wrong = (
-                f"reports {answer.completion_tokens} tokens for an answer of at most"
-                f" {sampling.max_new_tokens} (max_tokens), so its figures cannot be trusted"
+                f"reports {answer.completion_tokens} tokens for an answer of at most {limit}"
+                " (max_tokens), so its figures cannot be trusted"
             )
         if wrong is not None:
             raise ServerError(f"server {self.target.url}: {wrong}")
-        return answer, content
-
-
-def open_server(url: str, options: RequestOptions) -> ServerConnection:
-    """Return a connection for the list of models and the metrics."""
-    return ServerConnection(url, options.key_variable, options.timeout, connections=1)
+        return answer, response

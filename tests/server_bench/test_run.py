@@ -1,5 +1,6 @@
 """Servers that stream, lie, fail, die and come back: messages, and nothing measured is lost."""
 
+import asyncio
 import json
 import threading
 import time
@@ -17,9 +18,9 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.measure_servers import measure_servers, request_options
-from medusa_train.server_bench.request_blocks import Conversation, ServerBench, Target
-from medusa_train.server_bench.served_report import figures_table
+from medusa_train.server_bench.pairs import Conversation, ServerBench, Target
+from medusa_train.server_bench.report import metrics_table
+from medusa_train.server_bench.run import measure_servers, request_options
 from tests import chatml
 from tests.fake_server import Reply, completion, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -36,7 +37,7 @@ def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.server_bench.request_blocks.LEAST_CONVERSATIONS", 4)
+    monkeypatch.setattr("medusa_train.server_bench.pairs.LEAST_CONVERSATIONS", 4)
 
 
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -78,7 +79,7 @@ def test_two_servers_are_measured_in_turns(
         {**one, "session": "later"},
         {**cells["plain", 1], "session": "later", "tokens_per_s": 7.0},
     ]
-    assert "| 7.0 |" in figures_table({**report, "cells": [*report["cells"], *later]}).markdown()
+    assert "| 7.0 |" in metrics_table({**report, "cells": [*report["cells"], *later]}).markdown()
     advice = [
         (one["concurrency"], one["use"] == (one["verdict"] == "wins"))
         for one in report["recommendation"]
@@ -97,6 +98,11 @@ def test_two_servers_are_measured_in_turns(
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
 
 
+async def measure_block(bench: ServerBench, conversation: Conversation) -> None:
+    async with bench.servers:
+        await bench.measure([conversation])
+
+
 def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> None:
     backbone = chatml.write_backbone(tmp_path / "backbone")
     questions = write_questions(tmp_path / "few.jsonl")
@@ -107,10 +113,9 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
     sent = []
     for is_vllm in (True, False):
         with bench_server() as server:
-            target = Target("plain", server.url, "m", has_heads=False, is_vllm=is_vllm)
+            target = Target("plain", server.url, "m", is_vllm=is_vllm)
             bench = ServerBench(target, options, 1)
-            bench.measure([Conversation(question, 0)])
-            bench.close()
+            asyncio.run(measure_block(bench, Conversation(question, 0)))
         sent.append(server.fake.bodies[-1].get("stop_token_ids"))
     assert sent == [[chatml.END_OF_TEXT, chatml.IM_END], None]
 

@@ -6,8 +6,12 @@ import sys
 import pytest
 
 from medusa_train.errors import Terminated
-from medusa_train.training import signals
-from medusa_train.training.signals import StopRequest, signals_as_interrupts, signals_by_default
+from medusa_train.training import stop_signals as signals
+from medusa_train.training.stop_signals import (
+    StopRequest,
+    signals_as_interrupts,
+    signals_by_default,
+)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -86,7 +90,7 @@ def test_nothing_fails_that_prints_to_a_closed_terminal():
         " os.close(master)"
     )
     program = (
-        f"{closed}; from medusa_train.training import signals; signals.leave_terminal();"
+        f"{closed}; from medusa_train.training import stop_signals; stop_signals.leave_terminal();"
         " os.write(1, b'x')"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.backbone_fingerprint import SAMPLE_BYTES, fingerprint_backbone
+from medusa_train.checkpoint.digest import digest_base_model
+from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
 from medusa_train.training import setup
 from tests.training.conftest import train
@@ -22,7 +23,7 @@ def change(base: Path) -> None:
     """Flip a bit within the weights, behind the header."""
     (path,) = base.glob("*.safetensors")
     content = bytearray(path.read_bytes())
-    content[-SAMPLE_BYTES // 2] ^= 1
+    content[-2000] ^= 1
     path.write_bytes(content)
 
 
@@ -42,9 +43,9 @@ def test_a_backbone_that_moved_resumes(make_config, console, base, tmp_path):
     assert "resuming after step 2" in console.file.getvalue()
 
 
-def test_a_checkpoint_without_a_fingerprint_is_named(make_config, console, base, monkeypatch):
+def test_a_checkpoint_without_a_digest_is_named(make_config, console, base, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "fingerprint_backbone", lambda name: None)
+        patched.setattr(setup, "digest_base_model", lambda name: None)
         train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
     assert train(make_config(base_model=str(base), **again), console) == 0
@@ -55,7 +56,7 @@ def test_a_backbone_whose_files_are_not_found_is_named(make_config, console, bas
     train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "fingerprint_backbone", lambda name: None)
+        patched.setattr(setup, "digest_base_model", lambda name: None)
         assert train(make_config(base_model=str(base), **again), console) == 0
     assert console.file.getvalue().count(f"no weight files of {base} were found to compare") == 1
     # the checkpoint of that run still knows the weights
@@ -72,13 +73,31 @@ def test_another_quantization_is_named(make_config, console, base, monkeypatch):
     assert "changed since that checkpoint: load_in_4bit: was false, now true" in shown
 
 
-def test_the_fingerprint_is_of_the_content(base: Path, tmp_path: Path) -> None:
-    first = fingerprint_backbone(str(base))
+def test_a_checkpoint_before_0_3_0_resumes_with_a_note(make_config, console, base, tmp_path):
+    """Its state has the digest of other parts of the weights, under another name."""
+    out = tmp_path / "run"
+    train(make_config(base_model=str(base), output_dir=str(out), **KEYS), console)
+    store = CheckpointStore(out)
+    path = store.latest()
+    state = store.load(path)
+    state["run"]["backbone"] = state["run"].pop("base_model_digest")[::-1]
+    store.save(2, state)
+    again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto", "output_dir": str(out)}
+    assert train(make_config(base_model=str(base), **again), console) == 0
+    assert console.file.getvalue().count("was written by an earlier version") == 1
+
+
+def test_the_digest_is_of_the_content_and_does_not_depend_on_the_directory(
+    base: Path, tmp_path: Path
+) -> None:
+    first = digest_base_model(str(base))
     assert first is not None
-    (path,) = base.glob("*.safetensors")
-    path.rename(base / "model-00001-of-00001.safetensors")
-    assert fingerprint_backbone(str(base)) == first
-    change(base)
-    assert fingerprint_backbone(str(base)) != first
-    assert fingerprint_backbone(str(tmp_path)) is None
-    assert fingerprint_backbone("nobody/nothing") is None
+    moved = base.rename(tmp_path / "moved")
+    assert digest_base_model(str(moved)) == first
+    change(moved)
+    assert digest_base_model(str(moved)) != first
+
+
+def test_a_model_without_files_has_no_digest(tmp_path: Path) -> None:
+    assert digest_base_model(str(tmp_path)) is None
+    assert digest_base_model("nobody/nothing") is None

@@ -4,29 +4,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.load_model import read_stop_tokens
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
+from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.run_metadata import bench_settings, model_settings
-from medusa_train.evaluation.turns import MeasurementLog
+from medusa_train.evaluation.run_metadata import bench_settings
 from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.selfdistill.server_answers import ServerSampling
-from medusa_train.server_bench.request_blocks import (
+from medusa_train.selfdistill.server_answers import request_parameters
+from medusa_train.server_bench.metrics import Cell, collect_cells, summarize
+from medusa_train.server_bench.pairs import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
@@ -39,16 +40,14 @@ from medusa_train.server_bench.request_blocks import (
     RequestOptions,
     ServerBench,
     Target,
-    open_server,
     plan_blocks,
 )
-from medusa_train.server_bench.serve import KEY_VARIABLE, ServedModel, ServerPool, prepare_model
-from medusa_train.server_bench.served_figures import Cell, collect_cells, summarize
-from medusa_train.server_bench.served_report import terminal_report, write_report
+from medusa_train.server_bench.report import terminal_report, write_report
+from medusa_train.server_bench.serve import KEY_VARIABLE, StartedServers
+from medusa_train.servers.responses import Fault
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
-REMOTE = "running servers"  # name of the session of servers that are not started here
 
 
 def measure_servers(
@@ -60,8 +59,8 @@ def measure_servers(
     report of an interrupted measurement has what is complete.
 
     Args:
-        paths: backbone and heads to serve; for servers that run already, only the directory of the
-            report, or None.
+        paths: target model and heads to serve; for servers that run already, only the directory of
+            the report, or None.
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
@@ -74,22 +73,42 @@ def measure_servers(
         servers: RunningServers | StartedServers = RunningServers(running)
         if cfg.serve:
             assert paths is not None  # `serve` names a model
-            servers = StartedServers(prepare_model(cfg, paths, directory, progress), paths)
-        log = MeasurementLog(
-            directory / "blocks.jsonl",
-            settings(cfg, bench, mode, paths, servers),
-            BLOCK_ENTRY,
-        )
+            servers = StartedServers(cfg, paths, directory, progress)
+        # What answers and times depend on; not which concurrencies and numbers of tokens are
+        # measured.
+        settings = {
+            **bench_settings(bench),
+            "decoding": mode.as_json,
+            "seed": cfg.seed,
+            "max_new_tokens": cfg.max_new_tokens,
+            "chat_template_kwargs": _template_kwargs(cfg, paths),
+            "warmup": cfg.warmup,
+            "machine": platform.node(),
+            **servers.settings(),
+        }
+        log = MeasurementLog(directory / "blocks.jsonl", settings, BLOCK_ENTRY)
         run = BenchRun(cfg, bench, options, log, progress)
-        return _measure_into(directory, run, servers, mode, command)
+        meta = {
+            "model": None,
+            "base_model": None,
+            "bench": bench.name,
+            "bench_file": public_name(str(bench.path)),
+            "questions": len(bench.questions),
+            "max_new_tokens": cfg.max_new_tokens,
+            "decoding": mode.as_json,
+            "concurrency": list(dict.fromkeys(cfg.concurrency)),
+            **servers.metadata(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": command,
+        }
+        return _measure_into(directory, run, servers, meta)
 
 
 def _measure_into(
     directory: Path,
     run: BenchRun,
     servers: RunningServers | StartedServers,
-    mode: DecodingMode,
-    command: str,
+    meta: dict[str, Any],
 ) -> list[Path]:
     """Measure what the log does not have, and write the report; returns the paths of its files."""
     log = run.log
@@ -99,13 +118,20 @@ def _measure_into(
     if resumption is not None:
         progress.print(resumption)
     log.start(log.entries)
-    servers.announce(run)
-    meta = metadata(run.cfg, run.bench, mode, servers)
-    meta["command"] = command
+    for note in servers.notes:
+        run.note(note)
 
     # 2. measure
     try:
-        servers.measure(run, directory)
+        with servers:
+            for session in servers.sessions:
+                if not run.remaining(session):
+                    continue
+                targets = servers.targets(session)
+                try:
+                    run.measure(session, targets)
+                except ServerError as error:
+                    raise servers.explain(error) from error
     except (MedusaError, KeyboardInterrupt):
         log.close()
         run.notes.append("incomplete: the measurement was interrupted")
@@ -125,98 +151,43 @@ def _measure_into(
     return written
 
 
-@dataclass(frozen=True)
 class RunningServers:
-    """Servers that run already: nothing is known of their models but the names."""
+    """Servers that run already, as one session: nothing is known of their models but the names."""
 
-    targets: Sequence[Target]
+    notes: Sequence[str] = ()
+    sessions = ("running servers",)
+
+    def __init__(self, targets: list[Target]) -> None:
+        self._targets = targets
+
+    def __enter__(self) -> RunningServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave them running."""
 
     def settings(self) -> dict[str, Any]:
         """Return what answers and times depend on."""
-        return {"servers": [[target.name, target.url, target.model] for target in self.targets]}
+        return {"servers": [[target.name, target.url, target.model] for target in self._targets]}
 
     def metadata(self) -> dict[str, Any]:
         """Return their part of `meta` of served.json."""
         turns = "one server alone"
-        if len(self.targets) > 1:
+        if len(self._targets) > 1:
             turns = "in turns, block by block"
         return {
-            "model": self.targets[-1].model,
-            "servers": {target.name: f"{target.model} at {target.url}" for target in self.targets},
+            "model": self._targets[-1].model,
+            "servers": {target.name: f"{target.model} at {target.url}" for target in self._targets},
             "turns": turns,
         }
 
-    def announce(self, run: BenchRun) -> None:
-        """Say what the user should know of them beforehand: nothing."""
+    def targets(self, session: str) -> list[Target]:
+        """Return the servers."""
+        return self._targets
 
-    def measure(self, run: BenchRun, directory: Path) -> None:
-        """Measure the blocks that are left."""
-        run.measure(REMOTE, self.targets)
-
-
-@dataclass(frozen=True)
-class StartedServers:
-    """The servers that `--serve` starts, of the model at `paths`."""
-
-    served: ServedModel
-    paths: ModelPaths
-
-    def settings(self) -> dict[str, Any]:
-        """Return what answers and times depend on."""
-        return {
-            **model_settings(self.paths),
-            "vllm": self.served.version,
-            "arguments": list(self.served.options),
-            "draft": self.served.draft,
-        }
-
-    def metadata(self) -> dict[str, Any]:
-        """Return their part of `meta` of served.json."""
-        served = self.served
-        meta: dict[str, Any] = {
-            "model": public_name(str(self.paths.home)),
-            "base_model": public_name(served.backbone),
-        }
-        if self.paths.heads is not None:
-            meta["weights"] = digest_files(find_heads(self.paths.heads).files)[:16]
-        draft = dict(served.draft)
-        if "model" in draft:
-            draft["model"] = public_name(draft["model"])
-        meta["draft"] = draft
-        meta["server"] = served.version
-        meta["arguments"] = list(served.options)
-        if all(len(session.speculative_tokens) > 1 for session in served.sessions):
-            meta["turns"] = (
-                "the server without heads beside each one with heads, in turns, block by block"
-            )
-        else:
-            meta["turns"] = (
-                "one server at a time; the one without heads first and last, of which the faster"
-                " counts"
-            )
-        return meta
-
-    def announce(self, run: BenchRun) -> None:
-        """Say what the user should know of them beforehand, and where answers end."""
-        for note in self.served.notes:
-            run.note(note)
-        stop_tokens, tokenizer = read_stop_tokens(self.paths)
-        ends = stop_tokens.describe(tokenizer)
-        if ends is not None:
-            run.progress.print(f"{ends}; sent to the servers as stop_token_ids")
-
-    def measure(self, run: BenchRun, directory: Path) -> None:
-        """Start the servers of every session with blocks to do, and measure them."""
-        seconds = run.cfg.serve_start_seconds
-        with ServerPool(self.served, directory, seconds, run.progress) as pool:
-            for session in self.served.sessions:
-                if not run.remaining(session.name):
-                    continue
-                targets = pool.targets(session)
-                try:
-                    run.measure(session.name, targets)
-                except ServerError as error:
-                    raise pool.explain(error) from error
+    def explain(self, error: ServerError) -> ServerError:
+        """Return the error: nothing else is known."""
+        return error
 
 
 @dataclass
@@ -284,7 +255,9 @@ class BenchRun:
             for concurrency, numbers in remaining.items():
                 phase.update(phase.completed, f"concurrency {concurrency}")
                 try:
-                    self._measure_concurrency(session, targets, concurrency, numbers, phase)
+                    asyncio.run(
+                        self._measure_concurrency(session, targets, concurrency, numbers, phase)
+                    )
                 except BlockFault as fault:
                     text = (
                         f"concurrency {concurrency} was not measured, since requests kept failing:"
@@ -292,7 +265,7 @@ class BenchRun:
                     )
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
-    def _measure_concurrency(
+    async def _measure_concurrency(
         self,
         session: str,
         targets: Sequence[Target],
@@ -300,14 +273,14 @@ class BenchRun:
         numbers: Sequence[int],
         phase: Phase,
     ) -> None:
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             # 1. connect, and warm up
             servers = [ServerBench(target, self.options, concurrency) for target in targets]
             for server in servers:
-                stack.callback(server.close)
+                await stack.enter_async_context(server.servers)
             if self.cfg.warmup:
                 for server in servers:
-                    server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
+                    await server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
             # 2. each block, by the servers in one order and then in the other
             for number in numbers:
                 in_order = servers
@@ -315,19 +288,19 @@ class BenchRun:
                     in_order = servers[::-1]
                 measured = {}
                 for server in in_order:
-                    measured[server.target.name] = self._measure_block(server, number, phase)
+                    measured[server.target.name] = await self._measure_block(server, number, phase)
                 block = Block(session, concurrency, number)
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
+    async def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
         conversations = self._blocks[server.concurrency][number]
         completed = phase.completed
         for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
-                measurement = server.measure(
+                measurement = await server.measure(
                     conversations, lambda tokens: phase.advance(tokens=tokens)
                 )
                 break
@@ -387,7 +360,7 @@ class BenchRun:
 def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     """Write the report, and print its tables."""
     cells = run.cells()
-    summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
+    summary = summarize(cells, greedy=run.options.parameters["temperature"] == 0)
     notes = [*run.notes, *summary.pop("notes")]
     seconds = round(run.progress.total_seconds, 1)
     report = {"meta": {**meta, "seconds": seconds, "notes": notes}, **summary}
@@ -402,21 +375,26 @@ def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
     """
     assert cfg.server_url is not None
     if cfg.against is None:
-        return [_target(ALONE, cfg.server_url, cfg.base_model, options, has_heads=False)]
+        return [_target(ALONE, cfg.server_url, cfg.base_model, options)]
     return [
-        _target(PLAIN, cfg.against, cfg.base_model, options, has_heads=False),
-        _target(HEADS, cfg.server_url, cfg.base_model, options, has_heads=True),
+        _target(PLAIN, cfg.against, cfg.base_model, options),
+        _target(HEADS, cfg.server_url, cfg.base_model, options),
     ]
 
 
-def _target(
-    name: str, url: str, model: str | None, options: RequestOptions, *, has_heads: bool
-) -> Target:
-    server = open_server(url, options)
+def _target(name: str, url: str, model: str | None, options: RequestOptions) -> Target:
+    (server,) = options.connect(url, concurrency=1).servers
+
+    async def list_models() -> dict[str, dict[str, Any]]:
+        async with server:
+            return await server.list_models()
+
     try:
-        models = server.list_models()
-    finally:
-        server.close()
+        models = asyncio.run(list_models())
+    except Fault as fault:
+        raise ServerError(
+            f"server {server.url}: cannot be reached ({fault.reason}); is it running?"
+        ) from None
     listed = ", ".join(models)
     if model is None and len(models) != 1:
         problem = "lists no models (does the URL end with /v1?)"
@@ -432,7 +410,7 @@ def _target(
     if model is None:
         model = next(iter(models))
     is_vllm = models.get(model, {}).get("owned_by") == "vllm"
-    return Target(name, server.url, model, has_heads, is_vllm)
+    return Target(name, server.url, model, is_vllm)
 
 
 def request_options(
@@ -443,20 +421,16 @@ def request_options(
     A server of `--serve` that does not answer has ended.
     """
     # 1. how tokens are chosen
-    template_kwargs = _template_kwargs(cfg, paths) or None
-    sampling = ServerSampling(
+    parameters = request_parameters(
         temperature=0.0,
         max_new_tokens=cfg.max_new_tokens,
-        chat_template_kwargs=template_kwargs,
+        chat_template_kwargs=_template_kwargs(cfg, paths),
     )
     rule = mode.baseline_rule
     if rule is not None:
-        sampling = replace(
-            sampling,
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k or None,  # 0: all tokens
-        )
+        parameters |= {"temperature": rule.temperature, "top_p": rule.top_p}
+        if rule.top_k:  # 0: all tokens
+            parameters["top_k"] = rule.top_k
     # 2. what is known of a model that is served from here
     retry_seconds = cfg.retry_seconds
     key_variable = cfg.api_key_env
@@ -467,7 +441,7 @@ def request_options(
         # those of a running server's model are known to it alone
         stop_tokens = read_stop_tokens(paths)[0].ids
     return RequestOptions(
-        sampling,
+        parameters,
         cfg.seed,
         cfg.request_timeout,
         retry_seconds,
@@ -493,52 +467,8 @@ def output_directory(
     return runs_directory() / "served" / model / name
 
 
-def settings(
-    cfg: EvalConfig,
-    bench: Bench,
-    mode: DecodingMode,
-    paths: ModelPaths | None,
-    servers: RunningServers | StartedServers,
-) -> dict[str, Any]:
-    """Return what answers and times depend on; not which concurrencies and numbers of tokens are
-    measured.
-    """
-    return {
-        **bench_settings(bench),
-        "decoding": mode.as_json,
-        "seed": cfg.seed,
-        "max_new_tokens": cfg.max_new_tokens,
-        "chat_template_kwargs": _template_kwargs(cfg, paths),
-        "warmup": cfg.warmup,
-        "machine": platform.node(),
-        **servers.settings(),
-    }
-
-
 def _template_kwargs(cfg: EvalConfig, paths: ModelPaths | None) -> dict[str, Any] | None:
     """Return the variables of the chat template: a run's are those that it was trained with."""
     if paths is None:
         return cfg.chat_template_kwargs
     return dict(paths.chat_template_kwargs)
-
-
-def metadata(
-    cfg: EvalConfig,
-    bench: Bench,
-    mode: DecodingMode,
-    servers: RunningServers | StartedServers,
-) -> dict[str, Any]:
-    """Return `meta` of served.json: plain JSON values."""
-    meta: dict[str, Any] = {
-        "model": None,
-        "base_model": None,
-        "bench": bench.name,
-        "bench_file": public_name(str(bench.path)),
-        "questions": len(bench.questions),
-        "max_new_tokens": cfg.max_new_tokens,
-        "decoding": mode.as_json,
-        "concurrency": list(dict.fromkeys(cfg.concurrency)),
-    }
-    meta.update(servers.metadata())
-    meta["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return meta

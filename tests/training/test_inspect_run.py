@@ -12,14 +12,20 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
-from medusa_train.cli.train import app
+from medusa_train.cli.train import app, take_tokens
 from medusa_train.config.load import dump_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.batch import Example
 from medusa_train.errors import ConfigError
 from medusa_train.models import precision
 from medusa_train.training.estimate import Estimate
-from medusa_train.training.inspect import CONTEXT, SUPERVISED, _time_table, inspect_run, masked_text
+from medusa_train.training.inspect_run import (
+    CONTEXT,
+    SUPERVISED,
+    _time_table,
+    inspect_run,
+    masked_text,
+)
 from tests.training.conftest import LORA, train
 
 
@@ -98,6 +104,60 @@ def test_samples_and_counts_are_of_every_data_set(make_config, weightless, conso
         assert re.search(rf"{re.escape(str(path))}: {count} conversations, [\d,]+ tokens", text)
 
 
+@pytest.mark.parametrize(
+    ("keys", "rows", "steps"),
+    [
+        (
+            {"micro_batch_size": 4},
+            "one conversation each; 0.0%",
+            "125.0 per epoch (4 x 2 rows each)",
+        ),
+        (
+            {"sample_packing": True, "sequence_len": 250},
+            "1,024 packed rows of 250 tokens per epoch, 100.0% full",
+            "128.0 per epoch (4 x 2 rows each)",
+        ),
+    ],
+    ids=["rows of one conversation", "packed rows"],
+)
+def test_data_that_do_not_exist_yet_can_be_assumed(
+    keys, rows, steps, make_config, weightless, console
+):
+    """The model has a context of 256 tokens, to which conversations of 1,000 are cut."""
+    absent = [{"path": "absent.jsonl"}]
+    cfg = make_config(base_model=weightless, datasets=absent, max_steps=None, **keys)
+    results = Console(record=True, width=140, file=console.file)
+    assert inspect_run(cfg, console, results, tokens=256_000) == 0
+    shown = rows_of(results.export_text())
+    assert shown["training"].endswith("% supervised: assumed, none are read")
+    assert shown["rows"].startswith(rows)
+    assert shown["steps"].startswith(steps)
+    assert shown["memory"].startswith("needed on one device")
+
+
+@pytest.mark.parametrize("text", ["60M", "60_000_000", "60,000,000", "0.06B", "60000K"])
+def test_tokens_are_written_as_people_write_them(text):
+    assert take_tokens(["a.yaml", f"tokens={text}", "seed=1"]) == (["a.yaml", "seed=1"], 60_000_000)
+    assert take_tokens(["a.yaml"]) == (["a.yaml"], None)
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "1.2.3M", "-5M"])
+def test_other_words_for_tokens_are_an_error(text):
+    with pytest.raises(ConfigError, match="expected a number such as 60M or 60000000"):
+        take_tokens([f"tokens={text}"])
+
+
+def test_the_command_needs_no_data_with_a_number_of_tokens(make_config, weightless, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        dump_config(make_config(base_model=weightless, datasets=[{"path": "no.jsonl"}]))
+    )
+    assert CliRunner().invoke(app, [str(path), "--inspect"]).exit_code == 1
+    result = CliRunner().invoke(app, [str(path), "--inspect", "tokens=1M"])
+    assert result.exit_code == 0, result.output
+    assert "needed on one device" in result.output
+
+
 def test_so_many_devices_are_planned_for_and_checked(make_config, weightless, console):
     cfg = make_config(base_model=weightless, num_epochs=3, max_steps=None, bf16=False)
     results = Console(record=True, width=140, file=console.file)
@@ -169,7 +229,7 @@ def test_what_gradient_checkpointing_costs_and_saves_is_said(make_config, weight
 
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
     monkeypatch.setattr(
-        "medusa_train.training.inspect.default_device", lambda: torch.device("cuda")
+        "medusa_train.training.inspect_run.default_device", lambda: torch.device("cuda")
     )
     for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
         text = page(make_config(base_model=weightless, bf16=False, deepspeed=deepspeed), console)

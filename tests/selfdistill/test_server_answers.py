@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.selfdistill import client as module
-from medusa_train.selfdistill.client import ServerClient
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
@@ -25,11 +23,13 @@ from medusa_train.selfdistill.replay import (
     replay,
 )
 from medusa_train.selfdistill.run import RunStats, distill
-from medusa_train.selfdistill.server_answers import ServerSampling
+from medusa_train.selfdistill.server_answers import ServerAnswers, request_parameters
+from medusa_train.servers import client as module
+from medusa_train.servers.client import Servers
 from medusa_train.training.process_info import free_port
 from tests import fake_server
 from tests.fake_server import completion, error, serving, short_context
-from tests.servers.test_connection import TOO_LONG
+from tests.servers.test_context import TOO_LONG
 
 
 @pytest.fixture(autouse=True)
@@ -38,32 +38,27 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE", 0.1)
 
 
+PARAMETERS = request_parameters(temperature=0.5, max_new_tokens=64, top_p=0.9)
+
+
 def client(
     url: str | list[str],
     concurrency: int = 4,
-    retry_seconds: float = 60.0,
-    sampling: ServerSampling = ServerSampling(0.5, 64, 0.9),
-    key_variable: str = "OPENAI_API_KEY",
-    timeout: float = 20.0,
+    parameters: dict[str, Any] = PARAMETERS,
+    reasoning_tags: ReasoningTags = REASONING_TAGS,
     **options: Any,
-) -> ServerClient:
-    return ServerClient(
-        [url] if isinstance(url, str) else url,
-        "served",
-        sampling,
-        key_variable=key_variable,
-        timeout=timeout,
-        retry_seconds=retry_seconds,
-        concurrency=concurrency,
-        **options,
-    )
+) -> ServerAnswers:
+    defaults = {"key_variable": "OPENAI_API_KEY", "timeout": 20.0, "retry_seconds": 60.0}
+    urls = [url] if isinstance(url, str) else url
+    servers = Servers(urls, concurrency=concurrency, **{**defaults, **options})
+    return ServerAnswers(servers, "served", parameters, reasoning_tags)
 
 
 def request(text: str, seed: int = 1) -> Request:
     return Request((Message("user", text),), seed)
 
 
-def ask(asking: ServerClient, *requests: Request) -> list[Answer]:
+def ask(asking: ServerAnswers, *requests: Request) -> list[Answer]:
     """Ask one after the other."""
     answers: list[Answer] = []
 
@@ -76,7 +71,7 @@ def ask(asking: ServerClient, *requests: Request) -> list[Answer]:
     return answers
 
 
-def run(out: Path, seeds: list[Prompt], asking: ServerClient) -> RunStats:
+def run(out: Path, seeds: list[Prompt], asking: ServerAnswers) -> RunStats:
     with OutputWriter(out, {"model": "served", "engine": "openai"}) as writer:
         return distill(
             seeds,
@@ -252,8 +247,11 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
         )
 
     with serving(script) as server:
-        sampling = ServerSampling(0.5, 64, chat_template_kwargs={"enable_thinking": True})
-        asking = client(server.url, sampling=sampling, reasoning_tags=("<r>", "</r>"))
+        variables = {"enable_thinking": True}
+        parameters = request_parameters(
+            temperature=0.5, max_new_tokens=64, chat_template_kwargs=variables
+        )
+        asking = client(server.url, parameters=parameters, reasoning_tags=("<r>", "</r>"))
         answers = ask(asking, *[request("hi") for _ in replies])
         assert [answer.text for answer in answers] == [expected for _, expected in replies]
         assert all(
@@ -366,7 +364,7 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path)
         len({json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()})
         == 500
     )
-    assert asking.retries > 0
+    assert asking.servers.retries > 0
     assert stats.written == 500
 
 
@@ -468,7 +466,7 @@ def test_a_server_that_wants_max_completion_tokens_gets_them_from_then_on() -> N
     assert sum("max_tokens" in body for body in server.bodies) <= 8
 
 
-def run_chats(asking: ServerClient, count: int) -> list[str]:
+def run_chats(asking: ServerAnswers, count: int) -> list[str]:
     """Ask `count` questions, as many at a time as there are slots."""
     texts: list[str] = []
 
@@ -561,7 +559,7 @@ def test_an_answer_that_takes_too_long_is_asked_for_again() -> None:
     with serving(script) as server:
         asking = client(server.url, timeout=0.3)
         assert ask(asking, request("hi"))[0].text == "answer to hi"
-    assert asking.retries == 1
+    assert asking.servers.retries == 1
 
 
 def test_a_pause_that_a_server_asks_for_is_no_longer_than_retries_are_made() -> None:
@@ -615,7 +613,7 @@ def test_an_error_ends_the_run_and_requests_under_way_are_no_faults() -> None:
         asking = client(server.url, concurrency=4, note=lines.append)
         with pytest.raises(ServerError, match="blocked"):
             run_chats(asking, 40)
-    assert (lines, asking.retries) == ([], 0)
+    assert (lines, asking.servers.retries) == ([], 0)
     assert len(server.bodies) < 12
 
 

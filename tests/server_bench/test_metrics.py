@@ -1,21 +1,21 @@
 import pytest
 
-from medusa_train.server_bench.request_blocks import (
-    Block,
-    DraftCounts,
-    Measurement,
-    ServedAnswer,
-    parse_metrics,
-)
-from medusa_train.server_bench.served_figures import (
+from medusa_train.server_bench.metrics import (
     Cell,
     busy_shares,
-    cell_figures,
+    cell_metrics,
     collect_cells,
     compare_cells,
     recommend,
     reference_of,
     summarize,
+)
+from medusa_train.server_bench.pairs import (
+    Block,
+    DraftCounts,
+    Measurement,
+    ServedAnswer,
+    parse_metrics,
 )
 from tests.server_bench.servers import GENERATED, METRICS
 
@@ -60,7 +60,7 @@ def test_moments_are_divided_among_the_answers_under_way() -> None:
 def test_rates_are_tokens_over_the_busy_time() -> None:
     made = cell("plain", [answer(1, 0, 4), answer(2, 0, 4), answer(3, 4, 2)], concurrency=2)
     assert made.tokens_per_s == pytest.approx(30 / 6)
-    figures = cell_figures(made)
+    figures = cell_metrics(made)
     assert figures["time_to_first_token_s"] == {"median": 1.0}
     assert figures["time_per_token_s"]["median"] == pytest.approx(3 / 9)
     assert figures["acceptance"] is None
@@ -80,7 +80,7 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     (made,) = collect_cells(blocks, {1: 2, 2: 2})
     assert (made.concurrency, made.tokens_per_s, made.skipped) == (1, 5.0, 1)
     assert made.drafts == DraftCounts(10, (6, 2))
-    assert cell_figures(made)["num_speculative_tokens"] == 2
+    assert cell_metrics(made)["num_speculative_tokens"] == 2
     blocks[Block("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
     assert collect_cells(blocks, {1: 2})[0].drafts is None
 

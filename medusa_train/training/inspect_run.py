@@ -1,5 +1,6 @@
-"""`medusa-train --inspect`: samples with their loss mask, token counts, steps and a memory
-estimate; no weights.
+"""`medusa-train --inspect`: samples with their loss mask, token counts, steps, memory and hours.
+
+No weights are loaded. With `tokens=60M` no data are read either: they need not exist yet.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from medusa_train.training.estimate import (
     rate_of,
 )
 from medusa_train.training.hidden_states import describe_states, distinct_documents
-from medusa_train.training.load_data import TrainingData
+from medusa_train.training.load_data import TrainingData, assumed_data
 from medusa_train.training.preflight import check_run
-from medusa_train.training.setup import few_steps_advice, make_plan
+from medusa_train.training.schedule import few_steps_advice, make_schedule
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -61,17 +62,23 @@ CONTEXT = "dim"
 
 
 class _Stage:
-    """A run, or a stage of one, with what is estimated of it."""
+    """A run, or a stage of one, with what is estimated of it.
+
+    Attributes:
+        operations: of the whole stage. disk: bytes of checkpoints that may be kept at once.
+        without_checkpointing: bytes, and the share of operations that is saved; None where
+            activations are kept anyway.
+    """
 
     def __init__(
         self, cfg: TrainConfig, data: TrainingData, model_config: Any, processes: int = 1
     ) -> None:
-        self.data, self.model_config = data, model_config
-        self.vocab_size = int(model_config.get_text_config().vocab_size)
         loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        self.data = data
+        self.model_config = model_config
         self.loader = loader
         self.processes = processes
-        self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
+        self.schedule = make_schedule(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
         # 1. What `auto` means here.
         notes: list[str] = []
@@ -79,7 +86,7 @@ class _Stage:
         self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
         cfg, note = choose_checkpointing(cfg, self.device, without)
-        advice = few_steps_advice(cfg, self.plan, loader.batches_per_epoch, processes)
+        advice = few_steps_advice(cfg, self.schedule, loader.batches_per_epoch, processes)
         self.notes = [line for line in (*notes, note, advice) if line is not None]
         self.cfg = cfg
         # 2. Memory, operations and disk.
@@ -95,7 +102,7 @@ class _Stage:
             "supervised": data.train.supervised_tokens,
             "width": round(loader.positions_per_epoch / loader.rows_per_epoch),
         }
-        epochs = self.plan.epoch(self.plan.total_steps)
+        epochs = self.schedule.epoch(self.schedule.total_steps)
         self.operations = estimate.operations(**epoch, epochs=epochs)
         # until the next checkpoint two evaluations may be kept: the best one so far, and that of
         # the last checkpoint
@@ -108,12 +115,19 @@ class _Stage:
             self.without_checkpointing = (without(), saved)
 
 
-def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes: int = 1) -> int:
+def inspect_run(
+    cfg: TrainConfig,
+    console: Console,
+    results: Console,
+    processes: int = 1,
+    tokens: int | None = None,
+) -> int:
     """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit
     code, 0.
 
     Args:
         processes: number of devices that train together; the memory is that of one of them.
+        tokens: assume so many tokens of training data, and read none; None: read the data.
 
     Raises:
         MedusaError: an error of configuration or data, also one of so many processes.
@@ -125,8 +139,11 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes:
     if processes > 1:
         for config in configs:
             check_run(config, processes)
-    with LoadingProgress(RunProgress(console)) as shown:
-        loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
+    if tokens is None:
+        with LoadingProgress(RunProgress(console)) as shown:
+            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
+    else:
+        loaded = [assumed_data(config, tokens, processes, console) for config in configs]
     resolved, model_config = resolve_backbone(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
@@ -140,7 +157,7 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes:
         tokenizer = load_tokenizer(
             resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
         )
-        if stage is stages[0] or stage.data is not stages[0].data:
+        if tokens is None and (stage is stages[0] or stage.data is not stages[0].data):
             legend = (
                 "supervised tokens are ",
                 ("«green»", SUPERVISED),
@@ -149,13 +166,22 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes:
                 "\n",
             )
             results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
-        data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
-        results.print(Group(data, _memory_table(stage), _time_table([stage])))
+        data = _grid()
+        if tokens is None:
+            _describe_data(stage, tokenizer, data)
+        else:
+            data.add_row(
+                "training", f"{_describe_tokens(stage.data.train)}: assumed, none are read"
+            )
+        _describe_steps(stage, data)
+        results.print(
+            Group(Padding(data, (0, 0, 1, 0)), _memory_table(stage), _time_table([stage]))
+        )
     if first is not None:  # one after the other
         table = _grid()
         table.add_row(
             "steps",
-            f"{sum(stage.plan.total_steps for stage in stages):,} in all on {_devices(processes)}",
+            f"{sum(stage.schedule.total_steps for stage in stages):,} in all on {_devices(processes)}",
         )
         table.add_row(
             "memory",
@@ -217,10 +243,9 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     return text
 
 
-def _data_table(stage: _Stage, tokenizer: Any) -> Table:
-    table = _grid()
+def _describe_data(stage: _Stage, tokenizer: Any, table: Table) -> None:
+    """Add rows on the data that were read."""
     cfg = stage.cfg
-    plan = stage.plan
     train = stage.data.train
     validation = stage.data.validation
     lengths = [len(example) for example in train.examples]
@@ -237,19 +262,24 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
         table.add_row("", _describe_answers(validation))
     for title, line in _describe_vocabulary(stage, tokenizer):
         table.add_row(title, line)
+    if cfg.cache_hidden_states:
+        table.add_row("hidden states", _describe_hidden_states(stage))
+
+
+def _describe_steps(stage: _Stage, table: Table) -> None:
+    """Add rows on the loss, and on the rows and steps of an epoch."""
+    cfg = stage.cfg
+    schedule = stage.schedule
     table.add_row("loss", cfg.describe_loss())
-    table.add_row("rows", _describe_rows(train, stage.loader))
+    table.add_row("rows", _describe_rows(stage.data.train, stage.loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     if stage.processes > 1:
         batch += f" x {stage.processes}"
     table.add_row(
         "steps",
-        f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on"
+        f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each), {schedule.total_steps:,} in all on"
         f" {_devices(stage.processes)}",
     )
-    if cfg.cache_hidden_states:
-        table.add_row("hidden states", _describe_hidden_states(stage))
-    return table
 
 
 def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -257,6 +287,7 @@ def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, s
     heads get.
     """
     section = stage.cfg.draft_config
+    vocab_size = int(stage.model_config.get_text_config().vocab_size)
     size = section.settings.get("vocab_size")
     train = stage.data.train
     key: str | None = section.vocab_size_key
@@ -266,14 +297,14 @@ def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, s
         heads = find_initial_heads(stage.cfg.initial_run)
     if heads is None:
         token_map = choose_draft_vocabulary(
-            size, train, tokenizer, stage.vocab_size, section.vocab_size_key
+            size, train, tokenizer, vocab_size, section.vocab_size_key
         )
     elif size is not None:
         key = None
         token_map = read_token_map(heads)
     if token_map is None:
         return
-    about = (token_map, train, stage.data.validation, stage.vocab_size)
+    about = (token_map, train, stage.data.validation, vocab_size)
     yield "vocabulary", describe_vocabulary(*about, key=key)
     if (warning := warn_of_coverage(*about, key=key)) is not None:
         yield "", warning

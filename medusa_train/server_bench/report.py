@@ -24,7 +24,8 @@ from medusa_train.pages.page import (
     render_page,
     write_files,
 )
-from medusa_train.server_bench.served_figures import Cell
+from medusa_train.server_bench.metrics import Cell
+from medusa_train.server_bench.pairs import PLAIN
 
 Json = Mapping[str, Any]
 
@@ -51,21 +52,21 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
     """Write served.json, served.md, served.html and answers.jsonl to `directory`; returns their
     paths.
     """
-    answers = [
-        {
+    answers = []
+    for cell in cells:
+        place = {
             "server": cell.server,
             "session": cell.session,
             "concurrency": cell.concurrency,
-            **asdict(answer),
         }
-        for cell in cells
-        for answer in cell.answers.values()
-    ]
-    title, sections, meta = title_of(report), sections_of(report), report["meta"]
-    asked = (
-        f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
+        answers += [{**place, **asdict(one.answer)} for one in cell.answers.values()]
+    title = title_of(report)
+    sections = sections_of(report)
+    meta = report["meta"]
+    subtitle = (
+        f"{meta['turns']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new"
+        f" tokens per answer; {meta['date']}"
     )
-    subtitle = f"{meta['turns']}; {asked}; {meta['date']}"
     contents = {
         "served.json": report,
         "served.md": markdown_page(title, sections),
@@ -83,37 +84,35 @@ def title_of(report: Json) -> str:
 
 
 def rows_of(report: Json) -> list[Json]:
-    """Return the figures to show: by concurrency the server without heads in its fastest session,
+    """Return the metrics to show: by concurrency the server without a draft in its fastest session,
     then the others.
     """
-    others = [figures for figures in report["cells"] if figures["server"] != "plain"]
-    return sorted([*report["plain"], *others], key=lambda figures: figures["concurrency"])
+    others = [row for row in report["cells"] if row["server"] != PLAIN]
+    return sorted([*report["plain"], *others], key=lambda row: row["concurrency"])
 
 
-def figures_table(report: Json) -> Table:
+def metrics_table(report: Json) -> Table:
     """Return one row per concurrency and server."""
     rows = rows_of(report)
-    beside = {
-        (cell["session"], cell["concurrency"]): cell
-        for cell in report["cells"]
-        if cell["server"] == "plain"
+    rates = {
+        (row["session"], row["concurrency"]): number(row["tokens_per_s"], 1)
+        for row in report["cells"]
+        if row["server"] == PLAIN
     }
     plain = [
-        beside.get((row["session"], row["concurrency"])) if row["server"] != "plain" else None
+        "" if row["server"] == PLAIN else rates.get((row["session"], row["concurrency"]), "")
         for row in rows
     ]
     columns = {
         "concurrency": [str(row["concurrency"]) for row in rows],
         "server": [row["server"] for row in rows],
         "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
-        "plain beside it": [
-            "" if cell is None else number(cell["tokens_per_s"], 1) for cell in plain
-        ],
+        "plain beside it": plain,
         "over plain": [_ratio(row) for row in rows],
         "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
         "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
         "tokens per step": [
-            "" if not row["tokens_per_step"] else number(row["tokens_per_step"]) for row in rows
+            number(row["tokens_per_step"]) if row["tokens_per_step"] else "" for row in rows
         ],
         "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
         "equal": [_equal(row) for row in rows],
@@ -121,21 +120,20 @@ def figures_table(report: Json) -> Table:
     return Table.of_columns(columns)
 
 
-def _ratio(figures: Json) -> str:
-    ratio = figures.get("ratio")
-    return "" if ratio is None else number(ratio, 2, "x", figures["ratio_interval"])
+def _ratio(row: Json) -> str:
+    if row.get("ratio") is None:
+        return ""
+    return number(row["ratio"], 2, "x", row["ratio_interval"])
 
 
 def _milliseconds(distribution: Json | None) -> str:
     return "" if distribution is None else f"{1000 * distribution['median']:.1f}"
 
 
-def _equal(figures: Json) -> str:
-    return (
-        ""
-        if figures.get("equal_answers") is None
-        else f"{figures['equal_answers']}/{figures['compared_answers']}"
-    )
+def _equal(row: Json) -> str:
+    if row.get("equal_answers") is None:
+        return ""
+    return f"{row['equal_answers']}/{row['compared_answers']}"
 
 
 def recommendation_lines(report: Json) -> list[str]:
@@ -151,17 +149,14 @@ def recommendation_lines(report: Json) -> list[str]:
     lines = []
     for one in advice:
         tokens = one["num_speculative_tokens"]
-        setting = (
-            "heads as they were served" if tokens is None else f"num_speculative_tokens {tokens}"
-        )
-        measured = _ratio(one)
-        if one["use"]:
-            lines.append(f"concurrency {one['concurrency']}: {setting}, {measured}")
-            continue
-        verdict = {"loses": "slower", "undecided": "not measured to be faster"}[one["verdict"]]
-        lines.append(
-            f"concurrency {one['concurrency']}: off; the best, {setting}, is {verdict}: {measured}"
-        )
+        setting = f"num_speculative_tokens {tokens}"
+        if tokens is None:
+            setting = "heads as they were served"
+        text = f"{setting}, {_ratio(one)}"
+        if not one["use"]:
+            verdict = {"loses": "slower", "undecided": "not measured to be faster"}[one["verdict"]]
+            text = f"off; the best, {setting}, is {verdict}: {_ratio(one)}"
+        lines.append(f"concurrency {one['concurrency']}: {text}")
     return lines
 
 
@@ -179,7 +174,7 @@ def terminal_report(report: Json) -> Group:
     """Return title, table, notes and recommendation for the terminal."""
     return Group(
         Text(title_of(report), style="bold"),
-        figures_table(report).terminal(),
+        metrics_table(report).terminal(),
         *(Text(f"note: {note}", style="yellow") for note in report["meta"]["notes"]),
         Text("recommendation", style="bold"),
         *(Text(f"  {line}") for line in recommendation_lines(report)),
@@ -196,7 +191,7 @@ def sections_of(report: Json) -> list[Section]:
             "Speed",
             legend=servers,
             figures=_figures(report, servers),
-            tables=[figures_table(report)],
+            tables=[metrics_table(report)],
             remarks=HOW,
         ),
         Section("Run", facts=meta_rows(meta)),
@@ -214,30 +209,25 @@ def _tiles(report: Json) -> list[tuple[str, str]]:
 
 
 def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
-    """Draw the figures of every server by concurrency, each server in one colour."""
-    rows = rows_of(report)
-
-    def groups(
-        shown: Sequence[Json], key: str, interval: str | None = None
-    ) -> list[tuple[str, list[Bar]]]:
-        by_concurrency: dict[str, list[Bar]] = {}
-        for row in shown:
-            bar = Bar(row[key], row[interval] if interval else None, servers.index(row["server"]))
-            by_concurrency.setdefault(str(row["concurrency"]), []).append(bar)
-        return list(by_concurrency.items())
-
+    """Draw ratios and rates of every server by concurrency, each server in one colour."""
+    ratios: dict[str, list[Bar]] = {}
+    rates: dict[str, list[Bar]] = {}
+    for row in rows_of(report):
+        concurrency = str(row["concurrency"])
+        color = servers.index(row["server"])
+        rates.setdefault(concurrency, []).append(Bar(row["tokens_per_s"], None, color))
+        if row.get("ratio") is not None:
+            bar = Bar(row["ratio"], row["ratio_interval"], color)
+            ratios.setdefault(concurrency, []).append(bar)
     drawn = []
-    if compared := [row for row in rows if row.get("ratio") is not None]:
-        drawing = bars(
-            groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0
-        )
+    if ratios:
+        drawing = bars(list(ratios.items()), "ratio", unit="x", reference=1.0)
         caption = (
             "Tokens per second with a draft over without, by concurrency. Whiskers: 95 % intervals"
             " over blocks."
         )
         drawn.append(Figure("Speed over plain", drawing, caption))
-    drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
-    drawn.append(
-        Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency.")
-    )
+    drawing = bars(list(rates.items()), "Tokens per second", digits=0)
+    caption = "Of all concurrent answers together, by concurrency."
+    drawn.append(Figure("Tokens per second", drawing, caption))
     return drawn

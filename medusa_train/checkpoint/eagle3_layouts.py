@@ -1,0 +1,494 @@
+"""Names and config.json of EAGLE-3 drafts in files that vLLM, SGLang and speculators read.
+
+                          vLLM, SGLang         speculators
+fc, norm, lm_head         the same             the same
+decoder layer             midlayer.*           layers.0.*
+config of the layer       at the top           transformer_layer_config
+states after l layers     l (SGLang: l - 1)    l
+d2t [N]                   token of draft token i is i + d2t[i]; like t2d missing where the draft has all tokens
+t2d [V]                   whether the draft has the token
+
+input_norm.weight     with `norm_before_fc`; fc_norm.0|1|2.weight with `fc_norm`
+embed_tokens.weight   where the draft has embeddings of its own: a server takes the backbone's else
+target_hidden_size    width of the backbone where it is not the draft's hidden_size
+q_norm, k_norm        of the layer's attention, with model_type qwen3 (vLLM, speculators)
+lm_head.weight        missing in some files: a server takes the backbone's
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0, TOKEN_MAP
+from medusa_train.checkpoint.resolve import EAGLE3, EAGLE3_QWEN3
+from medusa_train.config.types import ExportTarget
+from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.eagle3_layer import Eagle3Layer
+
+_LAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
+_STATES = "eagle_aux_hidden_state_layer_ids"
+#: Entries of the layer's config.json.
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+)
+#: Norms that some trainers add, and older names of their flags.
+EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
+#: Tensors that follow from others, or are the backbone's.
+_DERIVED = {
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+}
+_KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
+#: Entries of NVIDIA's eagle_config, at values with which the draft is one that is computed here.
+_AS_COMPUTED = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "has_lm_head": True,
+}
+#: Entries of config.json that are read, checked, or say nothing about what the draft computes.
+_KNOWN_ENTRIES = {
+    *LAYER_KEYS,
+    *EAGLE3_NORMS,
+    *_KNOWN_EAGLE,
+    "use_aux_norm",
+    "rope_theta",
+    "rope_scaling",
+    "transformer_layer_config",
+    "eagle_config",
+    "norm_before_residual",
+    "target_hidden_size",
+    "draft_vocab_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "logit_scale",
+    "qkv_bias",
+    "base_model_name_or_path",
+    "speculators_model_type",
+    "speculators_config",
+    "speculators_version",
+    "tie_word_embeddings",
+    # of files and of training
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "initializer_range",
+    "attention_dropout",
+    "embed_requires_grad",
+    "pretraining_tp",
+    "max_window_layers",
+    "auto_map",
+    "has_no_defaults_at_init",
+    "_name_or_path",
+}
+#: Why a tensor is not read, by a pattern of its name; the first that matches.
+_WHY_UNREAD = {
+    r"(layers|midlayer)\.\d+\.": "the draft has a second layer; drafts of one layer can be read",
+    r".*\.[qk]_norm\.": (
+        "its attention norms queries and keys, which servers compute only where model_type is qwen3"
+    ),
+    r"(input_norm|fc_norm)\.": "a norm that config.json does not name (norm_before_fc, fc_norm)",
+    # next to FP8 weights; weights of whole numbers were rejected before
+    r".*(_scale|_scale_inv|_zero_point)$": (
+        "of quantized weights, which are not read; take the draft that is not quantized"
+    ),
+    r".*\.bias$": "a bias that config.json does not name (attention_bias, mlp_bias)",
+    "": "not a tensor of an EAGLE-3 draft",
+}
+#: Entries of config.json that speculators has outside of transformer_layer_config.
+_ABOVE_LAYER = {
+    "draft_vocab_size",
+    "tie_word_embeddings",
+    "norm_before_residual",
+    _STATES,
+    "torch_dtype",
+    "target_hidden_size",
+    *EAGLE3_NORMS,
+}
+
+
+# Writing
+
+
+def to_eagle3(
+    state: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    vocab_size: int,
+    base_model: str,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and config.json as vLLM reads them; the rows of lm_head in the order of their
+    tokens.
+
+    Args:
+        state, settings: of an `Eagle3Draft`.
+        layer: config.json of its layer, as of a Llama model.
+        vocab_size: V, of the backbone. base_model: its name.
+    """
+    if LM_HEAD_0 not in state:
+        raise CheckpointError(
+            "the draft has no lm_head of its own, so there is nothing to convert: vLLM and SGLang"
+            " take the backbone's; serve its files as they are"
+        )
+    # 1. Tensors with the same names.
+    tensors = {}
+    for name, tensor in state.items():
+        if not name.startswith(("lm_heads.", TOKEN_MAP)):
+            tensors[name] = tensor
+    # 2. lm_head in the order of tokens, and which tokens they are. vLLM rejects that for a draft
+    # that has all tokens.
+    tokens = torch.arange(vocab_size)
+    if TOKEN_MAP in state:
+        tokens = state[TOKEN_MAP].cpu()  # [N]
+    ordered, order = tokens.sort()
+    tensors["lm_head.weight"] = state[LM_HEAD_0].cpu()[order]  # [N, d]
+    if len(ordered) < vocab_size:
+        tensors["d2t"] = ordered - torch.arange(len(ordered))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
+    # 3. config.json
+    norms: dict[str, Any] = {key: True for key in EAGLE3_NORMS if settings.get(key)}
+    width = tensors["fc.weight"].shape[1] // len(settings["layers"])
+    if width != layer["hidden_size"]:
+        norms["target_hidden_size"] = width
+    rope = dict(layer.get("rope_parameters") or {})
+    has_qk_norm = settings.get("qk_norm")
+    config = {
+        "architectures": [EAGLE3_QWEN3 if has_qk_norm else EAGLE3],
+        "model_type": "qwen3" if has_qk_norm else "llama",
+        **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
+        "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
+        "num_hidden_layers": 1,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": len(ordered),
+        "tie_word_embeddings": False,
+        "norm_before_residual": bool(settings.get("norm_before_residual")),
+        **norms,
+        _STATES: list(settings["layers"]),
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "base_model_name_or_path": base_model,
+    }
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    return tensors, config
+
+
+def for_target(
+    tensors: dict[str, Tensor], config: dict[str, Any], to: ExportTarget, draft_tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Change what vLLM reads into what `to` reads, where they differ.
+
+    Args:
+        draft_tokens: number of tokens to draft, which speculators' files recommend.
+    """
+    if to == "vllm":
+        return tensors, config
+    if to == "sglang":
+        problems = [norm for norm in ("norm_before_residual", "norm_before_fc") if config.get(norm)]
+        if config.get("model_type") == "qwen3":
+            problems.append("norms of queries and keys")
+        if problems:
+            raise CheckpointError(
+                f"SGLang does not compute {problems[0]}; export --to vllm or speculators"
+            )
+        states = [layers - 1 for layers in config.pop(_STATES)]
+        eagle = {_STATES: states, "use_aux_hidden_state": True}
+        return tensors, {**config, "eagle_config": eagle}
+    # speculators: the layer's tensors have other names, and its entries a mapping of their own
+    renamed = {}
+    for name, tensor in tensors.items():
+        renamed[name.replace(_LAYER, _SPECULATORS_LAYER, 1)] = tensor
+    base_model = config.pop("base_model_name_or_path")
+    layer = {key: value for key, value in config.items() if key not in _ABOVE_LAYER}
+    is_qwen3 = layer["model_type"] == "qwen3"
+    layer["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
+    proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
+    return renamed, {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **{key: value for key, value in config.items() if key in _ABOVE_LAYER},
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": base_model, "architectures": []},
+        },
+        "base_model_name_or_path": base_model,
+    }
+
+
+# Reading
+
+
+def from_eagle3(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Return the state dict and the settings of an `Eagle3Draft`, of files in one of these layouts,
+    and the names of tensors and entries that are not read.
+
+    The depth is not in the files, so `num_heads` keeps its default.
+
+    Raises:
+        CheckpointError: tensors are missing, or belong to a layer of another kind; config.json
+            describes no layer, or another than the tensors.
+    """
+    # 1. config.json
+    layer = _part_of(config, "transformer_layer_config") or config
+    eagle = _part_of(config, "eagle_config")
+    layer_entries = _layer_entries(layer)
+    _reject_other_layers(config, layer, eagle)
+    settings: dict[str, Any] = {
+        "layers": _state_layers(config, eagle),
+        # as vLLM
+        "norm_before_residual": bool(
+            config.get("norm_before_residual", "speculators_model_type" in config)
+        ),
+        "layer": layer_entries,
+    }
+    for key, older in EAGLE3_NORMS.items():
+        if config.get(key) or eagle.get(key) or (older and config.get(older)):
+            settings[key] = True
+
+    # 2. names of tensors
+    plain = {}
+    for name, tensor in tensors.items():
+        plain[name.removeprefix("model.").replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
+    has_norms = any(".q_norm." in name for name in plain)
+    if layer.get("model_type") == "qwen3" and (has_norms or not _names_layer_of_llama(config)):
+        settings["qk_norm"] = True
+    expected = _tensor_names(settings)
+    missing = sorted(expected - plain.keys())
+    if missing:
+        raise CheckpointError(f"incomplete, {', '.join(missing)} missing")
+    optional = {"t2d", "d2t", "embed_tokens.weight", "lm_head.weight"}
+    unread = plain.keys() - expected - optional
+    for name in sorted(unread - _DERIVED):
+        reason = next(why for pattern, why in _WHY_UNREAD.items() if re.match(pattern, name))
+        raise CheckpointError(f"{name}: {reason}")
+    state = {name: plain[name] for name in expected}
+    if "lm_head.weight" in plain:
+        state[LM_HEAD_0] = plain["lm_head.weight"]
+
+    # 3. widths, embeddings and vocabulary
+    _check_widths(plain, config, layer_entries["hidden_size"])
+    if "embed_tokens.weight" in plain:
+        state["embed_tokens.weight"] = plain["embed_tokens.weight"]
+        settings["own_embeddings"] = True
+    tokens = _draft_tokens(plain, config.get("draft_vocab_size"), layer.get("vocab_size"))
+    if tokens is not None:
+        settings |= {"vocab_size": len(tokens), TOKEN_MAP: tokens}
+        state[TOKEN_MAP] = tokens
+    return state, settings, sorted(unread | _unread_entries(config, layer, eagle))
+
+
+def _part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the entries below a key of config.json; none where it is missing or null."""
+    part = config.get(key) or {}
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"{key} {part!r} in config.json is not a mapping of entries")
+    return part
+
+
+def _state_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> list[int] | None:
+    """Return after how many layers the three states are read; None where they are not named."""
+    named = config.get(_STATES)
+    first = 1
+    if eagle.get(_STATES):
+        named = eagle[_STATES]
+        first = 0
+    if named is None:
+        return None
+    is_three = isinstance(named, list) and len(named) == 3
+    # a bool is an int, too
+    if not is_three or not all(type(number) is int and number >= first for number in named):
+        raise CheckpointError(
+            f"{_STATES} {named!r} in config.json are not three layers, counted from {first}"
+        )
+    # servers collect the states from the first layer to the last, whatever their order here
+    return sorted(number + 1 - first for number in named)
+
+
+def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the layers in eagle_config that vLLM 0.32 takes one too early; None where it reads
+    what was trained, or no layers are named.
+
+    In eagle_config layers are counted from 0 and their outputs are meant, as SGLang, SpecForge and
+    Model Optimizer do. vLLM reads these numbers as it reads those at the top.
+    """
+    eagle = config.get("eagle_config")
+    if config.get(_STATES) or not isinstance(eagle, Mapping):
+        return None
+    layers = eagle.get(_STATES)
+    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+        return None
+    return layers or None
+
+
+def _unread_entries(
+    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
+) -> set[str]:
+    """Return the entries that are not read; null says nothing."""
+    entries = set()
+    for key, value in (*config.items(), *layer.items()):
+        if key not in _KNOWN_ENTRIES and value is not None:
+            entries.add(key)
+    for key, value in eagle.items():
+        if key not in _KNOWN_EAGLE and value not in (None, _AS_COMPUTED.get(key)):
+            entries.add(f"eagle_config.{key}")
+    return entries
+
+
+def _layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a layer's config.json, `LAYER_KEYS`.
+
+    What is missing has Llama's or Qwen3's defaults, as in servers, not the backbone's values.
+    """
+    keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
+    named = {key: layer[key] for key in keys if layer.get(key) is not None}
+    kind = Qwen3Config if layer.get("model_type") == "qwen3" else LlamaConfig
+    try:
+        entries: dict[str, Any] = kind(**named).to_dict()
+    except Exception as error:  # each check of transformers raises its own kind
+        raise CheckpointError(f"not a valid configuration of an EAGLE-3 layer: {error}") from error
+    return {key: entries[key] for key in LAYER_KEYS if entries.get(key) is not None}
+
+
+def _reject_other_layers(
+    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
+) -> None:
+    """Reject entries of config.json by which the draft computes something else."""
+    problems = []
+    layers = layer.get("num_hidden_layers")
+    if layers not in (None, 1):
+        problems.append(f"num_hidden_layers {layers} (one layer is read)")
+    windows = "sliding_attention" in (layer.get("layer_types") or ())
+    if windows or (layer.get("use_sliding_window") and layer.get("sliding_window")):
+        problems.append(f"a sliding window of {layer.get('sliding_window')}")
+    if config.get("logit_scale") not in (None, 1):
+        problems.append(f"logit_scale {config['logit_scale']}")
+    if layer.get("qkv_bias") not in (None, bool(layer.get("attention_bias"))):
+        problems.append("qkv_bias without attention_bias")
+    if eagle.get("use_aux_hidden_state") is False:
+        problems.append("use_aux_hidden_state false (three states are read)")
+    if problems:
+        raise CheckpointError(f"EAGLE-3 drafts with {', '.join(problems)} can't be read")
+
+
+def _names_layer_of_llama(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM builds Llama's layer, whatever model_type is: outside of speculators'
+    files it chooses the layer by `architectures`.
+    """
+    architectures = config.get("architectures")
+    if "speculators_model_type" in config or not isinstance(architectures, list):
+        return False
+    return any(str(name).startswith(("Llama", "Eagle3Llama")) for name in architectures)
+
+
+def _tensor_names(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors that every draft with these settings has."""
+    names = {"fc.weight", "norm.weight"}
+    with torch.device("meta"):
+        config = LlamaConfig(**settings["layer"])
+        module = Eagle3Layer(config, qk_norm=settings.get("qk_norm", False))
+    names |= {_LAYER + name for name in module.state_dict()}
+    if settings.get("norm_before_fc"):
+        names.add("input_norm.weight")
+    if settings.get("fc_norm"):
+        names |= {f"fc_norm.{i}.weight" for i in range(3)}
+    return names
+
+
+def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size: int) -> None:
+    """Check that fc has the widths of config.json, and that a draft of another width than the
+    backbone's has embeddings and an lm_head.
+    """
+    shape = list(tensors["fc.weight"].shape)
+    target = config.get("target_hidden_size") or shape[-1] // 3
+    if shape != [size, 3 * target]:
+        raise CheckpointError(
+            f"fc.weight is {shape}, but config.json says hidden_size {size} and three states of"
+            f" {target}"
+        )
+    for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "lm_head")):
+        if target != size and name not in tensors:
+            raise CheckpointError(
+                f"{name} is missing; a draft of hidden_size {size} for a backbone of {target}"
+                f" can't use the backbone's {part}"
+            )
+
+
+def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tensor | None:
+    """Return the tokens [N] of lm_head's rows, by d2t or t2d; None where it has all tokens.
+
+    Args:
+        named: draft_vocab_size in config.json. size: vocab_size there.
+    """
+    # 1. The rows of lm_head.
+    if "lm_head.weight" not in tensors:
+        if named in (None, size):
+            return None
+        raise CheckpointError(
+            "incomplete, lm_head.weight missing (the backbone's has all tokens, but"
+            f" draft_vocab_size is {named})"
+        )
+    rows = len(tensors["lm_head.weight"])
+    if named not in (None, rows):
+        raise CheckpointError(
+            f"lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"
+        )
+    # 2. Their tokens.
+    d2t = tensors.get("d2t")
+    t2d = tensors.get("t2d")
+    if size is None and t2d is not None:
+        size = len(t2d)
+    if size is not None and rows >= size:
+        if d2t is not None and bool(d2t.any()):
+            raise CheckpointError(
+                f"d2t moves tokens, but lm_head has a row for each of {size} tokens"
+            )
+        return None
+    if d2t is not None:
+        name = "d2t"
+        tokens = d2t.long() + torch.arange(len(d2t))
+    elif t2d is not None:
+        name = "t2d"
+        tokens = t2d.nonzero()[:, 0]
+    elif size is None:
+        return None
+    else:
+        raise CheckpointError(
+            f"lm_head has {rows} rows for {size} tokens, but d2t, which says which tokens they"
+            " are, is missing"
+        )
+    if len(tokens) != rows:
+        raise CheckpointError(f"{name} has {len(tokens)} tokens, lm_head {rows} rows")
+    return tokens

@@ -1,0 +1,399 @@
+"""Names and config.json of Medusa heads in files: in the public code's layout, which TGI and
+TensorRT-LLM read too, and in vLLM's.
+
+                    public code           vLLM
+    residual block  {i}.{j}.linear.*      blocks.{i}.layers.{j}.*     [d, d] and [d], of head i
+    lm_head         {i}.{n}.*             lm_heads.{i}.*              [V, d]; n: number of blocks
+
+Heads that share the backbone's lm_head ("version 2") have no lm_head in the public code's layout.
+vLLM's stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
+
+Only this program reads the bias [V] of an lm_head, the matrices of a Markov bias
+(`markov.embedding.weight` [V, r], `markov.output.weight` [V, r]) and heads over a reduced
+vocabulary: `token_map` [N] has the token of each row, and the matrices have N rows. vLLM 0.32 has
+code for such heads (`truncated_vocab_size: N`), but its loader asserts V rows and its check after
+loading reports token_map as uninitialized. They are written for vLLM with V rows, see
+`expand_rows`; `medusa_vocab_size: N` and `token_map`, which vLLM ignores, restore them here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from medusa_train.errors import CheckpointError
+from medusa_train.models.drafts.medusa import MedusaDraft
+
+TOKEN_MAP = "token_map"
+#: The first head's own lm_head in a state dict; absent if all heads share the backbone's.
+LM_HEAD_0 = "lm_heads.0.weight"
+_MARKOV = ("markov.embedding.weight", "markov.output.weight")
+_FIRST_BLOCK = "blocks.0.0.linear.weight"
+_REDUCED = "medusa_vocab_size"
+
+FileLayout = Literal["reference", "vllm"]
+#: By layout: names in a `MedusaDraft`'s state dict, and the names in files.
+_RENAMES: dict[FileLayout, dict[str, str]] = {
+    "reference": {
+        "blocks.{i}.{j}.linear.{kind}": "{i}.{j}.linear.{kind}",
+        "lm_heads.{i}.{kind}": "{i}.{n}.{kind}",
+        TOKEN_MAP: TOKEN_MAP,
+        "markov.{part}.weight": "markov.{part}.weight",
+    },
+    "vllm": {
+        "blocks.{i}.{j}.linear.{kind}": "blocks.{i}.layers.{j}.{kind}",
+        "lm_heads.{i}.{kind}": "lm_heads.{i}.{kind}",
+        TOKEN_MAP: TOKEN_MAP,
+    },
+}
+_OWNERS = {"reference": "the public code's", "vllm": "vLLM's"}
+#: What the braces of a name stand for.
+_FIELDS = {"kind": "weight|bias", "part": "embedding|output"}
+#: Some writers add it.
+_PREFIX = re.compile(r"^medusa_heads?\.")
+_OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """The weights of Medusa heads, without a backbone.
+
+    Attributes:
+        num_heads, num_layers: number of heads, K, and of residual blocks per head.
+        state: `MedusaDraft`'s state dict.
+        base_model: the backbone that they were trained on, as named in config.json.
+        backbone_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows
+            only.
+    """
+
+    num_heads: int
+    num_layers: int
+    state: dict[str, Tensor]
+    base_model: str | None = None
+    backbone_tokens: int | None = None
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """Token ids [N] of the reduced vocabulary, int64; None for the full vocabulary."""
+        return self.state.get(TOKEN_MAP)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the heads share the backbone's lm_head ("version 2")."""
+        return LM_HEAD_0 not in self.state
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size, d."""
+        first = _FIRST_BLOCK if self.shared else LM_HEAD_0
+        return self.state[first].shape[-1]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Vocabulary size V of the backbone; None if unknown because its lm_head is shared."""
+        if _MARKOV[0] in self.state:
+            return self.state[_MARKOV[0]].shape[0]
+        if self.token_map is not None:
+            return self.backbone_tokens
+        if self.shared:
+            return None
+        return self.state[LM_HEAD_0].shape[0]
+
+    @property
+    def markov_rank(self) -> int:
+        """Rank of the Markov bias, 0 without one."""
+        for name in _MARKOV:
+            if name in self.state:
+                return self.state[name].shape[-1]
+        return 0
+
+
+# Names
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    """Return the pattern of a name of `_RENAMES`, with a group for each pair of braces."""
+    parts = re.split(r"\{(\w+)\}", template)
+    for position in range(1, len(parts), 2):
+        field = parts[position]
+        parts[position] = f"(?P<{field}>{_FIELDS.get(field, '[0-9]+')})"
+    return re.compile("".join(parts))
+
+
+def _rename(name: str, renames: Mapping[str, str], **fields: Any) -> tuple[str | None, str | None]:
+    """Return the new name, and n if the old one contains it; (None, None) for an unknown name."""
+    for old, new in renames.items():
+        match = _pattern(old).fullmatch(name)
+        if match is not None:
+            found = match.groupdict()
+            return new.format(**fields, **found), found.get("n")
+    return None, None
+
+
+def names_in_files(
+    state: Mapping[str, Tensor], num_layers: int, layout: FileLayout = "reference"
+) -> dict[str, Tensor]:
+    """Rename the tensors of a `MedusaDraft`'s state dict as in files of `layout`."""
+    renamed = {}
+    for name, tensor in state.items():
+        new, _ = _rename(name, _RENAMES[layout], n=num_layers)
+        assert new is not None, name
+        renamed[new] = tensor
+    return renamed
+
+
+def from_files(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+    layout: FileLayout = "reference",
+) -> HeadTensors:
+    """Return the heads whose tensors have the names of `layout`; heads and blocks are counted from
+    the names, since published configs understate them.
+
+    vLLM's files are read as vLLM does. Blocks without a bias (`medusa_fc_bias: false`) get a bias
+    of zeros. A token_map is used only if `medusa_vocab_size` is set or `truncated_vocab_size` is
+    less than `vocab_size`; its rows are then selected from full matrices.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape, or belong to no head.
+    """
+    # 1. Names.
+    renames = {new: old for old, new in _RENAMES[layout].items()}
+    state: dict[str, Tensor] = {}
+    depths = set()
+    for full_name, tensor in tensors.items():
+        name, depth = _rename(_PREFIX.sub("", full_name), renames)
+        if name is None:
+            raise CheckpointError(
+                f"{full_name} is not a weight of Medusa heads in {_OWNERS[layout]} layout"
+            )
+        state[name] = tensor
+        if depth is not None:
+            depths.add(int(depth))
+    # 2. What vLLM takes from config.json.
+    if layout == "vllm":
+        _apply_vllm_config(state, config or {})
+    # 3. The number of heads and of blocks.
+    blocks = [name.split(".") for name in state if name.startswith("blocks.")]
+    heads = {name[1] for name in blocks}
+    heads |= {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
+    if not heads:
+        raise CheckpointError("holds no heads")
+    depths = depths or {len({name[2] for name in blocks})}
+    if len(depths) > 1:
+        raise CheckpointError(f"the heads have different numbers of blocks: {sorted(depths)}")
+    if TOKEN_MAP in state:
+        state[TOKEN_MAP] = checked_token_map(state)
+    found = HeadTensors(len(heads), depths.pop(), state)
+    _check_state(found, layout)
+    return found
+
+
+def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
+    """Check that heads have the tensors of a `MedusaDraft` of their size and no others."""
+
+    def listed(names: Mapping[str, Tensor]) -> str:
+        return ", ".join(names_in_files(dict(sorted(names.items())), heads.num_layers, layout))
+
+    # 1. A draft of this size, without memory for its weights.
+    state = heads.state
+    first = _FIRST_BLOCK if heads.shared else LM_HEAD_0
+    if first not in state or heads.num_layers > len(state):
+        raise CheckpointError(f"incomplete, {first} missing")
+    if state[first].dim() != 2:
+        raise CheckpointError(
+            f"{listed({first: state[first]})} is not a matrix: shape {list(state[first].shape)}"
+        )
+    vocab_size = heads.vocab_size
+    if not heads.shared and heads.token_map is None:
+        vocab_size = len(state[first])
+    with torch.device("meta"):
+        draft = MedusaDraft(
+            heads.hidden_size,
+            vocab_size or 1,
+            heads.num_heads,
+            heads.num_layers,
+            bias=any(re.fullmatch(r"lm_heads\.\d+\.bias", name) for name in state),
+            token_map=heads.token_map,
+            markov_rank=heads.markov_rank,
+        )
+    # 2. Its tensors.
+    expected = draft.state_dict()
+    if heads.shared:
+        expected = {name: t for name, t in expected.items() if not name.startswith("lm_heads.")}
+    missing = {name: t for name, t in expected.items() if name not in state}
+    if missing:
+        raise CheckpointError(f"incomplete, {listed(missing)} missing")
+    extra = {name: t for name, t in state.items() if name not in expected}
+    if extra:
+        raise CheckpointError(f"weights that belong to no head: {listed(extra)}")
+    for name, tensor in sorted(expected.items()):
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{listed({name: tensor})} is {list(state[name].shape)}, expected"
+                f" {list(tensor.shape)}"
+            )
+
+
+def checked_token_map(state: Mapping[str, Tensor]) -> Tensor:
+    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have
+    rows.
+    """
+    tokens = state[TOKEN_MAP]
+    are_integers = not tokens.is_floating_point() and tokens.dtype != torch.bool
+    if tokens.dim() != 1 or not are_integers or not len(tokens):
+        raise CheckpointError(
+            f"{TOKEN_MAP} is not a list of token ids ({list(tokens.shape)} {tokens.dtype})"
+        )
+    tokens = tokens.long()
+    if int(tokens.min()) < 0 or len(tokens.unique()) < len(tokens):
+        raise CheckpointError(f"{TOKEN_MAP} has duplicate or negative token ids")
+    lm_head = state.get(LM_HEAD_0)
+    if lm_head is not None and len(lm_head) != len(tokens):
+        raise CheckpointError(
+            f"{TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(lm_head)} rows"
+        )
+    return tokens
+
+
+# vLLM
+
+
+def to_vllm(
+    heads: HeadTensors, lm_head: Tensor | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and config.json of heads in vLLM's layout.
+
+    Biases of the lm_heads are dropped, since vLLM cannot store them. A reduced vocabulary is
+    expanded.
+
+    Args:
+        lm_head: [V, d], for heads that share it.
+    """
+    # 1. The matrices, of V rows each.
+    state = {}
+    for name, tensor in heads.state.items():
+        if not re.fullmatch(r"lm_heads\.\d+\.bias", name):
+            state[name] = tensor
+    tokens = heads.token_map
+    if heads.shared:
+        if lm_head is None:
+            raise CheckpointError(
+                "the heads share the backbone's lm_head, which vLLM's layout contains"
+            )
+        vocab_size: int | None = len(lm_head)
+        state[LM_HEAD_0] = lm_head if tokens is None else lm_head[tokens]
+    else:
+        vocab_size = heads.vocab_size
+    if vocab_size is None:
+        raise CheckpointError(
+            "the heads have a token_map, but config.json has no vocab_size (of all tokens)"
+        )
+    if tokens is not None:
+        for name, tensor in state.items():
+            if name.startswith("lm_heads."):
+                state[name] = expand_rows(tensor, tokens, vocab_size)
+    # 2. config.json. No further key may contain "num" and "heads" or "layers": vLLM's loader would
+    # read it as one of these two.
+    config: dict[str, Any] = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": heads.hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": vocab_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_layers,
+        "medusa_fc_bias": True,
+        "base_model_name_or_path": heads.base_model,
+    }
+    if heads.shared:
+        config["original_lm_head"] = True
+    if tokens is not None:
+        config[_REDUCED] = len(tokens)
+    return names_in_files(state, heads.num_layers, "vllm"), config
+
+
+def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
+    """Expand an lm_head over a reduced vocabulary, [N, d], to [V, d] with the same argmax.
+
+    The row of every other token is the mean of the N rows. Its logit is the mean of their logits,
+    which is never above the greatest of them, whatever the hidden state; without a bias, rows of
+    zeros or of large numbers have no such bound.
+    """
+    mean = matrix.float().mean(0).to(matrix.dtype)  # [d]
+    expanded = mean.repeat(vocab_size, 1)  # [V, d]
+    expanded[token_map] = matrix
+    return expanded
+
+
+def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Change the tensors of vLLM's files as its loader does by config.json."""
+    # 1. The lm_head of the backbone, and rows of a reduced vocabulary.
+    if config.get("original_lm_head") is True:
+        state.pop(LM_HEAD_0, None)
+    tokens = state.pop(TOKEN_MAP, None)
+    size = config.get(_REDUCED, config.get("truncated_vocab_size"))
+    full_size = config.get("vocab_size")
+    if isinstance(size, int) and isinstance(full_size, int) and size < full_size:
+        expected = f"config.json says that the vocabulary has {size} tokens"
+        if tokens is None:
+            raise CheckpointError(f"{expected}, but there is no token_map")
+        if len(tokens) != size:
+            raise CheckpointError(f"{expected}, but token_map has {len(tokens)} tokens")
+        for name in state:
+            if name.startswith("lm_heads.") and len(state[name]) > size:
+                state[name] = state[name][tokens.long()]
+        state[TOKEN_MAP] = tokens
+    # 2. The biases of the blocks.
+    if config.get("medusa_fc_bias", False):
+        return
+    for name in [name for name in state if name.startswith("blocks.") and name.endswith("weight")]:
+        state[name.removesuffix("weight") + "bias"] = state[name].new_zeros(len(state[name]))
+
+
+def method_in_path(path: str) -> str | None:
+    """Return the method that vLLM would choose by the path or name of the heads alone; None if it
+    takes `medusa`.
+    """
+    return next((method for word, method in _OTHER_METHODS.items() if word in path.lower()), None)
+
+
+# What other programs compute
+
+
+def shared_block_warning(heads: HeadTensors) -> str | None:
+    """Warn that the public Medusa loader computes something else with these heads; None if it
+    doesn't.
+
+    It builds one block per head and repeats it, so of several distinct blocks only the last one is
+    used.
+    """
+    for name, tensor in heads.state.items():
+        first = re.sub(r"(blocks\.\d+)\.\d+", r"\1.0", name)
+        if not torch.equal(tensor, heads.state[first]):
+            return (
+                f"these heads have {heads.num_layers} distinct blocks each; the public Medusa"
+                " loader shares one block among all layers of a head, so it does not compute what"
+                " was trained (TGI does)"
+            )
+    return None
+
+
+def with_own_lm_heads(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
+    """Give each head a copy of the shared lm_head (weight [V, d], bias [V]), for formats that
+    cannot share it.
+    """
+    state = dict(heads.state)
+    for i in range(heads.num_heads):
+        state[f"lm_heads.{i}.weight"] = lm_head
+        if bias is not None:
+            state[f"lm_heads.{i}.bias"] = bias
+    return HeadTensors(heads.num_heads, heads.num_layers, state, heads.base_model)

@@ -1,0 +1,140 @@
+"""Tool calls and their results, as data sets write them, in the one form that chat templates read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from medusa_train.data.conversation import Message
+from medusa_train.data.json_values import RecordError, json_type
+from medusa_train.io import parse_json
+
+#: glaive writes arguments as JSON text in single quotes, which is no JSON.
+_QUOTED = re.compile(r"""\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
+
+
+def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the calls of an answer: `tool_calls`, or the `function_call` of older OpenAI data."""
+    for key in ("tool_calls", "function_call"):
+        if turn.get(key):
+            return parse_calls(turn[key], key)
+    return []
+
+
+def parse_calls(given: object, name: str) -> list[dict[str, Any]]:
+    """Return the calls that the value called `name` holds: one, a list, or JSON text of either.
+
+    Each becomes `{"id", "type", "function": {"name", "arguments"}}`, the id only if it has one, and
+    the arguments an object: most templates write text as an escaped string, or reject it.
+    """
+    if isinstance(given, str):
+        quoted = _QUOTED.fullmatch(given.strip())
+        if quoted:
+            given = {"name": quoted[1], "arguments": quoted[2]}
+        else:
+            try:
+                given = parse_json(given)
+            except ValueError as error:
+                raise RecordError(f"'{name}' is no JSON of tool calls: {error}") from None
+    calls = [given] if isinstance(given, Mapping) else given
+    if not isinstance(calls, (list, tuple)):
+        raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(given)}")
+    return [_parse_call(call) for call in calls]
+
+
+def _parse_call(given: object) -> dict[str, Any]:
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RecordError("a tool call has no name")
+    name, arguments = function["name"], function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = parse_json(arguments)
+        except ValueError:
+            raise RecordError(f"arguments of the call {name} are not JSON") from None
+    arguments = arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise RecordError(
+            f"arguments of the call {name} must be an object, they are {json_type(arguments)}"
+        )
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    call_id = given.get("id") if isinstance(given, Mapping) else None
+    return call if call_id is None else {"id": str(call_id), **call}
+
+
+def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:
+    """Return which call a result belongs to, and the name of its tool, if it says so."""
+    call_id = turn.get("tool_call_id")
+    several = turn.get("tool_call_ids")  # SWE-smith
+    if call_id is None and isinstance(several, (list, tuple)) and len(several) == 1:
+        call_id = several[0]
+    given = {"tool_call_id": call_id, "name": turn.get("name")}
+    for key, value in given.items():
+        if not isinstance(value, str | None):
+            raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def link_results(messages: Sequence[Message]) -> list[Message]:
+    """Give results without an id those of the calls before them, in order, and make those that are
+    wrapped in tags of their own the user's: templates would wrap them again.
+    """
+    linked = []
+    calls: Sequence[Mapping[str, Any]] = ()
+    open_ids: list[str] = []  # of calls whose result has not come
+    for message in messages:
+        if message.role == "assistant":
+            calls = message.calls
+            open_ids = [call["id"] for call in calls if "id" in call]
+        elif message.role == "tool" and not calls:
+            if message.content.lstrip().startswith("<tool_response>"):
+                message = Message("user", message.content, is_target=message.is_target)
+        elif message.role == "tool":
+            call_id = message.parts.get("tool_call_id")
+            if call_id in open_ids:
+                open_ids.remove(call_id)
+            elif call_id is None and open_ids:
+                parts = {"tool_call_id": open_ids.pop(0), **message.parts}
+                message = replace(message, parts=parts)
+        linked.append(message)
+    return linked
+
+
+def parse_tools(value: object, name: str) -> list[Any]:
+    """Return the tools that the value called `name` holds: a list, or JSON text of one or of each.
+
+    Bare functions are wrapped, since most templates read `tool.function`.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            return []
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise RecordError(f"'{name}' is not valid JSON: {error}") from None
+    tools = value or []
+    if not isinstance(tools, (list, tuple)):
+        raise RecordError(f"'{name}' must be a list of objects")
+    return [_parse_tool(tool, name) for tool in tools]
+
+
+def _parse_tool(tool: object, name: str) -> dict[str, Any]:
+    if isinstance(tool, str):
+        with suppress(ValueError):
+            tool = parse_json(tool)
+    if not isinstance(tool, Mapping):
+        raise RecordError(f"'{name}' must be a list of objects")
+    function = tool.get("function")
+    around = tool
+    if not isinstance(function, Mapping):
+        function = {key: value for key, value in tool.items() if key != "type"}
+        around = {}
+    if isinstance(function.get("parameters"), str):
+        try:
+            function = {**function, "parameters": parse_json(function["parameters"])}
+        except ValueError as error:
+            raise RecordError(f"'{name}': parameters are not valid JSON: {error}") from None
+    return {"type": "function", **around, "function": function}

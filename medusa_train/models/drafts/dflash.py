@@ -1,0 +1,524 @@
+"""DFlash: decoder layers guess a whole block of tokens in one pass, from hidden states of several
+layers of the target model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from medusa_train.config.draft_sections import spread_layers
+from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
+from medusa_train.errors import BackboneError, MedusaError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft, DraftStep, Limits, Proposal
+from medusa_train.models.drafts.dynamic_trees import grow_trees
+from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
+from medusa_train.models.drafts.lm_heads import check_token_map
+from medusa_train.models.drafts.markov import MarkovBias
+from medusa_train.models.features import Features, FeatureSpec, TokenRows
+from medusa_train.models.lm_head import CANDIDATES, LMHead
+from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
+from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
+from medusa_train.trees.tree import Tree
+
+#: Blocks that training computes at a time: their masks and scores have T columns each.
+BLOCKS = 32
+
+#: Attends in layer i from queries [B, heads, q, h] to the context and to keys and values of the
+#: block, [B, kv_heads, q, h] each.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class DFlashDraft(Draft):
+    """L decoder layers over a block of K + 1 tokens (DFlash, arXiv 2602.06036).
+
+        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)      of each position s <= t
+        block     E(x_{t+1})  E(mask)  E(mask)  ..          K + 1 slots, at positions t + 1, t + 2, ..
+        layer     a slot attends to keys and values of c_0 .. c_t and of the block
+        output    softmax(lm_head norm(slot k)) guesses x_{t+k+1}, k = 1 .. K
+
+    g_1 .. g_n are the states of n layers of the target model. The same matrices make keys and
+    values of the context and of the block, so the context costs a layer only two products per
+    position, once. x_{t+1} is the last token, which the target model has chosen but not read.
+    Embedding E and lm_head are the target model's and are not trained.
+
+    Slots do not know what the others guess, so their best guesses fill a tree by rank, as those of
+    Medusa heads do. With a Markov bias a guess depends on its parent in the tree, see `MarkovBias`.
+
+    With a window the block is causal: a slot sees the slots before it, and no position further
+    back than the window. Then the first slots do not depend on later ones, so a tree of depth D
+    runs D + 1 slots. With a window of 0 all slots see each other and the whole context, as in most
+    published files.
+
+    Letters: B rows, T positions, N blocks of a row, S = K + 1 slots, d width, V tokens.
+
+    Args:
+        backbone: the model whose embedding and lm_head are used, and neither saved nor trained.
+        max_draft_tokens: K.
+        num_layers: L.
+        layers: after how many layers of the target model the n states are read; by default
+            `spread_layers`. The attribute is `state_layers`.
+        anchors: blocks of a row in training.
+        window: positions that a slot sees, itself included; 0: all, and all slots.
+        mask_token_id: the token whose embedding fills the slots; by default the last one of the
+            target model's table, which is a spare row in many models.
+        markov_rank: r of the Markov bias; 0: none.
+        vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]).
+        dtype: dtype of the parameters; by default the backbone's.
+
+    Attributes:
+        dynamic: nodes and levels of dynamic trees; None: the trees that are given to `guess`.
+    """
+
+    setting_names = (
+        "max_draft_tokens",
+        "num_layers",
+        "anchors",
+        "window",
+        "mask_token_id",
+    )
+    dynamic: Limits | None = None
+    token_map: Tensor | None
+
+    # Construction
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        max_draft_tokens: int = 7,
+        *,
+        num_layers: int = 5,
+        layers: Sequence[int] | None = None,
+        anchors: int = 512,
+        window: int = 2048,
+        mask_token_id: int | None = None,
+        markov_rank: int = 0,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_token_map(vocab_size, token_map)
+        dtype = dtype or backbone.dtype
+        self.max_draft_tokens = self.num_heads = max_draft_tokens
+        self.num_layers = num_layers
+        self.anchors = anchors
+        self.window = window
+        self.mask_token_id = backbone.vocab_size - 1 if mask_token_id is None else mask_token_id
+        if self.mask_token_id >= backbone.vocab_size:
+            raise BackboneError(
+                f"dflash.mask_token_id: {mask_token_id}: the base model has"
+                f" {backbone.vocab_size:,} tokens"
+            )
+        self.state_layers = tuple(layers or spread_layers(backbone.num_layers, num_layers))
+        self.needs = FeatureSpec(early=self.state_layers)
+
+        # 1. E and lm_head, neither of which is registered as a module
+        self.embedding = backbone.embedding()
+        self.register_buffer("token_map", None if token_map is None else token_map.long())
+        self._lm_head = backbone.lm_head()
+        if token_map is not None:
+            with torch.no_grad():
+                self._lm_head = self._lm_head.restrict_to(token_map)
+
+        # 2. fc with its norm, the layers, and the norm before lm_head; the layers are Qwen3's,
+        # whatever the target model's are
+        config = layer_config(backbone.config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(self.state_layers) * size, size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(num_layers))
+        self.norm = LlamaRMSNorm(size, eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        self.markov: MarkovBias | None = None
+        if markov_rank:
+            self.markov = MarkovBias(
+                backbone.vocab_size, vocab_size or backbone.vocab_size, markov_rank
+            )
+        self.to(device=backbone.device, dtype=dtype)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DFlashDraft:
+        """Keep the rotary frequencies in float32 through `.to(dtype)`."""
+        with exact_buffers(self.rotary_emb):
+            super()._apply(fn, recurse)  # changes the module in place
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments that recreate this draft, except `token_map`."""
+        return {
+            **super().settings,
+            "layers": list(self.state_layers),
+            "markov_rank": self.markov.rank if self.markov is not None else 0,
+            "vocab_size": self.draft_vocab_size,
+        }
+
+    @classmethod
+    def count_parameters(
+        cls,
+        model: Any,
+        *,
+        num_layers: int = 5,
+        layers: Sequence[int] | None = None,
+        markov_rank: int = 0,
+        vocab_size: int | None = None,
+        **_ignored_settings: Any,
+    ) -> int:
+        """fc, two norms, and in each layer attention, MLP and norms; r x (V + N) for the Markov
+        bias.
+        """
+        config = layer_config(model.config.get_text_config())
+        d, h = config.hidden_size, config.head_dim
+        inner = (config.num_attention_heads + config.num_key_value_heads) * h
+        layer = 2 * d * inner + 3 * d * config.intermediate_size + 2 * d + 2 * h
+        states = len(layers or range(num_layers))
+        tokens = model.get_output_embeddings().weight.shape[0]
+        markov = markov_rank * (tokens + (vocab_size or tokens))
+        return states * d * d + 2 * d + num_layers * layer + markov
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """N for a reduced vocabulary, else None."""
+        return None if self.token_map is None else len(self.token_map)
+
+    def lm_head(self, k: int) -> LMHead:
+        """Return the target model's, with the Markov bias."""
+        if self.markov is None:
+            return self._lm_head
+        return replace(self._lm_head, token_bias=self.markov.output.weight)
+
+    def context(self, feats: Features) -> Tensor:
+        """Return c of all positions, [B, T, d]."""
+        assert feats.early is not None
+        normed: Tensor = self.hidden_norm(self.fc(feats.early.to(self.fc.weight.dtype)))
+        return normed
+
+    # Training
+
+    def loss_positions(self, batch: Batch) -> Tensor | None:
+        """Return behind which positions t blocks are trained, bool [B, T]; None: behind all.
+
+        Each row draws `anchors` of the positions whose first guess x_{t+2} has a supervised target.
+        They depend on the batch alone (`Batch.draw`), so targets that are counted before the states
+        are computed are those of the loss, and a resumed run draws the same.
+        """
+        if batch.draw is None:
+            return None
+        can = shift_labels(batch.labels, 1, batch.segments) != IGNORE_INDEX  # [B, T]
+        generator = torch.Generator().manual_seed(batch.draw)
+        scores = torch.rand(can.shape, generator=generator).to(can.device)
+        best = scores.masked_fill(~can, -1.0).topk(min(self.anchors, can.shape[1])).indices
+        return torch.zeros_like(can).scatter(1, best, True) & can
+
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Yield for k = 1..K the states of slot k behind each position, [B, T, d], zeros where no
+        block is trained; with a Markov bias [B, T, d + r].
+        """
+        chosen = None
+        if isinstance(batch, Batch):
+            chosen = self.loss_positions(batch)
+        return self._slots_behind(feats, batch, chosen)
+
+    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Yield the same for blocks behind all positions."""
+        return self._slots_behind(feats, batch, None)
+
+    def _slots_behind(
+        self, feats: Features, batch: TokenRows, chosen: Tensor | None
+    ) -> Iterator[Tensor]:
+        if chosen is None:
+            chosen = batch.segments >= 0
+        rows = torch.arange(len(chosen), device=chosen.device)[:, None]
+        # 1. the positions t of the blocks, [B, N]. Rows with fewer blocks repeat their first one
+        counts = chosen.sum(1, keepdim=True)  # [B, 1]
+        order = chosen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+        number = torch.arange(int(counts.max()), device=chosen.device)
+        places = torch.where(number < counts, order[:, : len(number)], order[:, :1])
+        # 2. their slots
+        states = self._block_states(feats, batch, places)  # [B, N, K, d]
+        # 3. each in the place of its t
+        for k in range(1, self.num_heads + 1):
+            out = states.new_zeros(*chosen.shape, states.shape[-1])
+            out = out.index_put((rows, places), states[:, :, k - 1])
+            if self.markov is not None:
+                out = self.markov.append_to(out, batch, k)
+            yield out
+
+    def _block_states(self, feats: Features, batch: TokenRows, places: Tensor) -> Tensor:
+        """Return the normed states of slots 1..K of the blocks behind `places` [B, N], [B, N, K,
+        d].
+        """
+        # 1. keys and values of the context, for each layer
+        context = self.context(feats)  # [B, T, d]
+        angles = self.rotary_emb(context, batch.positions)
+        known: list[Tensor] = []
+        for layer in self.layers:
+            known += layer.self_attn.keys_values(context, angles)  # type: ignore[operator, union-attr]
+        # 2. x_{t+1}; behind the last position of a document there is none, nor a target
+        last_tokens = shift_labels(batch.tokens, 0, batch.segments)  # [B, T]
+        last_tokens = last_tokens.masked_fill(last_tokens == IGNORE_INDEX, self.mask_token_id)
+        # 3. some blocks at a time, whose activations are computed again in the backward pass
+        parts = []
+        for part in places.split(BLOCKS, dim=1):
+            arguments = (part, last_tokens, batch.positions, batch.segments, *known)
+            parts.append(checkpoint(self._run_blocks, *arguments, use_reentrant=False))
+        return torch.cat(parts, dim=1)
+
+    def _run_blocks(
+        self,
+        places: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        *known: Tensor,
+    ) -> Tensor:
+        """Run the layers over N blocks at once, [B, N] -> [B, N, K, d]."""
+        slots = self.num_heads + 1  # S
+        # 1. tokens and positions of all slots, [B, N S]
+        offsets = torch.arange(slots, device=places.device)
+        slot_positions = positions.gather(1, places)[..., None] + 1 + offsets  # [B, N, S]
+        states = self._embed(last_tokens.gather(1, places), slots).flatten(1, 2)  # [B, N S, d]
+        # 2. a slot sees the context up to its t in the same document
+        at = places.repeat_interleave(slots, 1)  # [B, N S] its t
+        columns = torch.arange(segments.shape[1], device=places.device)  # [T]
+        same = segments.gather(1, at)[..., None] == segments[:, None]  # [B, N S, T]
+        visible = same & (columns <= at[..., None])
+        # 3. and its own block
+        number = torch.arange(at.shape[1], device=places.device)  # [N S]
+        block = number // slots
+        own = block[:, None] == block  # [N S, N S]
+        if self.window:
+            own &= number <= number[:, None]
+            slot = at + 1 + number % slots  # [B, N S] its column
+            visible &= columns > slot[..., None] - self.window
+        visible = torch.cat([visible, own.expand(len(places), -1, -1)], dim=2)
+        mask_dtype = autocast_dtype(states.device.type) or states.dtype
+        mask = additive_mask(visible, mask_dtype)[:, None]  # [B, 1, N S, T + N S]
+
+        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys = torch.cat([known[2 * i], key], dim=2)
+            values = torch.cat([known[2 * i + 1], value], dim=2)
+            return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+        states = self._run_layers(states, slot_positions.flatten(1), attend)
+        return states.unflatten(1, (-1, slots))[:, :, 1:]
+
+    def _embed(self, last_tokens: Tensor, slots: int) -> Tensor:
+        """Embed the last token and the masks of each block, [...] -> [..., slots, d]."""
+        tokens = last_tokens[..., None].repeat_interleave(slots, -1)
+        tokens[..., 1:] = self.mask_token_id
+        return self.embedding(tokens).to(self.fc.weight.dtype)
+
+    def _run_layers(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run layers and norm over q slots, [B, q, d] -> [B, q, d]."""
+        angles = self.rotary_emb(states, positions)
+        for i, layer in enumerate(self.layers):
+            states = layer(states, angles, i, attend)
+        normed: Tensor = self.norm(states)
+        return normed
+
+    # Decoding. Column s of each cache has the keys and values of c_s, so a position's column is
+    # that of the target model's cache. The block is written behind the committed columns; the
+    # positions that are accepted overwrite it.
+
+    @property
+    def num_caches(self) -> int:
+        """One for each layer."""
+        return self.num_layers
+
+    @property
+    def fixed_shape(self) -> bool:  # type: ignore[override]
+        """Whether steps can be replayed: neither with dynamic trees nor with blocks that are always
+        of K + 1 slots, whatever the tree.
+        """
+        return self.dynamic is None and self.window > 0
+
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of proposals, with columns for the block."""
+        limits = self.dynamic or Limits(tree.size, tree.max_depth)
+        if limits.size == 0:
+            return limits
+        slots = limits.depth if self.window else self.num_heads
+        return Limits(max(limits.size, slots), limits.depth)
+
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Write the keys and values of the prompts' context."""
+        context = self.context(feats)  # [B, T, d]
+        positions = torch.arange(context.shape[1], device=context.device) + caches[0].length
+        angles = self.rotary_emb(context, positions.expand(len(context), -1))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            cache.update(*layer.self_attn.keys_values(context, angles), 0)  # type: ignore[operator, union-attr]
+
+    def read(self, step: DraftStep) -> None:
+        """Write the keys and values of the accepted path's context."""
+        accepted = step.accepted
+        assert accepted.feats.early is not None
+        early = accepted.along_path(accepted.feats.early)  # [B, P, n d]
+        context = self.context(Features(early, early))  # [B, P, d]
+        columns = accepted.starts[:, None] + torch.arange(context.shape[1], device=context.device)
+        angles = self.rotary_emb(context, columns.clamp(max=step.caches[0].max_position))
+        for layer, cache in zip(self.layers, step.caches, strict=True):
+            path = slot_cache(cache.storage, columns, cache.key_length)
+            path.update(*layer.self_attn.keys_values(context, angles), 0)  # type: ignore[operator, union-attr]
+
+    def guess(self, step: DraftStep, states: None) -> Proposal:
+        """Run one block behind each last token; the best tokens of its slots fill the tree."""
+        if self.dynamic is not None:
+            return self._guess_dynamic(step, self.dynamic)
+        tree = step.tree
+        # 1. raw logits of the slots that the tree has levels for, [depth, B, N]
+        slots = self._run_block(step, tree.max_depth).transpose(0, 1)
+        logits = self._lm_head.raw_logits(slots)
+        # 2. with a Markov bias, the best tokens are ranked again at each node
+        if self.markov is not None:
+            count = min(max(tree.width, CANDIDATES), logits.shape[-1])
+            candidates = logits.topk(count)  # [depth, B, count]
+            tokens = self.markov.fill_tree(
+                candidates.values, candidates.indices, step.roots, tree, self.token_map
+            )
+            return Proposal(tokens, tree)
+        # 3. without, each node takes the token of its rank at its slot
+        table = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, depth * width]
+        ranked = table.index_select(1, tree.candidate_index)  # [B, n]
+        guesses = self._lm_head.tokens_of(ranked)
+        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
+
+    def _run_block(self, step: DraftStep, depth: int) -> Tensor:
+        """Return the normed states of slots 1..depth behind the last tokens, [B, depth, d]."""
+        cache = step.caches[0]
+        lengths = step.accepted.lengths  # [B]
+        slots = 1 + (depth if self.window else self.num_heads)
+        columns = lengths[:, None] + torch.arange(slots, device=lengths.device)  # [B, slots]
+        embedded = self._embed(step.roots, slots)  # [B, slots, d]
+        if self.window:
+            mask = causal_mask(columns, cache.key_length, self.window, embedded.dtype)
+        else:
+            all_slots = torch.ones(slots, slots, dtype=torch.bool, device=lengths.device)
+            masks = NodeMasks(all_slots, None, None, embedded.dtype)
+            mask = masks.at(lengths, cache.key_length)
+        caches = [slot_cache(each.storage, columns, each.key_length) for each in step.caches]
+
+        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = caches[i].update(key, value, 0)
+            return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+        out = self._run_layers(embedded, columns.clamp(max=cache.max_position), attend)
+        return out[:, 1 : depth + 1]
+
+    # Dynamic trees
+
+    def with_dynamic_trees(self, limits: Limits) -> DFlashDraft:
+        """Return a draft with the same weights that proposes the most probable tree of this size in
+        each row and step.
+
+        Raises:
+            MedusaError: the trees are deeper than `max_draft_tokens`.
+        """
+        if limits.depth > self.num_heads:
+            raise MedusaError(
+                f"the dynamic trees are {limits.depth} deep, but the draft guesses"
+                f" {self.num_heads} tokens"
+            )
+        draft = copy(self)  # shallow: parameters are shared
+        draft.dynamic = limits
+        return draft
+
+    def _guess_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
+        """Propose one tree per row, see `grow_trees`: all slots are known, so its levels run no
+        layer.
+        """
+        slots = self._run_block(step, limits.depth)  # [B, depth, d]
+        head = self.lm_head(1)
+
+        def states_at(tokens: Tensor, depth: int) -> Tensor:
+            """Return what guesses the children of m nodes of this depth, [B, m, d or d + r]."""
+            states = slots[:, depth, None].expand(-1, tokens.shape[1], -1)
+            if self.markov is None:
+                return states
+            return torch.cat([states, self.markov.embedding(tokens).to(states.dtype)], dim=-1)
+
+        def guess_children(states: Tensor) -> tuple[Tensor, Tensor]:
+            return head.logits(states), states
+
+        def run_nodes(tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+            return states_at(tokens, depth)
+
+        root_states = states_at(step.roots[:, None], 0)[:, 0]  # [B, d or d + r]
+        return grow_trees(step.roots, root_states, limits, head, guess_children, run_nodes)
+
+
+class DFlashLayer(nn.Module):
+    """Qwen3's decoder layer over the slots of a block."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DFlashAttention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, states: Tensor, angles: Angles, i: int, attend: Attend) -> Tensor:
+        """Run layer i, [B, q, d] -> [B, q, d]."""
+        attention = self.self_attn
+        normed = self.input_layernorm(states)
+        query = attention.queries(normed, angles)
+        attended = attend(i, query, *attention.keys_values(normed, angles))
+        states = states + attention.o_proj(attended.transpose(1, 2).flatten(2))
+        added: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return added
+
+
+class DFlashAttention(nn.Module):
+    """Projections of Qwen3's attention. Keys and values are made of a block's normed states, and of
+    the context as it is.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        d, self.head_dim = config.hidden_size, config.head_dim
+        inner = config.num_attention_heads * self.head_dim
+        inner_kv = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(d, inner, bias=False)
+        self.k_proj = nn.Linear(d, inner_kv, bias=False)
+        self.v_proj = nn.Linear(d, inner_kv, bias=False)
+        self.o_proj = nn.Linear(inner, d, bias=False)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """[B, q, d] -> [B, heads, q, head_dim]."""
+        return _rotated(self.q_norm(self._heads(self.q_proj(x))), angles)
+
+    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[B, q, d] -> [B, kv_heads, q, head_dim] each."""
+        key = _rotated(self.k_norm(self._heads(self.k_proj(x))), angles)
+        return key, self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # [B, q, heads, head_dim]
+
+
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate by positions, [B, q, heads, head_dim] -> [B, heads, q, head_dim]."""
+    x = x.transpose(1, 2)
+    rotated: Tensor = apply_rotary_pos_emb(x, x, *angles)[0]
+    return rotated
