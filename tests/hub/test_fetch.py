@@ -263,9 +263,9 @@ def test_heads_of_the_hub_are_found_by_their_name(
     # a draft of a kind that is not read: its weights are not fetched
     other = tmp_path / "hub" / "models" / "somebody" / "dflash"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    (other / "config.json").write_text(json.dumps({"architectures": ["DFlash2DraftModel"]}))
     (other / "model.safetensors").write_bytes(b"gigabytes")
-    assert "of the kind DFlashDraftModel, which is not read" in run(RESOLVE, "somebody/dflash")
+    assert "of the kind DFlash2DraftModel, which is not read" in run(RESOLVE, "somebody/dflash")
     assert not [*(tmp_path / "home").rglob("model.safetensors")]
 
     empty = tmp_path / "hub" / "models" / "somebody" / "empty"
