@@ -34,6 +34,9 @@ class Heads(nn.Module):
         for inner in self.inner:
             yield feats.hidden @ inner
 
+    def loss_positions(self, batch: Rows) -> Tensor | None:
+        return None
+
     def lm_head(self, k: int) -> LMHead:
         return LMHead(self.outer[k - 1])
 
