@@ -249,6 +249,7 @@ def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     settings = {
         "kangaroo": {"num_heads": 3, "exit_layer": 1},
         "hydra": {"num_heads": 2, "num_layers": 1},
+        "dflash": {"max_draft_tokens": 2, "num_layers": 1},
     }
     draft = DRAFTS[kind].from_backbone(backbone, **settings.get(kind, {"num_heads": 2}))
     for parameter in draft.parameters():
