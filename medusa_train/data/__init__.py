@@ -6,10 +6,10 @@ A record becomes a batch in these steps:
     records                            record_files.read_file   -> `RawRecord`: a dict and its `file:line`
     messages                           records.normalize        dict -> `Conversation` of `Message`s
     tool calls and results             tool_calls               of any shape -> `Message.parts`
-    text                               chat_template            messages -> prompts and answers as generated
     as the template takes it           tool_rendering           ids, arguments and roles of tool chats
+    text                               chat_template            messages -> prompts and answers as generated
     tokens and loss mask               tokenize.ChatEncoder     `Conversation` -> `Row(ids, supervised)`
-    rows that fit                      examples.encode_examples `Row` -> `Example`, counted in `DataReport`
+    rows that fit                      examples.encode_examples `Conversation` -> `Example`s, counted in `DataReport`
     training and validation            dataset.load_datasets    `Example`s -> two `EncodedDataset`s
     batches                            dataset.BatchLoader      -> `Batch`: tokens, labels, positions, segments
 """

@@ -80,9 +80,9 @@ COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 EMULATED = "this device emulates it, which takes too long"
 
-#: Equal answers of so many tokens, whose plain steps show how evenly the machine works.
+#: Equal answers whose plain steps show how evenly the machine works: how many, and of how many tokens.
 SPREAD_ROUNDS = 3
-SPREAD_TOKENS = 9  # of the answers whose plain steps show how evenly the machine works
+SPREAD_TOKENS = 9
 
 JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
 JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried

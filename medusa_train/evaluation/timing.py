@@ -1,4 +1,5 @@
-"""Ask questions and time every decoder on every turn, alone or in batches.
+"""Ask questions and let every decoder answer every turn, alone or in batches; `timed_decoders` has the
+clock.
 
 Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that
 rotates, so that a busy machine slows all of them equally.

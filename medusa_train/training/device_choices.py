@@ -1,4 +1,6 @@
-"""Whether a run recomputes activations on its device. The rule is fixed: nothing is timed."""
+"""In which dtype a run computes on its device, and whether it recomputes activations. The rules are
+fixed: nothing is timed.
+"""
 
 from __future__ import annotations
 

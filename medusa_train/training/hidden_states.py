@@ -42,9 +42,9 @@ class HiddenStateCache:
         device: where features are returned.
         rope_switch: see `Backbone`; beyond it a model computes the whole batch with other
             positions.
-        distributed: the processes that train together; all of them call `features`, the same number of
-        times. read, computed: number of documents whose states were read, and computed, by this
-        process.
+        distributed: the processes that train together; all of them call `features`, the same number
+            of times.
+        read, computed: number of documents whose states were read, and computed, by this process.
     """
 
     store: StateStore

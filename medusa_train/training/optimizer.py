@@ -1,5 +1,5 @@
-"""Parameter groups, optimizer and schedule, and the step with them: backward pass, gradient clipping,
-update. Here in one process; `deepspeed_strategy` does it through DeepSpeed.
+"""Parameter groups, optimizer and schedule, and the step with them: gradient clipping and update. Here
+in one process, where gradients come with the losses; `deepspeed_strategy` does it through DeepSpeed.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` but for learning rates, weight decay, betas and epsilon; ValueError if its
-    moments have other names.
+    """Load a `state_dict` but for weight decay, betas and epsilon; the caller sets learning rates.
+    ValueError if its moments have other names.
     """
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):

@@ -113,7 +113,7 @@ class Models:
     """The models of a stage, with the weights from which it trains on.
 
     Attributes:
-        cfg: the configuration with what `auto` means on this device.
+        cfg: the configuration, with what `gradient_checkpointing: auto` means on this device.
         checkpoint: what is resumed: its weights are restored, its counters and optimizer not yet.
         fingerprint: of the base model's weights; None where there are no files.
     """

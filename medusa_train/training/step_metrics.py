@@ -49,9 +49,12 @@ class StepTotals:
     """Sums over a global batch: all micro-batches of all processes.
 
     Attributes:
-        loss: the step's loss. tokens: tokens read. lm_ce, lm_kl, lm_count: cross-entropy and KL of
-        the backbone in nats, and its targets; 0 where it is frozen. correct, counts, known: top-1
-        hits, valid targets, and those of them in the head's vocabulary, per head.
+        loss: the step's loss.
+        tokens: tokens read.
+        lm_ce, lm_kl, lm_count: cross-entropy and KL of the base model in nats, and its targets; 0 if
+            it is frozen.
+        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary,
+            per head.
     """
 
     loss: float = 0.0

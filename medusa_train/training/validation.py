@@ -45,8 +45,8 @@ class ValidationResult:
     """The metrics of one evaluation on held-out text.
 
     Attributes:
-        loss: the heads' loss, comparable with the training loss of Medusa-1: `sum_k c^k *
-            head_loss[k]`, nats, also with soft targets.
+        loss: the heads' loss: `sum_k c^k * head_loss[k]`, nats, also with soft targets. It is the
+            training loss over `Objective.weight`, which is 1 for Medusa-1.
         objective: the value that early stopping compares, nats: `loss` if the backbone is frozen,
             otherwise see `validation_objective`.
         head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
