@@ -60,9 +60,10 @@ class Batch:
         positions: int64 [B, T], from 0 in each document; they continue over padding.
         segments: int64 [B, T], index of the document within its row; -1 for padding.
         records: `file:line` of each document, row by row.
-        documents: the documents of each row, on the CPU, for the cache of hidden states; None where the rows were not collated from
-            examples.
-        draw: seed of what a draft draws at random from this batch (anchors of DFlash), which depends on the run's seed,
+        documents: the documents of each row, on the CPU, for the cache of hidden states; None
+            where the rows were not collated from examples.
+        draw: seed of what a draft draws at random from this batch (anchors of DFlash), which depends on the
+            run's seed,
             the epoch and the batch's number; None in validation, where nothing is drawn.
     """
 

@@ -24,7 +24,8 @@ DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
 
 _SWITCH = "true or false"
 _NUMBER = "a number"
-#: Entries that may be given, with what is expected; all but `optimizer.type` are passed on. A dot separates a section and its entry.
+#: Entries that may be given, with what is expected; all but `optimizer.type` are passed on. A dot
+#: separates a section and its entry.
 _PASSED_ON: Mapping[str, str] = {
     "steps_per_print": _NUMBER,
     "wall_clock_breakdown": _SWITCH,
