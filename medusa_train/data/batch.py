@@ -62,9 +62,9 @@ class Batch:
         records: `file:line` of each document, row by row.
         documents: the documents of each row, on the CPU, for the cache of hidden states; None
             where the rows were not collated from examples.
-        draw: seed of what a draft draws at random from this batch (anchors of DFlash), which depends on the
-            run's seed,
-            the epoch and the batch's number; None in validation, where nothing is drawn.
+        draw: seed of what a draft draws at random from this batch (anchors of DFlash). It depends on
+            the run's seed, the epoch and the batch's number; None in validation, where nothing is
+            drawn.
     """
 
     tokens: Tensor
