@@ -132,6 +132,7 @@ def card(
     # 3. The page.
     text = _template().render(
         facts,
+        tag=tag,
         to=to,
         header=header.to_yaml(),
         base=_public(base),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from medusa_train import load
 from medusa_train.checkpoint.heads import load_draft, save_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import Exported, export_run
@@ -98,6 +100,30 @@ def test_names_shapes_and_entries_are_those_of_the_public_layout(
     served = next(fact for fact in exported.facts if fact.startswith("serve it"))
     assert '"method": "dflash"' in served
     assert '"num_speculative_tokens": 4' in served
+
+
+def test_the_card_describes_the_draft(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path)
+    card = (exported.target / "README.md").read_text()
+    assert "2 decoder layers that guess 4 tokens in one pass (DFlash" in card
+    assert "EAGLE-3" not in card
+
+
+def test_its_dynamic_trees_decode_to_the_same_text(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    heads = save_draft(
+        DFlashDraft(backbone, 4, num_layers=1), tmp_path / "heads", str(backbone_dir)
+    )
+    plain = load(base_model=str(backbone_dir), dtype="float32")
+    dynamic = load(str(heads), tree="dynamic:6x3", dtype="float32")
+    chosen = load_for_decoding(resolve_model(str(heads), None, "dynamic:6x3"), "float32").proposer
+    assert isinstance(chosen, DFlashDraft)
+    assert chosen.dynamic == (6, 3)
+    text = "Name three fruits."
+    assert dynamic.generate(text, max_new_tokens=12) == plain.generate(text, max_new_tokens=12)
 
 
 def test_a_bidirectional_draft_has_full_attention(
