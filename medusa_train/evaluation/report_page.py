@@ -237,7 +237,8 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     ringed = [] if chosen is None else [chosen]
     drawn = []
     for title, (key, caption) in charts.items():
-        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], ringed)
+        points = [(size["nodes"], size[key]) for size in sizes if size[key] is not None]
+        curve = Curve("tree", points, ringed)
         drawing = curves([curve], title.lower(), "nodes", from_zero=False)
         drawn.append(Figure(title, drawing, caption))
     return drawn
