@@ -18,13 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.checkpoint.eagle3_layouts import LAYER_KEYS
+from medusa_train.checkpoint.eagle3_layouts import LAYER_KEYS, layer_entries
 from medusa_train.checkpoint.medusa_layouts import TOKEN_MAP
-from medusa_train.checkpoint.resolve import DFLASH
+from medusa_train.checkpoint.resolve import DFLASH, DSPARK
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 
-_DSPARK = "Qwen3DSparkModel"
 #: Names of the Markov bias here -> in DSpark's layout.
 _MARKOV = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -69,7 +68,7 @@ def to_dflash(
     window = settings["window"]
     num_layers = settings["num_layers"]
     config: dict[str, Any] = {
-        "architectures": [_DSPARK if has_bias else DFLASH],
+        "architectures": [DSPARK if has_bias else DFLASH],
         "model_type": "qwen3",
         **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
         "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
@@ -101,33 +100,37 @@ def from_dflash(
     """Return the state dict and the settings of a `DFlashDraft`, of files in this layout, and the
     names of tensors that are not read.
 
+    Of DSpark's layout only what `to_dflash` writes is read: there a block's first token predicts
+    nothing, while in DSpark's own files it predicts the token after it.
+
     Raises:
-        CheckpointError: config.json has no mask token or layers, or layers of several kinds.
+        CheckpointError: config.json has no mask token or layers, or describes another attention.
     """
+    # 1. The block.
     own = config.get("dflash_config")
     if not isinstance(own, Mapping):
         own = {}
-    block_size = own.get("block_size") or config.get("block_size") or _BLOCK_SIZE
+    block = block_size(config)
     mask_token = own.get("mask_token_id", config.get("mask_token_id"))
-    layer_ids = own.get("target_layer_ids")
     num_layers = config.get("num_hidden_layers")
     for name, value in (("mask_token_id", mask_token), ("num_hidden_layers", num_layers)):
         if type(value) is not int or value < 0:
             raise CheckpointError(f"{name} {value!r} in config.json is not a whole number")
+    layer_ids = own.get("target_layer_ids")
     if not isinstance(layer_ids, list) or not all(type(n) is int and n >= 0 for n in layer_ids):
         raise CheckpointError(
             f"target_layer_ids {layer_ids!r} in config.json are not layers, counted from 0"
         )
-    kinds = set(config.get("layer_types") or [_FULL])
-    if len(kinds) != 1 or not kinds <= {_SLIDING, _FULL}:
+    # 2. What its tokens see.
+    window = _window(config)
+    causal = config.get("is_causal", own.get("causal"))
+    if causal is not None and bool(causal) != (window > 0):
         raise CheckpointError(
-            "DFlash drafts with layers of several kinds of attention can't be read"
+            f"DFlash drafts with causal {causal!r} and a window of {window or None} can't be read"
         )
-    window = 0
-    if kinds == {_SLIDING}:
-        window = config.get("sliding_window") or 0
     if config.get("attention_bias"):
         raise CheckpointError("DFlash drafts with biases (attention_bias) can't be read")
+    # 3. The tensors, without copies of the target model's.
     names = {new: name for name, new in _MARKOV.items()}
     state = {names.get(name, name): tensor for name, tensor in tensors.items()}
     unread = sorted(name for name in state if name.startswith(("embed_tokens.", "lm_head.")))
@@ -137,23 +140,39 @@ def from_dflash(
     if "markov.embedding.weight" in state:
         rank = state["markov.embedding.weight"].shape[1]
     settings = {
-        "max_draft_tokens": block_size - 1,
+        "max_draft_tokens": block - 1,
         "num_layers": num_layers,
         "layers": [number + 1 for number in layer_ids],
         "window": window,
         "mask_token_id": mask_token,
         "markov_rank": rank,
-        "layer": {key: config[key] for key in _LAYER_ENTRIES if config.get(key) is not None},
+        "layer": layer_entries(config),
     }
     return state, settings, unread
 
 
-#: Entries in which a published draft's layers may differ from the target model's.
-_LAYER_ENTRIES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+def block_size(config: Mapping[str, Any]) -> int:
+    """Return K + 1, the tokens of a block with the last token, as a config.json states it."""
+    own = config.get("dflash_config")
+    size = own.get("block_size") if isinstance(own, Mapping) else None
+    size = size or config.get("block_size", _BLOCK_SIZE)
+    if type(size) is not int or size < 2:
+        raise CheckpointError(f"block_size {size!r} in config.json is not a number from 2 on")
+    return size
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Return how many positions a token of a block sees; 0: all."""
+    kinds = config.get("layer_types") or [_FULL]
+    if not isinstance(kinds, list) or kinds.count(kinds[0]) < len(kinds):
+        raise CheckpointError(
+            "DFlash drafts with layers of several kinds of attention can't be read"
+        )
+    if kinds[0] == _FULL:
+        return 0
+    window = config.get("sliding_window")
+    if kinds[0] != _SLIDING or type(window) is not int or window < 1:
+        raise CheckpointError(
+            f"layer_types {kinds[0]!r} with a sliding_window of {window!r} can't be read"
+        )
+    return window

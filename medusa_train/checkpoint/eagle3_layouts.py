@@ -264,7 +264,7 @@ def from_eagle3(
     # 1. config.json
     layer = _part_of(config, "transformer_layer_config") or config
     eagle = _part_of(config, "eagle_config")
-    layer_entries = _layer_entries(layer)
+    entries = layer_entries(layer)
     _reject_other_layers(config, layer, eagle)
     settings: dict[str, Any] = {
         "layers": _state_layers(config, eagle),
@@ -272,7 +272,7 @@ def from_eagle3(
         "norm_before_residual": bool(
             config.get("norm_before_residual", "speculators_model_type" in config)
         ),
-        "layer": layer_entries,
+        "layer": entries,
     }
     for key, older in EAGLE3_NORMS.items():
         if config.get(key) or eagle.get(key) or (older and config.get(older)):
@@ -299,7 +299,7 @@ def from_eagle3(
         state[LM_HEAD_0] = plain["lm_head.weight"]
 
     # 3. widths, embeddings and vocabulary
-    _check_widths(plain, config, layer_entries["hidden_size"])
+    _check_widths(plain, config, entries["hidden_size"])
     if "embed_tokens.weight" in plain:
         state["embed_tokens.weight"] = plain["embed_tokens.weight"]
         settings["own_embeddings"] = True
@@ -367,7 +367,7 @@ def _unread_entries(
     return entries
 
 
-def _layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
+def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a layer's config.json, `LAYER_KEYS`.
 
     What is missing has Llama's or Qwen3's defaults, as in servers, not the backbone's values.
@@ -378,7 +378,7 @@ def _layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     try:
         entries: dict[str, Any] = kind(**named).to_dict()
     except Exception as error:  # each check of transformers raises its own kind
-        raise CheckpointError(f"not a valid configuration of an EAGLE-3 layer: {error}") from error
+        raise CheckpointError(f"not a valid configuration of a layer: {error}") from error
     return {key: entries[key] for key in LAYER_KEYS if entries.get(key) is not None}
 
 

@@ -24,8 +24,6 @@ from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Limits, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
-from medusa_train.models.drafts.dflash import DFlashDraft
-from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.loading import (
@@ -80,7 +78,7 @@ class LoadedModel:
             if self.tree is None or self.tree.size == 0:
                 return None
             return self.draft
-        assert isinstance(self.draft, (Eagle3Draft, DFlashDraft))  # `resolve_model` refuses others
+        assert self.draft is not None  # `resolve_model` rejects kinds without dynamic trees
         return self.draft.with_dynamic_trees(self.dynamic)
 
     @cached_property

@@ -51,6 +51,8 @@ _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SA
 EAGLE3 = "LlamaForCausalLMEagle3"
 #: Architecture of DFlash drafts.
 DFLASH = "DFlashDraftModel"
+#: Architecture of DFlash drafts with a Markov bias.
+DSPARK = "Qwen3DSparkModel"
 #: The same for a layer that norms queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
 #: Title of the model card of a merged backbone.
@@ -367,9 +369,14 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
 
 
 def _is_dflash(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a DFlash draft in its authors' layout."""
+    """Return whether a config.json is that of a DFlash draft in its authors' layout, or with a
+    Markov bias as it is exported here.
+    """
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and DFLASH in architectures
+    if not isinstance(architectures, list):
+        return False
+    is_ours = DSPARK in architectures and config.get("sample_from_anchor") is False
+    return DFLASH in architectures or is_ours
 
 
 #: Architectures of drafts, whatever their method; whole names, since other models are called

@@ -442,8 +442,8 @@ class DFlashConfig(DraftConfig):
     )
     mask_token_id: NonNegativeInt | None = key(
         None,
-        "id of the token that stands for those to be guessed; default: the last one of the base"
-        " model's embeddings",
+        "id of the token that fills the positions to be guessed; default: the last one of the"
+        " base model's embeddings",
         HEADS,
     )
     markov_rank: NonNegativeInt = key(

@@ -20,7 +20,7 @@ COMMON_NAMES = {
     "bsz": ("micro_batch_size", "batch_size"),
     "grad_accum": ("gradient_accumulation_steps",),
     "heads": ("medusa_num_heads",),
-    "num_heads": ("medusa_num_heads",),
+    "num_heads": ("medusa_num_heads", "max_draft_tokens"),
     "warmup": ("warmup_steps",),
     "wd": ("weight_decay",),
     "clip": ("max_grad_norm",),

@@ -56,7 +56,8 @@ def _parse_call(given: object) -> dict[str, Any]:
             arguments = parse_json(arguments)
         except ValueError:
             raise RecordError(f"arguments of the call {name} are not JSON") from None
-    arguments = arguments or {}
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
     if not isinstance(arguments, Mapping):
         raise RecordError(
             f"arguments of the call {name} must be an object, they are {json_type(arguments)}"

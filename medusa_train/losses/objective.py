@@ -156,8 +156,8 @@ class Objective:
         targets: list[Tensor] = []
         if self.lm is not None:
             targets.append(_targets(batch, 0))
-        for k in range(1, self.draft.trained_heads + 1):
-            targets.append(self._target_indices(batch, k))
+        for k, target in enumerate(self._head_targets(batch), start=1):
+            targets.append(self._indices_of(target, k))
         return _count(targets)
 
     def loss(
@@ -211,12 +211,12 @@ class Objective:
 
         # 3. the heads' terms
         scales = [_scaled(factor, grad_scale) for factor in factors.heads]
-        heads = self._head_terms(feats, batch, teacher, scales)
+        head_targets = self._head_targets(batch)
+        heads = self._head_terms(feats, batch, head_targets, teacher, scales)
         for head, factor in zip(heads, factors.heads, strict=True):
             contributions.append(head.loss_sum * factor)
 
         # 4. their sum
-        head_targets = [self._head_targets(batch, k) for k in range(1, len(heads) + 1)]
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([head.correct for head in heads]),
@@ -229,10 +229,15 @@ class Objective:
         self,
         feats: Any,
         batch: Batch,
+        targets: Sequence[Tensor],
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
-        """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
+        """Return the sums of each head, and accumulate gradients where `scales` are numbers.
+
+        Args:
+            targets: of each head, long [B, T] each.
+        """
         # 1. the teacher over the heads' vocabulary
         tokens = self.draft.lm_head(1).token_map  # the same for all heads
         if teacher is not None and tokens is not None and self.soft_targets:
@@ -247,7 +252,7 @@ class Objective:
             if scale is not None and not self.draft.independent_heads:
                 states = cut.detach(states)
             student = states.flatten(0, -2)  # [B * T, d]
-            target = self._target_indices(batch, k).flatten()  # [B * T]
+            target = self._indices_of(targets[k - 1], k).flatten()  # [B * T]
             soft_target = _teacher(teacher, k, self.soft_targets)
             lm_head = self.draft.lm_head(k)
             terms.append(linear_loss(student, lm_head, target, soft_target, grad_scale=scale))
@@ -274,19 +279,20 @@ class Objective:
             heads.append(weight / max(1, count))
         return _Factors(lm, heads)
 
-    def _head_targets(self, batch: Batch, k: int) -> Tensor:
-        """Return head k's targets at the positions that the draft trains, long [B, T]."""
-        target = _targets(batch, k)
+    def _head_targets(self, batch: Batch) -> list[Tensor]:
+        """Return the targets of each head at the positions that the draft trains, K times long [B,
+        T].
+        """
+        targets = [_targets(batch, k) for k in range(1, self.draft.trained_heads + 1)]
         positions = self.draft.loss_positions(batch)
         if positions is None:
-            return target
-        return target.masked_fill(~positions, IGNORE_INDEX)
+            return targets
+        return [target.masked_fill(~positions, IGNORE_INDEX) for target in targets]
 
-    def _target_indices(self, batch: Batch, k: int) -> Tensor:
+    def _indices_of(self, target: Tensor, k: int) -> Tensor:
         """Return which logit of head k each position should predict, long [B, T]; IGNORE_INDEX
-        where there is none.
+        if its target is not in the head's vocabulary.
         """
-        target = self._head_targets(batch, k)
         head = self.draft.lm_head(k)
         if head.token_map is None:
             return target

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from medusa_train.checkpoint.dflash_layout import block_size
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.eagle3_layouts import layers_that_vllm_shifts
 from medusa_train.checkpoint.heads import read_eagle3
 from medusa_train.checkpoint.load_model import read_stop_tokens
 from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads
+from medusa_train.checkpoint.resolve import DSPARK, ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import public_name
@@ -277,8 +278,9 @@ def _draft_for_vllm(
     if find_heads(heads).layout == "eagle3":
         return {"method": "eagle3", "model": str(heads.resolve())}, range(1, EAGLE3_TOKENS + 1)
     if find_heads(heads).layout == "dflash":
-        block_size = int(read_json(heads / "config.json")["block_size"])
-        return {"method": "dflash", "model": str(heads.resolve())}, range(1, block_size)
+        config = read_json(heads / "config.json")
+        method = "dspark" if DSPARK in config["architectures"] else "dflash"
+        return {"method": method, "model": str(heads.resolve())}, range(1, block_size(config))
     count = int(read_json(heads / "config.json").get("num_heads", 0))
     return {"method": "medusa", "model": str(heads.resolve())}, range(1, count + 1)
 

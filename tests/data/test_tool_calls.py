@@ -244,6 +244,14 @@ def test_tools_of_hermes_system_message_are_not_rendered_twice() -> None:
         ([said("assistant", [{"type": "tool_use", "name": "get"}])], "parts that are not text"),  # type: ignore[arg-type]
         ([said("assistant", "", tool_calls=[call({"x": "\ud800"})])], "lone surrogate"),
         ([said("assistant", "", tool_calls=[call({"x": b"1"})])], "of the call get are not JSON: "),
+        (
+            [said("assistant", "", tool_calls=[call([])])],
+            "of the call get must be an object, they are a list",
+        ),
+        (
+            [said("assistant", "", tool_calls=[call("0")])],
+            "of the call get must be an object, they are a number",
+        ),
         ([READ[1], said("tool", "R", tool_call_id=[1])], "turn 3: 'tool_call_id' must be a string"),
         ([DONE, {**ASKED, "tool_calls": [call({})]}], "turn 3: tool calls of the role user"),
     ],

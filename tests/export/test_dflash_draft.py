@@ -145,6 +145,9 @@ def test_a_markov_bias_is_written_for_vllm_alone_and_marked(
     assert torch.equal(tensors["markov_head.markov_w2.weight"], draft.markov.output.weight)
     assert config_of(exported)["architectures"] == ["Qwen3DSparkModel"]
     assert any("never served" in fact for fact in exported.facts)
+    loaded = load_draft(exported.target, backbone)
+    assert isinstance(loaded, DFlashDraft)
+    assert torch.equal(guesses(draft, backbone), guesses(loaded, backbone))
     with pytest.raises(CheckpointError, match="SGLang does not compute a Markov bias"):
         exported_draft(backbone, backbone_dir, tmp_path / "other", "sglang", markov_rank=4)
 
@@ -177,9 +180,40 @@ def test_a_published_draft_may_have_layers_of_another_size(
     assert torch.equal(guesses(draft, backbone), guesses(loaded, backbone))
 
 
+def test_drafts_of_dspark_itself_are_not_read(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    """There the first token of a block predicts, too."""
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path, markov_rank=4)
+    config = config_of(exported)
+    del config["sample_from_anchor"]
+    (exported.target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"of the kind Qwen3DSparkModel, which is not read"):
+        resolve_model(str(exported.target), str(backbone_dir), None)
+
+
+def test_rotary_angles_are_those_of_the_file(
+    backbone: Backbone, backbone_dir: Path, tmp_path: Path
+) -> None:
+    """Older files have rope_theta at the top."""
+    _, exported = exported_draft(backbone, backbone_dir, tmp_path)
+    config = {**config_of(exported), "rope_theta": 5e5}
+    config.pop("rope_parameters", None)
+    (exported.target / "config.json").write_text(json.dumps(config))
+    loaded = load_draft(exported.target, backbone)
+    assert isinstance(loaded, DFlashDraft)
+    dim = 2 * len(loaded.rotary_emb.inv_freq)
+    expected = 5e5 ** -(torch.arange(0, dim, 2) / dim)
+    torch.testing.assert_close(loaded.rotary_emb.inv_freq, expected)
+
+
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
+        ("layer_types", 5, "several kinds of attention"),
+        ("sliding_window", None, "sliding_window of None can't be read"),
+        ("block_size", "8", "block_size '8'"),
+        ("is_causal", False, "causal False and a window of 2048"),
         ("layer_types", ["sliding_attention", "full_attention"], "several kinds of attention"),
         ("attention_bias", True, "biases"),
         ("dflash_config", {"target_layer_ids": [0]}, "mask_token_id None"),

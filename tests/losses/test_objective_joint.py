@@ -164,7 +164,11 @@ def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: 
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
     heads = ours._head_terms(
-        Features(joint.states), batch, (joint.teacher_feats.hidden, joint.teacher), [None] * K
+        Features(joint.states),
+        batch,
+        ours._head_targets(batch),
+        (joint.teacher_feats.hidden, joint.teacher),
+        [None] * K,
     )
     assert all(sums.kl_sum == 0 for sums in heads)
 

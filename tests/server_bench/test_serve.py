@@ -22,11 +22,18 @@ from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
+from medusa_train.export.write import export_run
+from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.run import output_directory
-from medusa_train.server_bench.serve import StartedServers, note_on_layers, plan_sessions
+from medusa_train.server_bench.serve import (
+    StartedServers,
+    _draft_for_vllm,
+    note_on_layers,
+    plan_sessions,
+)
 from medusa_train.server_bench.vllm import TAIL_LINES, VLLMServer, serve_command, vllm_version
 from tests import chatml
 from tests.checkpoint.published import EAGLE3 as EAGLE3_DRAFTS
@@ -161,6 +168,20 @@ def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Pa
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [
         EAGLE3
     ]
+
+
+@pytest.mark.parametrize(("markov_rank", "method"), [(0, "dflash"), (4, "dspark")])
+def test_a_dflash_draft_is_measured_up_to_its_block(
+    tmp_path: Path, trained: Path, markov_rank: int, method: str
+) -> None:
+    base = str(trained / "backbone")
+    backbone = load_backbone(base, dtype="float32", device="cpu")
+    draft = DFlashDraft(backbone, 4, num_layers=1, markov_rank=markov_rank)
+    heads = save_draft(draft, tmp_path / "heads", base)
+    exported = export_run(resolve_model(str(heads), None, None), "vllm", tmp_path / "out").target
+    settings, lengths = _draft_for_vllm(None, exported)
+    assert settings == {"method": method, "model": str(exported)}
+    assert list(lengths) == [1, 2, 3, 4]
 
 
 def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from medusa_train.errors import MedusaError
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
@@ -313,10 +315,13 @@ class Draft(Proposer, nn.Module):
             activations of one before it computes the next one.
         setting_names: attributes that are `settings`.
         threshold: confidence up to which drafting stops; 0: never.
+        dynamic: nodes and levels of the trees that it chooses for each row and step; None: it fills
+            the trees that are given to `guess`.
     """
 
     setting_names: tuple[str, ...] = ()
     threshold: float = 0.0
+    dynamic: Limits | None = None
     independent_heads: bool = False
 
     # Construction
@@ -344,6 +349,22 @@ class Draft(Proposer, nn.Module):
         """Return the number of trainable parameters with these `settings`; the causal LM may be on
         the meta device.
         """
+
+    def with_dynamic_trees(self: D, limits: Limits) -> D:
+        """Return a draft with the same weights that chooses a tree of this size for each row and
+        step. Only kinds whose configuration says `dynamic_trees` can.
+
+        Raises:
+            MedusaError: the trees are deeper than `num_heads`.
+        """
+        if limits.depth > self.num_heads:
+            raise MedusaError(
+                f"the dynamic trees are {limits.depth} deep,"
+                f" but the draft has {self.num_heads} heads"
+            )
+        draft = copy(self)  # shallow: parameters are shared
+        draft.dynamic = limits
+        return draft
 
     @property
     def trained_heads(self) -> int:

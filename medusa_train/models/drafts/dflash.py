@@ -5,7 +5,6 @@ layers of the target model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +22,15 @@ from transformers.models.llama.modeling_llama import (
 
 from medusa_train.config.draft_sections import spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.errors import BackboneError, MedusaError
+from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import grow_trees
 from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
 from medusa_train.models.drafts.lm_heads import check_token_map
-from medusa_train.models.drafts.markov import MarkovBias
+from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
-from medusa_train.models.lm_head import CANDIDATES, LMHead
+from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
 from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
@@ -84,8 +83,10 @@ class DFlashDraft(Draft):
             drafts.
         dtype: dtype of the parameters; by default the backbone's.
 
-    Attributes:
-        dynamic: nodes and levels of dynamic trees; None: the trees that are given to `guess`.
+    Raises:
+        BackboneError: the target model has no token `mask_token_id`.
+        ValueError: `token_map` has not `vocab_size` tokens.
+
     """
 
     setting_names = (
@@ -95,7 +96,6 @@ class DFlashDraft(Draft):
         "window",
         "mask_token_id",
     )
-    dynamic: Limits | None = None
     token_map: Tensor | None
 
     # Construction
@@ -212,6 +212,11 @@ class DFlashDraft(Draft):
             return self._lm_head
         return replace(self._lm_head, token_bias=self.markov.output.weight)
 
+    @property
+    def _attentions(self) -> list[DFlashAttention]:
+        """The attention of each layer."""
+        return [layer.self_attn for layer in self.layers]  # type: ignore[misc]
+
     def context(self, feats: Features) -> Tensor:
         """Return c of all positions, [B, T, d]."""
         assert feats.early is not None
@@ -277,8 +282,8 @@ class DFlashDraft(Draft):
         context = self.context(feats)  # [B, T, d]
         angles = self.rotary_emb(context, batch.positions)
         known: list[Tensor] = []
-        for layer in self.layers:
-            known += layer.self_attn.keys_values(context, angles)  # type: ignore[operator, union-attr]
+        for attention in self._attentions:
+            known += attention.keys_values(context, angles)
         # 2. x_{t+1}; behind the last position of a document there is none, nor a target
         last_tokens = shift_labels(batch.tokens, 0, batch.segments)  # [B, T]
         last_tokens = last_tokens.masked_fill(last_tokens == IGNORE_INDEX, self.mask_token_id)
@@ -372,8 +377,8 @@ class DFlashDraft(Draft):
         context = self.context(feats)  # [B, T, d]
         positions = torch.arange(context.shape[1], device=context.device) + caches[0].length
         angles = self.rotary_emb(context, positions.expand(len(context), -1))
-        for layer, cache in zip(self.layers, caches, strict=True):
-            cache.update(*layer.self_attn.keys_values(context, angles), 0)  # type: ignore[operator, union-attr]
+        for attention, cache in zip(self._attentions, caches, strict=True):
+            cache.update(*attention.keys_values(context, angles), 0)
 
     def read(self, step: DraftStep) -> None:
         """Write the keys and values of the accepted path's context."""
@@ -383,31 +388,20 @@ class DFlashDraft(Draft):
         context = self.context(Features(early, early))  # [B, P, d]
         columns = accepted.starts[:, None] + torch.arange(context.shape[1], device=context.device)
         angles = self.rotary_emb(context, columns.clamp(max=step.caches[0].max_position))
-        for layer, cache in zip(self.layers, step.caches, strict=True):
+        for attention, cache in zip(self._attentions, step.caches, strict=True):
             path = slot_cache(cache.storage, columns, cache.key_length)
-            path.update(*layer.self_attn.keys_values(context, angles), 0)  # type: ignore[operator, union-attr]
+            path.update(*attention.keys_values(context, angles), 0)
 
     def guess(self, step: DraftStep, states: None) -> Proposal:
         """Run one block behind each last token; the best tokens of its slots fill the tree."""
         if self.dynamic is not None:
             return self._guess_dynamic(step, self.dynamic)
         tree = step.tree
-        # 1. raw logits of the slots that the tree has levels for, [depth, B, N]
+        # raw logits of the slots that the tree has levels for, [depth, B, N]
         slots = self._run_block(step, tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
-        # 2. with a Markov bias, the best tokens are ranked again at each node
-        if self.markov is not None:
-            count = min(max(tree.width, CANDIDATES), logits.shape[-1])
-            candidates = logits.topk(count)  # [depth, B, count]
-            tokens = self.markov.fill_tree(
-                candidates.values, candidates.indices, step.roots, tree, self.token_map
-            )
-            return Proposal(tokens, tree)
-        # 3. without, each node takes the token of its rank at its slot
-        table = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, depth * width]
-        ranked = table.index_select(1, tree.candidate_index)  # [B, n]
-        guesses = self._lm_head.tokens_of(ranked)
-        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
+        tokens = fill_tree(logits, step.roots, tree, self._lm_head, self.markov)
+        return Proposal(tokens, tree)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
         """Return the normed states of slots 1..depth behind the last tokens, [B, depth, d]."""
@@ -432,22 +426,6 @@ class DFlashDraft(Draft):
         return out[:, 1 : depth + 1]
 
     # Dynamic trees
-
-    def with_dynamic_trees(self, limits: Limits) -> DFlashDraft:
-        """Return a draft with the same weights that proposes the most probable tree of this size in
-        each row and step.
-
-        Raises:
-            MedusaError: the trees are deeper than `max_draft_tokens`.
-        """
-        if limits.depth > self.num_heads:
-            raise MedusaError(
-                f"the dynamic trees are {limits.depth} deep, but the draft guesses"
-                f" {self.num_heads} tokens"
-            )
-        draft = copy(self)  # shallow: parameters are shared
-        draft.dynamic = limits
-        return draft
 
     def _guess_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
         """Propose one tree per row, see `grow_trees`: all slots are known, so its levels run no

@@ -5,7 +5,6 @@ then from its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.errors import MedusaError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import document_mask
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
@@ -97,12 +95,9 @@ class Eagle3Draft(LMHeadsDraft):
             other trainers.
         dtype: dtype of the parameters; by default the backbone's.
 
-    Attributes:
-        dynamic: nodes and levels of dynamic trees; None: the trees that are given to `guess`.
     """
 
     setting_names = ("num_heads", "train_steps")
-    dynamic: Limits | None = None
     embedding: Callable[[Tensor], Tensor]
 
     # Construction
@@ -452,22 +447,6 @@ class Eagle3Draft(LMHeadsDraft):
         return torch.cat([e, states], dim=-1)
 
     # Dynamic trees
-
-    def with_dynamic_trees(self, limits: Limits) -> Eagle3Draft:
-        """Return a draft with the same weights that chooses a tree of this size for each row and
-        step.
-
-        Raises:
-            MedusaError: the trees are deeper than `num_heads`.
-        """
-        if limits.depth > self.num_heads:
-            raise MedusaError(
-                f"the dynamic trees are {limits.depth} deep,"
-                f" but the draft has {self.num_heads} heads"
-            )
-        draft = copy(self)  # shallow: parameters are shared
-        draft.dynamic = limits
-        return draft
 
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of proposals; a dynamic tree needs room for all nodes that are run."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.features import TokenRows
-from medusa_train.models.lm_head import rank_candidates
+from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
 from medusa_train.trees.tree import Tree
 
 #: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products with
@@ -90,3 +90,27 @@ class MarkovBias(nn.Module):
                 nodes = token_map[nodes]
             tokens.append(nodes)
         return torch.cat(tokens, dim=1)
+
+
+def fill_tree(
+    logits: Tensor, roots: Tensor, tree: Tree, head: LMHead, markov: MarkovBias | None
+) -> Tensor:
+    """Fill a tree with the best guesses of parallel heads.
+
+    Args:
+        logits: raw, of the heads that the tree has levels for, without the bias, [depth, B, N].
+        roots: long [B]. head: whose vocabulary the logits have.
+
+    Returns:
+        Tokens in the tree's node order, the root first, long [B, n + 1].
+    """
+    # 1. With a Markov bias, the best tokens are ranked again at each node.
+    if markov is not None:
+        count = min(max(tree.width, CANDIDATES), logits.shape[-1])
+        best = logits.topk(count)  # [depth, B, count]
+        return markov.fill_tree(best.values, best.indices, roots, tree, head.token_map)
+    # 2. Without, each node takes the token of its rank at its head.
+    table = logits.topk(tree.width).indices  # [depth, B, width]
+    table = table.transpose(0, 1).flatten(1)  # [B, depth * width]
+    ranked = table.index_select(1, tree.candidate_index)  # [B, n]
+    return torch.cat([roots[:, None], head.tokens_of(ranked)], dim=1)

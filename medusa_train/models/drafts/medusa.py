@@ -13,10 +13,10 @@ from torch.nn.functional import linear, silu
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
-from medusa_train.models.drafts.markov import MarkovBias
+from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.models.lm_head import CANDIDATES, LMHead
+from medusa_train.models.lm_head import LMHead
 
 
 class MedusaDraft(Draft):
@@ -249,20 +249,8 @@ class MedusaDraft(Draft):
         tree = step.tree
         # 1. logits of the heads that the tree has levels for
         logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
-        # 2. with a Markov bias, the best tokens are ranked again at each node
-        if self.markov is not None:
-            count = min(max(tree.width, CANDIDATES), logits.shape[-1])
-            candidates = logits.topk(count)  # [max_depth, B, count]
-            tokens = self.markov.fill_tree(
-                candidates.values, candidates.indices, step.roots, tree, self.token_map
-            )
-            return Proposal(tokens, tree)
-        # 3. without, each node takes the token of its rank at its head
-        best = logits.topk(tree.width).indices  # [max_depth, B, width]
-        table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        ranked = table.index_select(1, tree.candidate_index)  # [B, n]
-        guesses = self._lm_head(1).tokens_of(ranked)
-        tokens = torch.cat([step.roots[:, None], guesses], dim=1)  # [B, n + 1]
+        # 2. the tokens of the tree
+        tokens = fill_tree(logits, step.roots, tree, self._lm_head(1), self.markov)
         return Proposal(tokens, tree)
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the

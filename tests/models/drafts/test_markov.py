@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from medusa_train.models import lm_head as lm_head_module
 from medusa_train.models import prepack
-from medusa_train.models.drafts import medusa as medusa_module
+from medusa_train.models.drafts import markov as markov_module
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
@@ -68,7 +68,7 @@ def expected_tokens(
 def test_each_level_is_ranked_by_its_parents_tokens(
     candidates: int, reduced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (lm_head_module, medusa_module):
+    for module in (lm_head_module, markov_module):
         monkeypatch.setattr(module, "CANDIDATES", candidates)
     draft = random_heads(reduced=reduced)
     hidden = torch.randn(3, D, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_each_level_is_ranked_by_its_parents_tokens(
 
 
 def test_a_tree_may_be_wider_than_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (lm_head_module, medusa_module):
+    for module in (lm_head_module, markov_module):
         monkeypatch.setattr(module, "CANDIDATES", 4)
     draft, hidden = random_heads(), torch.randn(1, D, dtype=torch.float64)
     tree = Tree.from_paths([(0,), (9,), (0, 0)])
