@@ -90,9 +90,10 @@ class _Handler:
             self._before = {number: signal.signal(number, self) for number in numbers}
 
     def remove(self) -> None:
-        """Put the handlers of before back."""
+        """Put the handlers of before back, but where signals are ignored by now (`ignore_signals`)."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
         self._before = {}
 
 

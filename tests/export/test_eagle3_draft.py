@@ -188,7 +188,7 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}})
     )
-    with pytest.raises(CheckpointError, match="not a valid configuration of an EAGLE-3 layer"):
+    with pytest.raises(CheckpointError, match="not a valid configuration of a layer"):
         load_draft(tmp_path, backbone)
 
 

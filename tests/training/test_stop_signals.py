@@ -9,6 +9,7 @@ from medusa_train.errors import Terminated
 from medusa_train.training import stop_signals as signals
 from medusa_train.training.stop_signals import (
     StopRequest,
+    ignore_signals,
     signals_as_interrupts,
     signals_by_default,
 )
@@ -105,6 +106,19 @@ def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_late_signal_does_not_change_an_exit_code_that_was_decided():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with signals_as_interrupts():
+            ignore_signals()
+        for number in numbers:
+            os.kill(os.getpid(), number)  # would end the tests
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
