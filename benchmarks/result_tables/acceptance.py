@@ -10,7 +10,7 @@ _DRAFTS = (("medusa1", "Medusa-1"), ("eagle3", "EAGLE-3"))
 
 def acceptance_table() -> str:
     """Top-1 per head and tokens per step of the models at hand, by tokens of text."""
-    rows = [*_little_text(), *_both_texts(), *_texts_four_times(), _tiny_backbone(), *_coder()]
+    rows = [*_little_text(), *_both_texts(), *_texts_four_times(), _tiny_target_model(), *_coder()]
     head = ("draft (of SmolLM2)", "tokens read", "top-1 per head:", "printed by training:")
     bench = ("bench, chain:", "bench, 16 nodes:", "bench, 32 nodes:", "bench, fitted tree:")
     return table((*head, *bench), [[*row, "-"] if len(row) < 8 else row for row in rows])
@@ -70,7 +70,7 @@ def _texts_four_times() -> list[Cells]:
     return rows
 
 
-def _tiny_backbone() -> Cells:
+def _tiny_target_model() -> Cells:
     """Medusa-1 of the built-in model."""
     tiny = results("studies")["removed_pages"]["medusa1_of_the_test_model"]
     return [

@@ -106,7 +106,7 @@ def gpu_training_table() -> str:
     many = content["after"]["medusa2_8_rows"]
     rows = []
     for title, case, tokens in (
-        ("Medusa-1, backbone in bfloat16", one, one["tokens_counted"]),
+        ("Medusa-1, target model in bfloat16", one, one["tokens_counted"]),
         ("Medusa-2, QLoRA with gradient checkpointing", two, two["tokens_counted"]),
         ("the same with 8 rows", many, many["tokens"]),
     ):

@@ -27,9 +27,13 @@ def medusa2_short() -> str:
 
 
 def medusa2_table() -> str:
-    """Finished heads, heads of half an epoch, and the tiny backbone."""
+    """Finished heads, heads of half an epoch, and the tiny target model."""
     content = results("medusa2_smollm2")
-    rows = [*_finished_heads(content), *_heads_of_half_an_epoch(content), *_tiny_backbone(content)]
+    rows = [
+        *_finished_heads(content),
+        *_heads_of_half_an_epoch(content),
+        *_tiny_target_model(content),
+    ]
     head = ("model, heads, date", "LM loss", "lambda0:", "over Medusa-1:", "without loops:")
     return table((*head, "loops:", "held-out perplexity:"), rows)
 
@@ -86,8 +90,8 @@ def _heads_of_half_an_epoch(content: Json) -> list[Cells]:
     return rows
 
 
-def _tiny_backbone(content: Json) -> list[Cells]:
-    """Two settings on the built-in backbone, on equal tokens."""
+def _tiny_target_model(content: Json) -> list[Cells]:
+    """Two settings on the built-in target model, on equal tokens."""
     cases = {case["name"]: case for case in content["tiny"]["cases"]}
     rows: list[Cells] = []
     for name, loss in (("m2", "KL"), ("m2-ce", "cross-entropy")):
