@@ -55,8 +55,8 @@ DFLASH = "DFlashDraftModel"
 DSPARK = "Qwen3DSparkModel"
 #: The same for a layer that norms queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
-#: Title of the model card of a merged base model.
-MERGED_CARD = "Base model trained with Medusa heads"
+#: In the title of a merged base model's card; up to version 0.2 it begins with "Backbone".
+MERGED_CARD = "trained with Medusa heads"
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         to,
         target_model,
         licence,
-        title=MERGED_CARD if is_merged else "Medusa heads",
+        title=f"Target model {MERGED_CARD}" if is_merged else "Medusa heads",
         tag="medusa",
         heads=heads,
         trained_together=trained_together,
