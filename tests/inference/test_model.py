@@ -404,7 +404,7 @@ def test_a_script_that_ends_within_an_answer_prints_no_traceback(tmp_path: Path)
     write_target_model(tmp_path / "backbone")
     script = (
         "from medusa_train import load\n"
-        "model = load(base_model='target model', dtype='float32')\n"
+        "model = load(base_model='backbone', dtype='float32')\n"
         "text = model.generate('Hi?', 20)\n"
         "stopped = model.reply('Hi?', 20, stop=text[2:4])\n"
         "print(repr(stopped.read()), stopped.finish)\n"
