@@ -201,6 +201,8 @@ def bench_settings(bench: Bench) -> dict[str, Any]:
     for question in bench.questions:
         opening = [message.content for message in question.opening]
         asked.append([question.question_id, *opening, *question.turns[1:]])
+        if question.messages:
+            asked.append([question.variables, *(message.parts for message in question.messages)])
     return {
         "bench": bench.name,
         "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
