@@ -4,7 +4,7 @@
     python benchmarks/decode.py --shapes 7B --contexts 1024 --dtypes bfloat16
 
 Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the
-whole decoding loop: on the tiny backbone, random Llamas of 160M to 13B parameters or a model
+whole decoding loop: on the tiny target model, random Llamas of 160M to 13B parameters or a model
 directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
 `stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
 `compiled` passes of single rows. On a GPU all settings of a dtype have the same weights in memory,
@@ -62,12 +62,11 @@ from shared import (
 from transformers import AutoConfig
 
 from medusa_train.cli.common import quiet_libraries
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.inference.cuda_graphs import graph_obstacle, graph_runner, use_cuda_graphs
 from medusa_train.inference.runners import FixedShapeRunner
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import (
     default_device,
     free_memory,
@@ -75,11 +74,12 @@ from medusa_train.models.precision import (
     release_memory,
 )
 from medusa_train.models.prepack import prepack_linears
+from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search.fit import paths_by_product
 from medusa_train.trees.tree import Tree
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
-#: Heads of the loops: over the whole vocabulary, over some tokens, or with the backbone's lm_head.
+#: Heads of the loops: over the whole vocabulary, over some tokens, or with the target model's lm_head.
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
 HEADS_ROW = "heads"
@@ -122,7 +122,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         choices=HEAD_KINDS,
         default=["full"],
-        help="over the whole vocabulary, 32,768 tokens, or with the backbone's lm_head (full)",
+        help="over the whole vocabulary, 32,768 tokens, or with the target model's lm_head (full)",
     )
     parser.add_argument("--seconds", type=float, help="per shape and context (20)")
     args = parser.parse_args(arguments)
@@ -165,7 +165,7 @@ class Loaded:
         ready_seconds: to compile and capture all that was needed so far, weights apart.
     """
 
-    backbone: Backbone
+    target_model: TargetModel
     drafts: dict[str, MedusaDraft]
     ready_seconds: float = 0.0
 
@@ -226,7 +226,7 @@ class Shape:
         heads: Sequence[str] = HEAD_KINDS[:1],
         shared: Loaded | None = None,
     ) -> Loaded:
-        """Load backbone and heads; compiled passes are for torch's current number of threads.
+        """Load target model and heads; compiled passes are for torch's current number of threads.
 
         Args:
             shared: in the same dtype, whose weights and heads are used again; random weights only.
@@ -237,34 +237,36 @@ class Shape:
         if setting == "prepacked" and device.type != "cpu":
             raise Unsupported("weights are prepacked on CPUs only")
         if self.directory is None:
-            weights = None if shared is None else shared.backbone.model
+            weights = None if shared is None else shared.target_model.model
             model = random_model(self.config, getattr(torch, dtype), device, weights)
-            backbone = Backbone(model, None, self.name)
+            target_model = TargetModel(model, None, self.name)
         else:
-            backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
+            target_model = load_target_model(str(self.directory), dtype=dtype, device=device)
         started = time.perf_counter()
         if shared is None:
             with device:  # or large heads would be created on the CPU first
-                drafts = {kind: heads_of(backbone, kind) for kind in heads}
+                drafts = {kind: heads_of(target_model, kind) for kind in heads}
         else:
             drafts = shared.drafts
         if setting == "prepacked":
-            packed = [prepack_linears(module) for module in (backbone.model, *drafts.values())]
+            packed = [prepack_linears(module) for module in (target_model.model, *drafts.values())]
             if not any(packed):
                 raise Unsupported(
                     "not prepacked: no faster here, dtype not supported, or too little memory"
                 )
         elif setting == "static":
-            backbone.step_runner = (
-                FixedShapeRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
+            target_model.step_runner = (
+                FixedShapeRunner()
+                if device.type == "cpu"
+                else graph_runner(device, target_model.model)
             )
-            if backbone.step_runner is None:
-                raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
+            if target_model.step_runner is None:
+                raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(target_model.model)}")
         elif setting == "compiled":
-            use_cuda_graphs(backbone)
+            use_cuda_graphs(target_model)
             try:
-                backbone.compile_passes()
-            except BackboneError as error:
+                target_model.compile_passes()
+            except TargetModelError as error:
                 reason = (
                     str(error)
                     .splitlines()[0]
@@ -274,16 +276,18 @@ class Shape:
                 raise Unsupported(f"not compiled: {reason}") from error
             for draft in drafts.values():
                 prepack_linears(draft)
-        return Loaded(backbone, drafts, time.perf_counter() - started)
+        return Loaded(target_model, drafts, time.perf_counter() - started)
 
 
-def heads_of(backbone: Backbone, kind: str) -> MedusaDraft:
+def heads_of(target_model: TargetModel, kind: str) -> MedusaDraft:
     """Create heads of one of `HEAD_KINDS`."""
     if kind.isdigit():
-        size = min(int(kind), backbone.vocab_size)
-        token_map = torch.arange(size, device=backbone.device)
-        return MedusaDraft.from_backbone(backbone, HEADS, vocab_size=size, token_map=token_map)
-    return MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=kind == "shared")
+        size = min(int(kind), target_model.vocab_size)
+        token_map = torch.arange(size, device=target_model.device)
+        return MedusaDraft.from_target_model(
+            target_model, HEADS, vocab_size=size, token_map=token_map
+        )
+    return MedusaDraft.from_target_model(target_model, HEADS, share_lm_head=kind == "shared")
 
 
 Model = tuple[str, str]  # dtype and setting
@@ -333,7 +337,7 @@ class Timed:
     """One figure: a call to be timed, what to do before it untimed, its floor and its measured
     seconds.
 
-    `how` returns how the steps of its backbone run, once they have. `ready` is that of
+    `how` returns how the steps of its target model run, once they have. `ready` is that of
     its model, see `Loaded`.
     """
 
@@ -358,15 +362,15 @@ def timed_calls(
     one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates
 ) -> Iterator[Timed]:
     """List passes, heads and loop steps of one setup, with their floors."""
-    sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
+    sizes, itemsize = shape.sizes, one.target_model.dtype.itemsize
     read = sizes.read + sizes.cached(setup.context, 1)
     trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
 
     def floor(weights: int, operations: int) -> float:
         return rates.floor(weights * itemsize, operations, setup.dtype)
 
-    context = Context(one.backbone, setup.context, max(nodes))
-    how = partial(how_steps_run, one.backbone)
+    context = Context(one.target_model, setup.context, max(nodes))
+    how = partial(how_steps_run, one.target_model)
     for count, tree in trees.items():
         least = floor(read, sizes.step_operations(count + 1, setup.context, 1))
         name, step = f"tree {count}" if count else "plain", context.step(tree)
@@ -374,16 +378,18 @@ def timed_calls(
     largest = trees[max(trees)]
     depth = largest.max_depth
     least = floor(sizes.head_weights(depth), sizes.head_operations(depth, 1))
-    yield Timed(setup, HEADS_ROW, proposal(one.backbone, one.draft, largest), floor=least, how=how)
-    if setup.context + LOOP_TOKENS > one.backbone.max_context:
+    yield Timed(
+        setup, HEADS_ROW, proposal(one.target_model, one.draft, largest), floor=least, how=how
+    )
+    if setup.context + LOOP_TOKENS > one.target_model.max_context:
         return
-    plain = Loop(one.backbone, one.draft, trees[0], setup.context)
+    plain = Loop(one.target_model, one.draft, trees[0], setup.context)
     least = floor(read, sizes.step_operations(1, setup.context, 1))
     yield Timed(setup, "loop, plain", plain, plain.prepare, least, how)
     for kind, draft in one.drafts.items():
         for count in (n for n in LOOP_NODES if n in trees):
             tree = trees[count]
-            loop = Loop(one.backbone, draft, tree, setup.context)
+            loop = Loop(one.target_model, draft, tree, setup.context)
             heads = weights_of_heads(sizes, kind, tree.max_depth)
             operations = sizes.step_operations(count + 1, setup.context, 1) + 2 * heads
             name = f"loop, tree {count}" + ("" if kind == "full" else f", {kind} heads")
@@ -406,7 +412,7 @@ def cases_of(
     """List everything that is timed at one context; a `Timed` with an obstacle for what cannot run."""
     cases: list[Timed] = []
     for (dtype, setting), one in models.items():
-        setup, limit = Setup(shape.name, context, dtype, setting), one.backbone.max_context
+        setup, limit = Setup(shape.name, context, dtype, setting), one.target_model.max_context
         obstacle = (
             "" if context + max(nodes) <= limit else f"not run: the model has {limit:,} positions"
         )
@@ -415,7 +421,7 @@ def cases_of(
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
             # compile or capture before anything is timed
-            for case in calls if one.backbone.compiled or one.backbone.step_runner else []:
+            for case in calls if one.target_model.compiled or one.target_model.step_runner else []:
                 case.prepare()
                 case.call()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The steps that decode.py times: steps of a backbone in its runner, heads, and the decoding loop."""
+"""The steps that decode.py times: steps of a target model in its runner, heads, and the decoding loop."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from medusa_train.inference.cuda_graphs import GraphRunner
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.runners import Replayable
 from medusa_train.inference.step import Steps
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
-# how the steps of a backbone run
+# how the steps of a target model run
 PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"
 
 
 class GivenTokens(Proposer):
     """Proposes the same guesses in every step and computes nothing."""
 
-    def __init__(self, backbone: Backbone, num_heads: int) -> None:
+    def __init__(self, target_model: TargetModel, num_heads: int) -> None:
         self.num_heads = num_heads
-        self._vocab_size = backbone.vocab_size
+        self._vocab_size = target_model.vocab_size
 
     def guess(self, step: DraftStep, states: Any) -> Proposal:
         """Return the roots with the guesses below them."""
@@ -43,36 +43,40 @@ class Context:
     again and again.
 
     A step is what `Decoder` runs between two tokens, but for the heads: compaction, the
-    backbone, logits, acceptance with its transfer to the host. Tensors are created in inference
+    target model, logits, acceptance with its transfer to the host. Tensors are created in inference
     mode, since compiled passes specialize on it.
     """
 
     @torch.inference_mode()
-    def __init__(self, backbone: Backbone, length: int, max_nodes: int, rows: int = 1) -> None:
-        self.backbone = backbone
+    def __init__(
+        self, target_model: TargetModel, length: int, max_nodes: int, rows: int = 1
+    ) -> None:
+        self.target_model = target_model
         self.length = length
-        self._slots = backbone.new_slots(length + max_nodes + 1)
-        if backbone.step_runner is None or rows > 1:
+        self._slots = target_model.new_slots(length + max_nodes + 1)
+        if target_model.step_runner is None or rows > 1:
             self._slots.make_room(rows, length + max_nodes + 33)
-        write_random(backbone, self._slots, length, rows)
+        write_random(target_model, self._slots, length, rows)
 
     @torch.inference_mode()
-    def step(self, tree: Tree) -> BackboneStep:
+    def step(self, tree: Tree) -> TargetModelStep:
         """Return a step over the root and the nodes of `tree`."""
-        tree = tree.to(self.backbone.device)
-        draft = GivenTokens(self.backbone, tree.max_depth) if tree.size else None
-        steps = Steps(self.backbone, draft, tree, self._slots)
-        return BackboneStep(steps, self.backbone, self.length)
+        tree = tree.to(self.target_model.device)
+        draft = GivenTokens(self.target_model, tree.max_depth) if tree.size else None
+        steps = Steps(self.target_model, draft, tree, self._slots)
+        return TargetModelStep(steps, self.target_model, self.length)
 
 
-class BackboneStep:
+class TargetModelStep:
     """A step of all rows after `length` positions, and the way back to the state before it."""
 
-    def __init__(self, steps: Steps, backbone: Backbone, length: int) -> None:
+    def __init__(self, steps: Steps, target_model: TargetModel, length: int) -> None:
         self.steps = steps
-        device = backbone.device
+        device = target_model.device
         rows = steps.slots.rows
-        hidden = torch.zeros(rows, 1, backbone.hidden_size, dtype=backbone.dtype, device=device)
+        hidden = torch.zeros(
+            rows, 1, target_model.hidden_size, dtype=target_model.dtype, device=device
+        )
         self._feats = Features(hidden.expand(-1, length, -1))  # [B, length, d]
         self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
         self._prompts = [[0] * length] * rows
@@ -89,28 +93,33 @@ class BackboneStep:
         self.steps.step([0] * len(self._prompts))
 
 
-def write_random(backbone: Backbone, slots: Slots, length: int, rows: int) -> None:
+def write_random(target_model: TargetModel, slots: Slots, length: int, rows: int) -> None:
     """Write `length` positions of random keys and values to slots, which takes no prefill."""
-    config = backbone.config
+    config = target_model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(
-        1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype
+        1,
+        config.num_key_value_heads,
+        length,
+        size,
+        device=target_model.device,
+        dtype=target_model.dtype,
     )
     states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
     cache = prompt_cache(slots, 0, rows)
-    for layer in range(backbone.num_layers):
+    for layer in range(target_model.num_layers):
         cache.update(states, states, layer)
 
 
-def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
+def proposal(target_model: TargetModel, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
     """Return `draft.guess` for one state, replayed where steps are."""
-    device = backbone.device
+    device = target_model.device
     tree = tree.to(device)
-    hidden = torch.randn(1, backbone.hidden_size, device=device, dtype=backbone.dtype)
+    hidden = torch.randn(1, target_model.hidden_size, device=device, dtype=target_model.dtype)
     zero = torch.zeros(1, dtype=torch.long, device=device)
     accepted = AcceptedPath(Features(hidden[None]), zero[None], zero[None], zero + 1, zero)
     step = DraftStep(accepted, zero, [0], [], [], tree, None, may_stop=False)
-    runner = backbone.step_runner
+    runner = target_model.step_runner
     if runner is None:
         return torch.inference_mode()(lambda: draft.guess(step, hidden))
     tokens = torch.zeros(1, tree.size + 1, dtype=torch.long, device=device)
@@ -122,11 +131,11 @@ def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[],
     return torch.inference_mode()(lambda: runner.run(graphs, "heads", guess))
 
 
-def how_steps_run(backbone: Backbone) -> str:
+def how_steps_run(target_model: TargetModel) -> str:
     """Return `PASSES`, `STATIC` or `GRAPHS`; to be asked after the steps have run, for a capture
     may fail.
     """
-    runner = backbone.step_runner
+    runner = target_model.step_runner
     if runner is None:
         return PASSES
     return GRAPHS if isinstance(runner, GraphRunner) and runner.works else STATIC
@@ -135,9 +144,11 @@ def how_steps_run(backbone: Backbone) -> str:
 class Loop:
     """Steps of `Decoder.stream` for one answer, restarted after `LOOP_TOKENS` tokens."""
 
-    def __init__(self, backbone: Backbone, draft: MedusaDraft, tree: Tree, context: int) -> None:
-        self._decoder = Decoder(backbone, draft, tree)
-        self._prompt = [(7 * i) % backbone.vocab_size for i in range(context)]
+    def __init__(
+        self, target_model: TargetModel, draft: MedusaDraft, tree: Tree, context: int
+    ) -> None:
+        self._decoder = Decoder(target_model, draft, tree)
+        self._prompt = [(7 * i) % target_model.vocab_size for i in range(context)]
         self._longest_step = tree.max_depth + 1
         self._left = 0
         self._steps: Iterator[Any] = iter(())

@@ -24,7 +24,7 @@ from typing import Any
 import checkout  # noqa: F401 (the clone's path)
 import torch
 from decode import Loaded, Shape, Unsupported
-from decode_steps import BackboneStep, Context, how_steps_run
+from decode_steps import Context, TargetModelStep, how_steps_run
 from gpu_profile import CLASSES, profiled
 from shapes import SHAPES, Rates, measure_rates, time_call
 from shared import (
@@ -60,16 +60,16 @@ Row = dict[str, Any]
 
 def measure_step(one: Loaded, shape: Shape, rows: int, context: int, rates: Rates) -> Row:
     """Time and profile plain steps of `rows` rows after `context` positions."""
-    step = Context(one.backbone, context, TIMED + 4 * PROFILED, rows).step(Tree.empty())
-    itemsize = one.backbone.dtype.itemsize
+    step = Context(one.target_model, context, TIMED + 4 * PROFILED, rows).step(Tree.empty())
+    itemsize = one.target_model.dtype.itemsize
     size = itemsize * (shape.sizes.read + shape.sizes.cached(context, rows))
     floor = 1000 * rates.floor(size, shape.sizes.step_operations(1, context, rows), DTYPE)
     step.prepare()
-    milliseconds = 1000 * median(step_seconds(step, one.backbone.device))
+    milliseconds = 1000 * median(step_seconds(step, one.target_model.device))
     step.prepare()
     profile = profiled(step, PROFILED)
     return {
-        "steps": how_steps_run(one.backbone),
+        "steps": how_steps_run(one.target_model),
         "floor_ms": floor,
         "ms": milliseconds,
         "over_floor": milliseconds / floor,
@@ -81,7 +81,7 @@ def measure_step(one: Loaded, shape: Shape, rows: int, context: int, rates: Rate
     }
 
 
-def step_seconds(step: BackboneStep, device: torch.device) -> list[float]:
+def step_seconds(step: TargetModelStep, device: torch.device) -> list[float]:
     """Time steps in a row, after those that warm up and capture."""
     for _ in range(3):
         step()
@@ -92,11 +92,11 @@ def step_seconds(step: BackboneStep, device: torch.device) -> list[float]:
 def measure_answers(one: Loaded, rows: int, seconds: float, sampled: bool) -> Row:
     """Count the tokens per second of a batch that is refilled for `seconds`, once it is full."""
     draw = random.Random(0)
-    decoder = BatchDecoder(one.backbone, None, Tree.empty())
+    decoder = BatchDecoder(one.target_model, None, Tree.empty())
     rule = Sampling(TEMPERATURE, 0, 1.0) if sampled else None
     batch = decoder.begin(ANSWERS[1], (), rule)
     # 1. full, with answers at all stages
-    refill(batch, rows, draw, one.backbone.vocab_size, sampled)
+    refill(batch, rows, draw, one.target_model.vocab_size, sampled)
     for _ in range(ANSWERS[0] // 2):
         batch.step()
     # 2. on the clock; a step hands over answers that are complete
@@ -104,7 +104,7 @@ def measure_answers(one: Loaded, rows: int, seconds: float, sampled: bool) -> Ro
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         if (rows - len(batch.active)) * REFILL_FRACTION >= rows:
-            refill(batch, rows - len(batch.active), draw, one.backbone.vocab_size, sampled)
+            refill(batch, rows - len(batch.active), draw, one.target_model.vocab_size, sampled)
         before = len(batch.active)
         batch.step()
         tokens += before

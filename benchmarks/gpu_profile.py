@@ -166,7 +166,7 @@ def decoding(
             continue
         shared = shared or one
         for context in args.contexts:
-            steps = Context(one.backbone, context, max(args.nodes))
+            steps = Context(one.target_model, context, max(args.nodes))
             for nodes in args.nodes:
                 what = f"tree {nodes}" if nodes else "plain"
                 try:
@@ -195,8 +195,8 @@ def profile_training(part: str) -> Iterable[Profile]:
     tokens = 2048 if torch.cuda.is_available() else 32
     case = Case(what, method, dtype="bfloat16", tokens=tokens, rows=2)
     precision = device_and_precision(case)
-    cfg, backbone, batch = shape_setup(case, precision)
-    step = Step(cfg, backbone, precision)
+    cfg, target_model, batch = shape_setup(case, precision)
+    step = Step(cfg, target_model, precision)
     step(batch)
     yield Profile(part, "micro-batch", tokens, 0, **profiled(partial(step.micro_batch, batch)))
     step.micro_batch(batch)

@@ -12,7 +12,7 @@ from typing import Any
 
 from page import draw
 from pydantic import BaseModel, ConfigDict
-from shared import backbone_note, rounded, table, write_page
+from shared import rounded, table, target_model_note, write_page
 
 from medusa_train.errors import DataError
 from medusa_train.evaluation.metrics import Counts, compare_rates
@@ -28,7 +28,7 @@ class Spec(BaseModel):
 
 
 class Run(Spec):
-    """A draft to train; without `config` the backbone alone."""
+    """A draft to train; without `config` the target model alone."""
 
     title: str
     config: str | None = None
@@ -271,8 +271,8 @@ def write_experiment(
     parts += [
         experiment.source,
         (
-            f"Backbone: `{record['base_model']}`. Brackets: 95 %."
-            f" {backbone_note(record['base_model'])}"
+            f"Target model: `{record['base_model']}`. Brackets: 95 %."
+            f" {target_model_note(record['base_model'])}"
         ),
         "Speedups are over the same loop without a draft.",
     ]

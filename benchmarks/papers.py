@@ -1,11 +1,11 @@
-"""Train, measure and tabulate an experiment of a paper on any backbone, with the published figures
+"""Train, measure and tabulate an experiment of a paper on any target model, with the published figures
 beside ours.
 
-    make smollm2-model                                            # once: the default backbone
+    make smollm2-model                                            # once: the default target model
     python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues
     python benchmarks/papers.py kangaroo_table1 --configs configs/vicuna7b --inspect
     python benchmarks/papers.py drafts --runs medusa1 kangaroo --eval 'bench=mtbench:5' --set seed=7
-    python benchmarks/papers.py amphista_table4 --quick           # tiny backbone, some minutes: does it run here?
+    python benchmarks/papers.py amphista_table4 --quick           # tiny target model, some minutes: does it run here?
 
 The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides),
 evaluations (keys of `medusa-eval`, some of them swept), columns and published figures;
@@ -64,7 +64,7 @@ from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.evaluation.questions import Bench, load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees
 from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from medusa_train.trees.tree import Tree
@@ -209,7 +209,7 @@ class Plan:
             self.stages(name)  # raises ConfigError before anything is trained
 
     def stages(self, name: str) -> list[Stage]:
-        """List the stages of a run's training, the one that is measured last; none for the backbone
+        """List the stages of a run's training, the one that is measured last; none for the target model
         alone.
         """
         run, args = self.experiment.runs[name], self.args
@@ -219,7 +219,7 @@ class Plan:
         before = [] if run.after is None else self.stages(run.after)
         words = [*self.experiment.set, *self._length(run, config), *args.set, *run.set]
         if "{" in str(run.set):
-            shape = backbone_config(self.family)
+            shape = target_model_config(self.family)
             # layers after which the draft reads states
             last = [shape.num_hidden_layers - n for n in (3, 2, 1)]
             # an MLP with as many weights as two square matrices
@@ -261,7 +261,7 @@ class Plan:
 
     @cached_property
     def family(self) -> TrainConfig:
-        """Configuration whose backbone and data the runs without training share."""
+        """Configuration whose target model and data the runs without training share."""
         return load_config(TrainConfig, Path(f"{self.args.configs}_m1.yaml"))
 
     @property
@@ -305,12 +305,12 @@ class Plan:
                     )
 
 
-def backbone_config(cfg: TrainConfig) -> Any:
-    """Return the backbone's configuration; where it is not on this machine, a Llama's of the size
+def target_model_config(cfg: TrainConfig) -> Any:
+    """Return the target model's configuration; where it is not on this machine, a Llama's of the size
     in its name.
     """
     try:
-        return resolve_backbone(cfg.base_model)[1].get_text_config()
+        return resolve_target_model(cfg.base_model)[1].get_text_config()
     except MedusaError:
         size = re.search(r"\d+b", Path(cfg.base_model).name.lower())
         if size is None or size[0].upper() not in SHAPES:

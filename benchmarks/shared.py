@@ -33,14 +33,14 @@ def describe_failure(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {lines[0][:200]}"
 
 
-def backbone_note(base_model: str) -> str:
-    """Return what must be said wherever drafts are compared on the tiny backbone; empty for other
-    backbones.
+def target_model_note(base_model: str) -> str:
+    """Return what must be said wherever drafts are compared on the tiny target model; empty for other
+    target models.
     """
     if Path(base_model).name != "tiny":
         return ""
     return (
-        "The tiny backbone was trained with Medusa-shaped heads: that flatters Medusa against other"
+        "The tiny target model was trained with Medusa-shaped heads: that flatters Medusa against other"
         " drafts."
     )
 

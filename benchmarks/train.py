@@ -54,7 +54,6 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import choose_attention
 from medusa_train.models.precision import (
@@ -64,9 +63,10 @@ from medusa_train.models.precision import (
     is_out_of_memory,
     release_memory,
 )
-from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.optimizer import build_optimizer, parameter_groups
+from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Whole steps of each part: recipe and method.
 STEPS = {
@@ -87,7 +87,7 @@ PARTS = ("shape7b", *STEPS)
 #: Shares of a packed row that its documents take.
 DOCUMENTS = (0.06, 0.31, 0.13, 0.25, 0.25)
 TITLES = {
-    "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
+    "shape1": "Medusa-1, 7B shape, frozen target model in bfloat16",
     "shape2": "Medusa-2, 7B shape, QLoRA (NF4)",
 }
 
@@ -172,12 +172,12 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 class Step:
     """One optimizer step: micro-batches with forward, loss and backward, then clipping and optimizer."""
 
-    def __init__(self, cfg: TrainConfig, backbone: Backbone, precision: Precision) -> None:
+    def __init__(self, cfg: TrainConfig, target_model: TargetModel, precision: Precision) -> None:
         self.cfg = cfg
-        self.draft = MedusaDraft.from_backbone(
-            backbone, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32
+        self.draft = MedusaDraft.from_target_model(
+            target_model, cfg.medusa_num_heads, cfg.medusa_num_layers, dtype=torch.float32
         )
-        self.student = build_backbone_recipe(cfg, backbone, precision)
+        self.student = build_target_model_recipe(cfg, target_model, precision)
         self.student.train()
         self.objective = Objective(
             self.draft,
@@ -213,7 +213,7 @@ class Step:
         """Add the gradients of a micro-batch, and return its loss."""
         feats = self.student.features(batch)
         teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else None
-        lm_head = self.student.backbone.lm_head() if self.student.joint else None
+        lm_head = self.student.target_model.lm_head() if self.student.joint else None
         cut, counts = GraphCut(), self.objective.target_counts(batch)
         feats = replace(feats, hidden=cut.detach(feats.hidden))
         with self.student.precision.autocast():
@@ -224,7 +224,7 @@ class Step:
         return loss
 
 
-def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, Batch]:
+def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, TargetModel, Batch]:
     """Create random weights at the shape of a 7B model, a small shape without a GPU, and one
     micro-batch.
     """
@@ -245,7 +245,7 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     model = random_model(config, precision.dtype, precision.device)
     if cfg.load_in_4bit:
         quantize_nf4(model)
-    return cfg, Backbone(model, None, "7B"), Batch(tokens, tokens, *rows, [])
+    return cfg, TargetModel(model, None, "7B"), Batch(tokens, tokens, *rows, [])
 
 
 def document_lengths(tokens: int) -> list[int]:
@@ -260,16 +260,16 @@ def measure_step(case: Case) -> Result:
     precision = device_and_precision(case)
     device, dtype = precision.device, precision.dtype
     rate = matrix_rate(device, dtype, 1.0, None if device.type == "cuda" else 512)
-    cfg, backbone, batch = shape_setup(case, precision)
+    cfg, target_model, batch = shape_setup(case, precision)
     attention = None
     if case.method == "packed":
-        attention = choose_attention(backbone, "auto", packed=True)
+        attention = choose_attention(target_model, "auto", packed=True)
     release_memory()
-    weights = tensor_bytes(backbone.model.parameters())
+    weights = tensor_bytes(target_model.model.parameters())
     before = torch.cuda.memory_allocated()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = Step(cfg, backbone, precision)
+    step = Step(cfg, target_model, precision)
     step(batch)
     # 2. Steps on the clock, and the memory that they took.
     seconds, loss = repeated(lambda: step(batch, case.accumulation), case)
@@ -278,11 +278,11 @@ def measure_step(case: Case) -> Result:
     peak = torch.cuda.max_memory_allocated() - before  # 0 without a GPU
     # 3. What `--inspect` says of it, and what it needs to compute.
     rows, width = batch.tokens.shape
-    estimate = Estimate(cfg, backbone.config).memory(
+    estimate = Estimate(cfg, target_model.config).memory(
         rows=rows, width=width, dtype=dtype, device=device.type
     )
     trained = sum(parameter.numel() for parameter in step.student.parameters.values())
-    sizes = Sizes.of(backbone.config)
+    sizes = Sizes.of(target_model.config)
     tokens = rows * width * case.accumulation
     return Result(
         True,
@@ -302,7 +302,7 @@ def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> in
     """Return the operations per token that a recipe needs; recomputed activations do not count.
 
     2 per weight forward, 2 for the gradient of the input and 2 for the weight's own. A frozen
-    backbone below the heads runs forward alone, without lm_head; a frozen matrix under an adapter
+    target model below the heads runs forward alone, without lm_head; a frozen matrix under an adapter
     needs no gradient of its own.
 
     Args:

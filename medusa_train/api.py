@@ -37,12 +37,12 @@ def load(
     draft: str | None = None,
     draft_settings: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Load a trained model, or a backbone alone.
+    """Load a trained model, or a target model alone.
 
     Args:
         model: run directory or directory of heads; defaults to the newest run under runs/.
-        base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the
-            heads were trained with. Given without `model`, the backbone decodes plainly, without
+        base_model: directory or Hugging Face hub name of the target model; defaults to the one that the
+            heads were trained with. Given without `model`, the target model decodes plainly, without
             heads.
         tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes
             and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
@@ -56,7 +56,7 @@ def load(
         special_tokens: tokens of the vocabulary by role, such as `{"eos_token": "<|im_end|>"}`;
             defaults to the run's. Answers end at the tokenizer's EOS token, those of
             generation_config.json, and the one that the chat template writes after an answer.
-        trust_remote_code: allow Python code that the backbone's repository ships.
+        trust_remote_code: allow Python code that the target model's repository ships.
         compile: compile the decoding passes with torch.compile: one to several minutes more to
             start, faster steps.
         draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the
@@ -68,7 +68,7 @@ def load(
         ConfigError: no such draft or settings.
         DataError: the datastore cannot be read.
         CheckpointError: no such run or heads, or files that cannot be read.
-        BackboneError: the backbone cannot be found or loaded.
+        TargetModelError: the target model cannot be found or loaded.
     """
     mappings = {
         "chat_template_kwargs": chat_template_kwargs,
@@ -123,7 +123,7 @@ def load_resolved(paths: ModelPaths, dtype: str | torch.dtype, *, compiled: bool
     loaded = load_for_decoding(paths, dtype, compiled=compiled)
     loaded.compile_tree(warn_once)
     return Model(
-        loaded.backbone,
+        loaded.target_model,
         loaded.proposer,
         loaded.tree,
         paths.chat_template,

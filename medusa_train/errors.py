@@ -45,8 +45,8 @@ class CheckpointError(MedusaError):
     """Run directory, checkpoint or heads file that cannot be read, written, or used with the model."""
 
 
-class BackboneError(MedusaError):
-    """Backbone that cannot be found, downloaded, loaded or used."""
+class TargetModelError(MedusaError):
+    """Target model that cannot be found, downloaded, loaded or used."""
 
 
 class ServerError(MedusaError):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.trees.tree import Tree
 from tests.families import random_model
 
@@ -47,7 +47,7 @@ def chatml_tokenizer(
     return fast
 
 
-def write_backbone(directory: Path, **tokenizer: str) -> Path:
+def write_target_model(directory: Path, **tokenizer: str) -> Path:
     """Write a model whose next token depends on the last token alone."""
     fast = chatml_tokenizer(**tokenizer)
     model = random_model(
@@ -81,10 +81,10 @@ def write_backbone(directory: Path, **tokenizer: str) -> Path:
     return directory
 
 
-def write_run(run: Path, backbone: Path, config: str = "") -> Path:
+def write_run(run: Path, target_model: Path, config: str = "") -> Path:
     """Write a run of untrained Medusa heads on the model."""
-    loaded = load_backbone(str(backbone), dtype="float32")
-    save_draft(MedusaDraft.from_backbone(loaded, 2), run / "heads", str(backbone))
-    (run / "config.yaml").write_text(f"base_model: {backbone}\n{config}", encoding="utf-8")
+    loaded = load_target_model(str(target_model), dtype="float32")
+    save_draft(MedusaDraft.from_target_model(loaded, 2), run / "heads", str(target_model))
+    (run / "config.yaml").write_text(f"base_model: {target_model}\n{config}", encoding="utf-8")
     Tree.cartesian([2, 2]).save(run / "tree.json")
     return run

@@ -1,11 +1,11 @@
-"""Small random backbones of the supported families."""
+"""Small random target models of the supported families."""
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from medusa_train.models.architecture import attention_of
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.target_model import TargetModel
 
 SHAPE = {
     "vocab_size": 61,
@@ -145,9 +145,9 @@ def random_model(
     return model
 
 
-def random_backbone(
+def random_target_model(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
-) -> Backbone:
+) -> TargetModel:
     """Wrap `random_model` for tests that decode token ids only."""
     model = random_model(family, seed, **changes).to(dtype)
-    return Backbone(model.eval().requires_grad_(False), NoTokenizer(), family)
+    return TargetModel(model.eval().requires_grad_(False), NoTokenizer(), family)

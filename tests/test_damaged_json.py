@@ -23,7 +23,7 @@ import medusa_train
 from medusa_train.cli import evaluate, export, selfdistill, train
 from medusa_train.errors import MedusaError
 from medusa_train.io import parse_json
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 DEEP = 3000
 WHOLE = [
@@ -58,7 +58,7 @@ VALUES = [
     "9" * 5000,
     "[[1e999]]",
 ]
-#: Not tried in the backbone's files: transformers would build so many layers.
+#: Not tried in the target model's files: transformers would build so many layers.
 HUGE = "1" + "0" * 30
 #: Mutations of each file that are tried in a run.
 TRIED = 25
@@ -110,11 +110,11 @@ def invoke(app: typer.Typer, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a backbone, runs of each kind, an evaluation, its copy, and answers."""
+    """A directory with a target model, runs of each kind, an evaluation, its copy, and answers."""
     with pytest.MonkeyPatch.context() as patched:
         directory = tmp_path_factory.mktemp("damaged")
         patched.chdir(directory)
-        write_backbone(Path("backbone"))
+        write_target_model(Path("backbone"))
         turns = [[("user", f"Q{n}"), ("assistant", f"A{n}")] for n in range(8)]
         chats = [
             {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns
@@ -122,7 +122,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         questions = [{"question_id": n, "turns": [f"q{n}"]} for n in range(2)]
         Path("bench.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
-        keys = ["base_model=backbone", "datasets=chats.jsonl", "micro_batch_size=2", "max_steps=1"]
+        keys = [
+            "base_model=target model",
+            "datasets=chats.jsonl",
+            "micro_batch_size=2",
+            "max_steps=1",
+        ]
         keys += ["bf16=false", "sequence_len=256", "val_set_size=0", "calibration_tokens=0"]
         for draft in ("medusa", "hydra", "eagle3", "kangaroo", "amphista"):
             heads = ["medusa_num_heads=2"] if draft == "medusa" else [f"draft={draft}"]
@@ -142,7 +147,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 EVALUATION = ["--model", "medusa", "--bench", "bench.jsonl", "dtype=float32", "max_new_tokens=6"]
 EVALUATION += ["warmup=0", "exactness=false"]
-ANSWERS = ["--prompts", "bench.jsonl", "--output", "own.jsonl", "base_model=backbone"]
+ANSWERS = ["--prompts", "bench.jsonl", "--output", "own.jsonl", "base_model=target model"]
 ANSWERS += ["temperature=0", "dtype=float32", "max_new_tokens=6", "drop_truncated=false"]
 ANSWERS += ["drop_looping=false"]
 

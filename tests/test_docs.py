@@ -18,7 +18,7 @@ import yaml
 from medusa_train.cli import common
 from medusa_train.cli.reference import command_page
 from medusa_train.config.paths import PROJECT_ROOT
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 
 DOCS = PROJECT_ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}
@@ -311,7 +311,7 @@ def test_an_eagle3_draft_of_a_large_model_has_one_size_of_vocabulary() -> None:
 
 def test_a_study_names_its_model_before_its_figures() -> None:
     studies = TEXTS["explanation/results.md"].split("## Studies")[1].split("\n- ")[1:]
-    models = ("SmolLM2", "coder", "test model", "tiny backbone", "demo")
+    models = ("SmolLM2", "coder", "test model", "tiny target model", "demo")
     nameless = []
     for study in studies:
         before, *figures = re.split(r"\d\.\d\d", study)
@@ -323,7 +323,7 @@ def test_a_study_names_its_model_before_its_figures() -> None:
 def test_python_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "runs" / "demo", write_backbone(tmp_path / "backbone"))
+    write_run(tmp_path / "runs" / "demo", write_target_model(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["python"])
     blocks = [

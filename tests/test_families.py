@@ -19,7 +19,7 @@ from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.training.stages import train_stages
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone, random_model
+from tests.families import random_model, random_target_model
 from tests.training.conftest import build_tokenizer, sentence
 
 #: The supported families; Llama in versions 2 and 3.
@@ -66,14 +66,14 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_export_import_decode(
     family: str, tokenizer: transformers.PreTrainedTokenizerFast, chats: Path, tmp_path: Path
 ) -> None:
-    backbone_dir, run = tmp_path / "backbone", tmp_path / "run"
+    target_model_dir, run = tmp_path / "backbone", tmp_path / "run"
     # eight spare rows, for tokens that a family's tokenizer class adds
     random_model(family, vocab_size=len(tokenizer) + 8, bos_token_id=0).save_pretrained(
-        backbone_dir
+        target_model_dir
     )
-    tokenizer.save_pretrained(backbone_dir)
+    tokenizer.save_pretrained(target_model_dir)
     cfg = TrainConfig(
-        base_model=str(backbone_dir),
+        base_model=str(target_model_dir),
         datasets=[{"path": str(chats)}],
         output_dir=str(run),
         medusa_num_heads=3,
@@ -92,11 +92,11 @@ def test_train_export_import_decode(
 
     loaded = load_for_decoding(resolve_model(str(exported), None, None), "float64")
     assert loaded.draft is not None
-    assert loaded.draft.softcap == loaded.backbone.softcap
-    assert loaded.draft.scale == loaded.backbone.scale
+    assert loaded.draft.softcap == loaded.target_model.softcap
+    assert loaded.draft.scale == loaded.target_model.scale
     prompt = [0, 2, 40, 50, 60, 70, 80, 90]
     stock = AutoModelForCausalLM.from_pretrained(
-        backbone_dir, dtype=torch.float64, attn_implementation=loaded.backbone.attention
+        target_model_dir, dtype=torch.float64, attn_implementation=loaded.target_model.attention
     )
     plain = stock.generate(
         torch.tensor([prompt]),
@@ -108,7 +108,7 @@ def test_train_export_import_decode(
     assert len(set(plain)) > 4  # the text varies, so that the comparison can fail
     for tree in (Tree.cartesian([3, 2, 2]), Tree.empty()):
         assert (
-            Decoder(loaded.backbone, loaded.draft, tree).generate(prompt, TOKENS, []).tokens
+            Decoder(loaded.target_model, loaded.draft, tree).generate(prompt, TOKENS, []).tokens
             == plain
         )
 
@@ -117,18 +117,18 @@ def test_the_random_families_have_their_special_features() -> None:
     """Otherwise the tests above would not cover soft caps, scales, windows, tied matrices and odd
     head sizes.
     """
-    backbones = {family: random_backbone(family) for family in TEN}
-    assert backbones["gemma2"].softcap == 30.0
-    assert backbones["granite"].scale == 1 / 8
-    assert backbones["granite"].config.embedding_multiplier == 4.0
-    assert {"sliding_attention", "full_attention"} == set(backbones["gemma3"].layer_types)
-    assert backbones["mistral-window"].window == 7
-    assert backbones["qwen3"].config.head_dim * 4 != backbones["qwen3"].hidden_size
-    models = {name: backbone.model for name, backbone in backbones.items()}
+    target_models = {family: random_target_model(family) for family in TEN}
+    assert target_models["gemma2"].softcap == 30.0
+    assert target_models["granite"].scale == 1 / 8
+    assert target_models["granite"].config.embedding_multiplier == 4.0
+    assert {"sliding_attention", "full_attention"} == set(target_models["gemma3"].layer_types)
+    assert target_models["mistral-window"].window == 7
+    assert target_models["qwen3"].config.head_dim * 4 != target_models["qwen3"].hidden_size
+    models = {name: target_model.model for name, target_model in target_models.items()}
     tied = {
         name: m.get_output_embeddings().weight is m.get_input_embeddings().weight
         for name, m in models.items()
     }
     assert {tied["llama3"], tied["smollm3"]} == {True}
     assert {tied["llama"], tied["granite"]} == {False}
-    assert 0 in backbones["smollm3"].config.no_rope_layers
+    assert 0 in target_models["smollm3"].config.no_rope_layers

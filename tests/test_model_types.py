@@ -13,7 +13,7 @@ from rich.console import Console
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.training.stages import train_stages
@@ -99,7 +99,7 @@ def test_a_draft_is_trained_exported_and_decoded_with(
         eos_token_id=None,
     )[0, len(PROMPT) :].tolist()
     assert len(set(plain)) > 3  # the text varies, so that the comparison can fail
-    decoder = Decoder(loaded.backbone, loaded.draft, Tree.cartesian([3, 2, 2]))
+    decoder = Decoder(loaded.target_model, loaded.draft, Tree.cartesian([3, 2, 2]))
     assert decoder.generate(PROMPT, TOKENS, []).tokens == plain
 
 
@@ -112,7 +112,7 @@ def test_a_draft_is_trained_and_exported_without_trees(
     assert "next: medusa-export" in printed
     paths = resolve_model(str(run), None, None)
     export_run(paths, "vllm")
-    with pytest.raises(BackboneError, match="medusa-eval --serve"):
+    with pytest.raises(TargetModelError, match="medusa-eval --serve"):
         load_for_decoding(paths, "float32")
     if draft == "medusa":
         with pytest.raises(CheckpointError, match="medusa-eval --serve"):
@@ -121,5 +121,7 @@ def test_a_draft_is_trained_and_exported_without_trees(
 
 @pytest.mark.slow
 def test_states_of_several_streams_cannot_be_drafted_from(chats: Path, tmp_path: Path) -> None:
-    with pytest.raises(BackboneError, match="not supported by this draft: the input of its first"):
+    with pytest.raises(
+        TargetModelError, match="not supported by this draft: the input of its first"
+    ):
         train("deepseek_v4", "eagle3", chats, tmp_path)

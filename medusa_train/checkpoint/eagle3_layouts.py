@@ -9,10 +9,10 @@ d2t [N]                   token of draft token i is i + d2t[i]; like t2d missing
 t2d [V]                   whether the draft has the token
 
 input_norm.weight     with `norm_before_fc`; fc_norm.0|1|2.weight with `fc_norm`
-embed_tokens.weight   where the draft has embeddings of its own: a server takes the backbone's else
-target_hidden_size    width of the backbone where it is not the draft's hidden_size
+embed_tokens.weight   where the draft has embeddings of its own: a server takes the base model's else
+target_hidden_size    width of the base model where it is not the draft's hidden_size
 q_norm, k_norm        of the layer's attention, with model_type qwen3 (vLLM, speculators)
-lm_head.weight        missing in some files: a server takes the backbone's
+lm_head.weight        missing in some files: a server takes the base model's
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LAYER_KEYS = (
 )
 #: Norms that some trainers add, and older names of their flags.
 EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
-#: Tensors that follow from others, or are the backbone's.
+#: Tensors that follow from others, or are the base model's.
 _DERIVED = {
     "midlayer.self_attn.rotary_emb.inv_freq",
     "rotary_emb.inv_freq",
@@ -152,12 +152,12 @@ def to_eagle3(
     Args:
         state, settings: of an `Eagle3Draft`.
         layer: config.json of its layer, as of a Llama model.
-        vocab_size: V, of the backbone. base_model: its name.
+        vocab_size: V, of the base model. base_model: its name.
     """
     if LM_HEAD_0 not in state:
         raise CheckpointError(
             "the draft has no lm_head of its own, so there is nothing to convert: vLLM and SGLang"
-            " take the backbone's; serve its files as they are"
+            " take the base model's; serve its files as they are"
         )
     # 1. Tensors with the same names.
     tensors = {}
@@ -370,7 +370,7 @@ def _unread_entries(
 def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a layer's config.json, `LAYER_KEYS`.
 
-    What is missing has Llama's or Qwen3's defaults, as in servers, not the backbone's values.
+    What is missing has Llama's or Qwen3's defaults, as in servers, not the base model's values.
     """
     keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
     named = {key: layer[key] for key in keys if layer.get(key) is not None}
@@ -429,7 +429,7 @@ def _tensor_names(settings: Mapping[str, Any]) -> set[str]:
 
 def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size: int) -> None:
     """Check that fc has the widths of config.json, and that a draft of another width than the
-    backbone's has embeddings and an lm_head.
+    base model's has embeddings and an lm_head.
     """
     shape = list(tensors["fc.weight"].shape)
     target = config.get("target_hidden_size") or shape[-1] // 3
@@ -441,8 +441,8 @@ def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size
     for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "lm_head")):
         if target != size and name not in tensors:
             raise CheckpointError(
-                f"{name} is missing; a draft of hidden_size {size} for a backbone of {target}"
-                f" can't use the backbone's {part}"
+                f"{name} is missing; a draft of hidden_size {size} for a base model of {target}"
+                f" can't use the base model's {part}"
             )
 
 
@@ -457,7 +457,7 @@ def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tenso
         if named in (None, size):
             return None
         raise CheckpointError(
-            "incomplete, lm_head.weight missing (the backbone's has all tokens, but"
+            "incomplete, lm_head.weight missing (the base model's has all tokens, but"
             f" draft_vocab_size is {named})"
         )
     rows = len(tensors["lm_head.weight"])

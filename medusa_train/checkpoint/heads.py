@@ -39,7 +39,7 @@ from medusa_train.checkpoint.resolve import (
     HeadFiles,
     find_heads,
     heads_of_other_kinds,
-    named_backbone,
+    named_target_model,
 )
 from medusa_train.checkpoint.serialize import (
     read_json,
@@ -52,19 +52,19 @@ from medusa_train.checkpoint.serialize import (
 from medusa_train.config.types import format_value
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, warn_once, write_failure
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.finite import describe_not_finite
+from medusa_train.models.target_model import TargetModel
 
 VLLM_WEIGHTS = "model.safetensors"
 #: Entries of config.json that are no settings of a draft.
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
-#: Tensors of whole numbers: maps between the tokens of the draft and of the backbone.
+#: Tensors of whole numbers: maps between the tokens of the draft and of the base model.
 _MAPS = (TOKEN_MAP, "d2t", "t2d")
 #: Parameters of drafts that are no settings.
-_NOT_IN_JSON = ("backbone", "token_map", "dtype")
+_NOT_IN_JSON = ("target_model", "token_map", "dtype")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 #: No draft has more heads, layers or blocks: what a damaged file says is not built.
 _MAX_SETTING = 1000
@@ -118,15 +118,17 @@ _STATED = {
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
     """Save a draft of any kind, in its dtype, each file atomically.
 
-    Weights of the backbone are not saved.
+    Weights of the base model are not saved.
     """
     directory = Path(directory)
     state = dict(draft.state_dict())
     if isinstance(draft, MedusaDraft):
-        backbone_tokens = None
+        target_model_tokens = None
         if draft.token_map is not None:
-            backbone_tokens = draft.vocab_size
-        heads = HeadTensors(draft.num_heads, draft.num_layers, state, base_model, backbone_tokens)
+            target_model_tokens = draft.vocab_size
+        heads = HeadTensors(
+            draft.num_heads, draft.num_layers, state, base_model, target_model_tokens
+        )
         return write_heads(heads, directory)
     config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
     write_weights(directory, DRAFT, state, config)
@@ -147,7 +149,7 @@ def write_heads(
 
     Args:
         pickled: also write medusa_lm_head.pt, which the public code reads.
-        config: further keys of config.json (TensorRT-LLM expects the backbone's there).
+        config: further keys of config.json (TensorRT-LLM expects the base model's there).
     """
     directory = Path(directory)
     tensors = names_in_files(heads.state, heads.num_layers)
@@ -275,7 +277,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     config = {}
     if needs_config or (directory / HEADS_CONFIG).is_file():
         config = read_json(directory / HEADS_CONFIG)
-    # 2. The tensors, without the backbone's.
+    # 2. The tensors, without the base model's.
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -300,7 +302,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     # 3. The names of this program.
     if layout in ("eagle3", "dflash"):
-        base_model = named_backbone(config)
+        base_model = named_target_model(config)
         read = from_eagle3 if layout == "eagle3" else from_dflash
         with _naming(directory):
             tensors, settings, unread = read(tensors, config)
@@ -322,7 +324,7 @@ def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> 
     for note in _notes_on_config(heads, tensors, config, layout):
         warn_once(f"{source}: {note}")
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
-        heads = replace(heads, backbone_tokens=config["vocab_size"])
+        heads = replace(heads, target_model_tokens=config["vocab_size"])
     base = config.get("base_model_name_or_path")
     if layout == "model":
         base = str(directory)
@@ -335,7 +337,7 @@ def _notes_on_config(
     """Say where config.json states other numbers than there are tensors, and which of its entries
     are not read.
 
-    A config.json with a backbone's entries, as TensorRT-LLM's and of full models, is not listed.
+    A config.json with a base model's entries, as TensorRT-LLM's and of full models, is not listed.
     """
     if layout == "vllm" and not config.get("medusa_fc_bias", False):
         biases = [t for name, t in tensors.items() if ".layers." in name and name.endswith(".bias")]
@@ -387,25 +389,27 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return settings
 
 
-# Loading for a backbone
+# Loading for a base model
 
 
 def load_draft(
-    directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None
+    directory: Path | str, target_model: TargetModel, dtype: torch.dtype | None = None
 ) -> Draft:
-    """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
+    """Load a draft of any kind for `target_model`, on its device; `dtype` defaults to the base model's."""
     # 1. The files.
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
     if found.layout not in ("draft", "eagle3", "dflash"):
-        return _new_medusa(_medusa_heads(found, tensors, config), found.directory, backbone, dtype)
+        return _new_medusa(
+            _medusa_heads(found, tensors, config), found.directory, target_model, dtype
+        )
     is_eagle3 = found.layout == "eagle3"  # as servers read it
     if is_eagle3:
-        _check_target(found.directory, tensors, backbone, config)
+        _check_target(found.directory, tensors, target_model, config)
     # 2. A draft with these settings.
-    draft = _new_draft(config, found.directory, tensors, backbone, dtype)
+    draft = _new_draft(config, found.directory, tensors, target_model, dtype)
     own = draft.state_dict()
-    if is_eagle3 and LM_HEAD_0 not in tensors:  # servers take a copy of the backbone's
+    if is_eagle3 and LM_HEAD_0 not in tensors:  # servers take a copy of the base model's
         tensors |= {name: t for name, t in own.items() if name.startswith("lm_heads.")}
     elif is_eagle3 and "lm_heads.0.bias" in own:  # they have no biases
         tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])
@@ -415,43 +419,46 @@ def load_draft(
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
         names_differ = first.startswith(("Missing key", "Unexpected key"))
-        if found.layout != "draft" or names_differ:  # whose widths are the backbone's
+        if found.layout != "draft" or names_differ:  # whose widths are the base model's
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
             ) from None
-        raise _does_not_fit(found.directory / DRAFT, backbone, first, config) from None
+        raise _does_not_fit(found.directory / DRAFT, target_model, first, config) from None
     return draft.eval()
 
 
 def _check_target(
-    directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, config: Mapping[str, Any]
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    target_model: TargetModel,
+    config: Mapping[str, Any],
 ) -> None:
-    """Check that an EAGLE-3 draft in a server's layout was made for a backbone of this size."""
+    """Check that an EAGLE-3 draft in a server's layout was made for a base model of this size."""
     width = tensors["fc.weight"].shape[1] // 3
     tables = {"embeddings": tensors.get("embed_tokens.weight")}
     if TOKEN_MAP not in tensors:
         tables["lm_head"] = tensors.get(LM_HEAD_0)
     last = max(config.get("layers") or [0])
     problem = None
-    if width != backbone.hidden_size:
-        problem = f"fc reads states of {width}, the backbone has {backbone.hidden_size}"
+    if width != target_model.hidden_size:
+        problem = f"fc reads states of {width}, the base model has {target_model.hidden_size}"
     for name, table in tables.items():
-        if problem is None and table is not None and len(table) != backbone.vocab_size:
-            problem = f"{name} of {len(table)} tokens, the backbone has {backbone.vocab_size}"
-    if problem is None and last > backbone.num_layers:
-        problem = f"reads states after {last} layers, the backbone has {backbone.num_layers}"
+        if problem is None and table is not None and len(table) != target_model.vocab_size:
+            problem = f"{name} of {len(table)} tokens, the base model has {target_model.vocab_size}"
+    if problem is None and last > target_model.num_layers:
+        problem = f"reads states after {last} layers, the base model has {target_model.num_layers}"
     if problem is not None:
-        raise _does_not_fit(directory, backbone, problem, config)
+        raise _does_not_fit(directory, target_model, problem, config)
 
 
 def _does_not_fit(
-    path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]
+    path: Path, target_model: TargetModel, problem: str, config: Mapping[str, Any]
 ) -> CheckpointError:
-    """Return the error of a draft that was made for another backbone."""
+    """Return the error of a draft that was made for another base model."""
     base_model = config.get("base_model_name_or_path")
     trained_on = f" ({base_model})" if base_model else ""
     return CheckpointError(
-        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). Name the backbone it"
+        f"{path}: does not fit {target_model.name or 'the base model'} ({problem}). Name the base model it"
         f" was trained on{trained_on}."
     )
 
@@ -460,7 +467,7 @@ def _new_draft(
     config: Any,
     directory: Path,
     tensors: Mapping[str, Tensor],
-    backbone: Backbone,
+    target_model: TargetModel,
     dtype: torch.dtype | None,
 ) -> Draft:
     """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
@@ -476,11 +483,13 @@ def _new_draft(
         with _naming(source):
             settings[TOKEN_MAP] = checked_token_map(tensors)
         last = int(settings[TOKEN_MAP].max())
-        if last >= backbone.vocab_size:
-            problem = f"{TOKEN_MAP} has the token {last}, the backbone {backbone.vocab_size} tokens"
-            raise _does_not_fit(source, backbone, problem, config)
+        if last >= target_model.vocab_size:
+            problem = (
+                f"{TOKEN_MAP} has the token {last}, the base model {target_model.vocab_size} tokens"
+            )
+            raise _does_not_fit(source, target_model, problem, config)
     try:
-        return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
+        return DRAFTS[kind].from_target_model(target_model, dtype=dtype, **settings)
     except torch.OutOfMemoryError:
         raise
     except (
@@ -495,25 +504,25 @@ def _new_draft(
 
 
 def _new_medusa(
-    heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None
+    heads: HeadTensors, directory: Path, target_model: TargetModel, dtype: torch.dtype | None
 ) -> MedusaDraft:
     """Build Medusa heads with these weights.
 
-    Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
+    Logit soft cap and scale are the base model's; the lm_heads have a bias only if the file has one.
     """
     vocab_size = heads.vocab_size
     if vocab_size is None:
-        vocab_size = backbone.vocab_size
+        vocab_size = target_model.vocab_size
     if heads.token_map is not None:
         vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
-    if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
+    if (heads.hidden_size, vocab_size) != (target_model.hidden_size, target_model.vocab_size):
         problem = (
             f"made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, the"
-            f" backbone has {backbone.hidden_size} and {backbone.vocab_size}"
+            f" base model has {target_model.hidden_size} and {target_model.vocab_size}"
         )
         config = {"base_model_name_or_path": heads.base_model}
-        raise _does_not_fit(directory, backbone, problem, config)
-    lm_head = backbone.lm_head()
+        raise _does_not_fit(directory, target_model, problem, config)
+    lm_head = target_model.lm_head()
     draft = MedusaDraft(
         heads.hidden_size,
         vocab_size,
@@ -525,7 +534,7 @@ def _new_medusa(
         shared=lm_head if heads.shared else None,
         token_map=heads.token_map,
         markov_rank=heads.markov_rank,
-        dtype=dtype or backbone.dtype,
+        dtype=dtype or target_model.dtype,
     )
     draft.load_state_dict(heads.state)
-    return draft.to(backbone.device)
+    return draft.to(target_model.device)

@@ -1,4 +1,4 @@
-"""Load a model at resolved paths: a backbone with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a base model with its draft heads and its tree, ready to decode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import resolve_path, user_cache_dir
 from medusa_train.config.types import Quantization
 from medusa_train.data.datastore import read_datastore
-from medusa_train.errors import BackboneError, CheckpointError, MedusaError
+from medusa_train.errors import CheckpointError, MedusaError, TargetModelError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Limits, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
@@ -30,20 +29,21 @@ from medusa_train.models.loading import (
     UNREADABLE,
     auto_dtype_that_fits,
     describe_unreadable,
-    load_backbone,
+    load_target_model,
     load_tokenizer,
-    resolve_backbone,
+    resolve_target_model,
 )
 from medusa_train.models.lora import Adapter
 from medusa_train.models.precision import choose_kernels, default_device
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.models.stop_tokens import StopTokens, chat_encoder_or_none, find_stop_tokens
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone with its draft heads and tree; both are None without heads, and the tree where
+    """A base model with its draft heads and tree; both are None without heads, and the tree where
     they are only traced.
 
     Attributes:
@@ -52,7 +52,7 @@ class LoadedModel:
             `tree` is used.
     """
 
-    backbone: Backbone
+    target_model: TargetModel
     draft: Draft | None
     tree: Tree | None
     lookup: LookupDraft | None = None
@@ -107,7 +107,7 @@ class LoadedModel:
     def can_compile_tree(self) -> bool:
         """Whether `compile_tree` compiles anything."""
         nodes = self.usual_nodes
-        return nodes is not None and self.backbone.can_compile_tree(nodes)
+        return nodes is not None and self.target_model.can_compile_tree(nodes)
 
     def compile_tree(self, report: Callable[[str], None]) -> None:
         """Compile passes over trees of the size that most steps verify, where passes are compiled; a
@@ -117,8 +117,8 @@ class LoadedModel:
         if nodes is None:
             return
         try:
-            self.backbone.compile_tree(nodes)
-        except BackboneError as error:
+            self.target_model.compile_tree(nodes)
+        except TargetModelError as error:
             report(f"{error}\ndecoding with the program for trees of any size")
 
     def _with_lookup(self, heads: Proposer) -> Proposer:
@@ -135,46 +135,46 @@ def load_for_decoding(
     compiled: bool = False,
     rows: int = 1,
 ) -> LoadedModel:
-    """Load the backbone and, where there are any, heads and tree, ready to decode.
+    """Load the base model and, where there are any, heads and tree, ready to decode.
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
         prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where
             that is measured to be faster. Floating-point sums are then rounded in another order.
-        compiled: compile the decoding passes of `rows` rows, see `compile_backbone`.
+        compiled: compile the decoding passes of `rows` rows, see `compile_target_model`.
     """
-    # 1. The backbone.
+    # 1. The base model.
     if paths.adapter is None:
-        backbone = load_backbone_without_adapter(paths, dtype)
+        target_model = load_target_model_without_adapter(paths, dtype)
     else:
         # loaded as in training, quantised or not; merging dequantises
-        backbone = _load_backbone(paths, dtype, paths.quantization)
-        Adapter.load(backbone, paths.adapter).merge()
-        backbone = backbone.to_dtype(dtype)
+        target_model = _load_target_model(paths, dtype, paths.quantization)
+        Adapter.load(target_model, paths.adapter).merge()
+        target_model = target_model.to_dtype(dtype)
     if prepack:
-        prepack_linears(backbone.model)
+        prepack_linears(target_model.model)
     # a graph fills the whole tree: its host would wait at every level to stop early
     if paths.threshold is None:
-        use_cuda_graphs(backbone)
+        use_cuda_graphs(target_model)
     # 2. The heads.
     draft = None
     if paths.heads is not None:
-        draft = load_draft(paths.heads, backbone, backbone.dtype)
-        backbone.decoding_need = draft.needs
+        draft = load_draft(paths.heads, target_model, target_model.dtype)
+        target_model.decoding_need = draft.needs
         if paths.threshold is not None:
             draft.threshold = paths.threshold
         if prepack:
             prepack_linears(draft)
     if compiled:
-        compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
+        compile_target_model(target_model, paths, rows=rows, trees=paths.has_draft)
     # 3. The draft without training, and the tree.
     lookup = None
     if paths.lookup is not None:
-        lookup = load_lookup(paths.lookup, backbone.tokenizer)
+        lookup = load_lookup(paths.lookup, target_model.tokenizer)
     if draft is None or paths.tree_mode == NO_TREE:
-        return LoadedModel(backbone, draft, None, lookup)
+        return LoadedModel(target_model, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
-    model = LoadedModel(backbone, draft, tree, lookup, dynamic_size(paths, tree))
+    model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
     # refuses what does not go together
     assert model.proposer is not None or not tree.size
     return model
@@ -192,12 +192,12 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
     return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
-def load_backbone_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -> Backbone:
-    """Load the backbone in the form that it decodes in, but for the adapter's weights.
+def load_target_model_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -> TargetModel:
+    """Load the base model in the form that it decodes in, but for the adapter's weights.
 
-    Raises BackboneError.
+    Raises TargetModelError.
     """
-    return _load_backbone(paths, dtype, _quantization_in_decoding(paths))
+    return _load_target_model(paths, dtype, _quantization_in_decoding(paths))
 
 
 def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
@@ -220,10 +220,12 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
     """Return at which tokens a model's answers end, and its tokenizer, without loading weights.
 
     Raises:
-        BackboneError: its files cannot be read.
+        TargetModelError: its files cannot be read.
         ConfigError: its chat template cannot be read, or a special token does not exist.
     """
-    source, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    source, config = resolve_target_model(
+        paths.base_model, trust_remote_code=paths.trust_remote_code
+    )
     tokenizer = load_tokenizer(
         source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
     )
@@ -234,7 +236,7 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
 
 
 def read_generation_config(source: Any, config: Any, name: str) -> GenerationConfig:
-    """Read the generation config of the model called `name` from its files at `source`; BackboneError
+    """Read the generation config of the model called `name` from its files at `source`; TargetModelError
     if it cannot be read.
     """
     try:
@@ -242,7 +244,7 @@ def read_generation_config(source: Any, config: Any, name: str) -> GenerationCon
     except OSError:  # no such file: transformers takes it from config.json then
         return GenerationConfig.from_model_config(config)
     except UNREADABLE as error:
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {name}: cannot read generation_config.json: {describe_unreadable(error)}"
         ) from error
 
@@ -280,24 +282,24 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     return Limits(nodes, depth)
 
 
-def compile_backbone(
-    backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True
+def compile_target_model(
+    target_model: TargetModel, paths: ModelPaths, *, rows: int = 1, trees: bool = True
 ) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
-        BackboneError: they cannot be compiled, or their programs cannot be written.
+        TargetModelError: they cannot be compiled, or their programs cannot be written.
     """
     directory = compile_cache_dir()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise BackboneError(
+        raise TargetModelError(
             f"compile: {directory} cannot be created ({error.strerror or error}); set"
             " TORCHINDUCTOR_CACHE_DIR to a directory of your own"
         ) from error
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
-    backbone.compile_passes(rows, trees=trees)
+    target_model.compile_passes(rows, trees=trees)
 
 
 def compile_cache_dir() -> Path:
@@ -316,33 +318,33 @@ def compile_cache_dir() -> Path:
     return user_cache_dir() / "compiled"
 
 
-def _load_backbone(
+def _load_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, quantization: Quantization | None
-) -> Backbone:
+) -> TargetModel:
     choose_kernels(default_device())
-    backbone = load_backbone(
+    target_model = load_target_model(
         paths.base_model,
         dtype=dtype,
         quantization=quantization,
         trust_remote_code=paths.trust_remote_code,
         special_tokens=paths.special_tokens,
     )
-    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
-    return backbone
+    target_model.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
+    return target_model
 
 
 def compile_or_report(
-    backbone: Backbone,
+    target_model: TargetModel,
     paths: ModelPaths,
     report: Callable[[str], None],
     *,
     rows: int = 1,
     trees: bool = True,
 ) -> None:
-    """Compile the decoding passes, see `compile_backbone`; a failure is reported, and decoding goes
+    """Compile the decoding passes, see `compile_target_model`; a failure is reported, and decoding goes
     on without.
     """
     try:
-        compile_backbone(backbone, paths, rows=rows, trees=trees)
-    except BackboneError as error:
+        compile_target_model(target_model, paths, rows=rows, trees=trees)
+    except TargetModelError as error:
         report(f"{error}\ndecoding without compiled passes")

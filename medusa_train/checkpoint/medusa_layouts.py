@@ -5,7 +5,7 @@ TensorRT-LLM read too, and in vLLM's.
     residual block  {i}.{j}.linear.*      blocks.{i}.layers.{j}.*     [d, d] and [d], of head i
     lm_head         {i}.{n}.*             lm_heads.{i}.*              [V, d]; n: number of blocks
 
-Heads that share the backbone's lm_head ("version 2") have no lm_head in the public code's layout.
+Heads that share the base model's lm_head ("version 2") have no lm_head in the public code's layout.
 vLLM's stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
 
 Only this program reads the bias [V] of an lm_head, the matrices of a Markov bias
@@ -31,7 +31,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 TOKEN_MAP = "token_map"
-#: The first head's own lm_head in a state dict; absent if all heads share the backbone's.
+#: The first head's own lm_head in a state dict; absent if all heads share the base model's.
 LM_HEAD_0 = "lm_heads.0.weight"
 _MARKOV = ("markov.embedding.weight", "markov.output.weight")
 _FIRST_BLOCK = "blocks.0.0.linear.weight"
@@ -63,13 +63,13 @@ _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "ds
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """The weights of Medusa heads, without a backbone.
+    """The weights of Medusa heads, without a base model.
 
     Attributes:
         num_heads, num_layers: number of heads, K, and of residual blocks per head.
         state: `MedusaDraft`'s state dict.
-        base_model: the backbone that they were trained on, as named in config.json.
-        backbone_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows
+        base_model: the base model that they were trained on, as named in config.json.
+        target_model_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows
             only.
     """
 
@@ -77,7 +77,7 @@ class HeadTensors:
     num_layers: int
     state: dict[str, Tensor]
     base_model: str | None = None
-    backbone_tokens: int | None = None
+    target_model_tokens: int | None = None
 
     @property
     def token_map(self) -> Tensor | None:
@@ -86,7 +86,7 @@ class HeadTensors:
 
     @property
     def shared(self) -> bool:
-        """Whether the heads share the backbone's lm_head ("version 2")."""
+        """Whether the heads share the base model's lm_head ("version 2")."""
         return LM_HEAD_0 not in self.state
 
     @property
@@ -97,11 +97,11 @@ class HeadTensors:
 
     @property
     def vocab_size(self) -> int | None:
-        """Vocabulary size V of the backbone; None if unknown because its lm_head is shared."""
+        """Vocabulary size V of the base model; None if unknown because its lm_head is shared."""
         if _MARKOV[0] in self.state:
             return self.state[_MARKOV[0]].shape[0]
         if self.token_map is not None:
-            return self.backbone_tokens
+            return self.target_model_tokens
         if self.shared:
             return None
         return self.state[LM_HEAD_0].shape[0]
@@ -287,7 +287,7 @@ def to_vllm(
     if heads.shared:
         if lm_head is None:
             raise CheckpointError(
-                "the heads share the backbone's lm_head, which vLLM's layout contains"
+                "the heads share the base model's lm_head, which vLLM's layout contains"
             )
         vocab_size: int | None = len(lm_head)
         state[LM_HEAD_0] = lm_head if tokens is None else lm_head[tokens]
@@ -336,7 +336,7 @@ def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
 
 def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """Change the tensors of vLLM's files as its loader does by config.json."""
-    # 1. The lm_head of the backbone, and rows of a reduced vocabulary.
+    # 1. The lm_head of the base model, and rows of a reduced vocabulary.
     if config.get("original_lm_head") is True:
         state.pop(LM_HEAD_0, None)
     tokens = state.pop(TOKEN_MAP, None)

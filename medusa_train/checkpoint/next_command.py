@@ -19,7 +19,7 @@ _TINY = PROJECT_ROOT / "data" / "tiny"
 
 
 def is_embedded(base_model: str) -> bool:
-    """Return whether a backbone is the embedded test model."""
+    """Return whether a base model is the embedded test model."""
     path = resolve_path(base_model)
     return path is not None and path.resolve() == _TINY.resolve()
 
@@ -45,7 +45,7 @@ def after_evaluation(paths: ModelPaths) -> str | None:
         return None
     export = ["medusa-export", str(paths.home), "--to"]
     commands = [[*export, targets[kind]]]
-    if paths.trained_backbone:  # heads are used with the backbone that was trained with them
+    if paths.trained_target_model:  # heads are used with the base model that was trained with them
         commands.insert(0, [*export, "merged"])
     return " && ".join(map(shlex.join, commands))
 

@@ -1,4 +1,4 @@
-"""Which model a user means: resolves a run, a directory of heads or a backbone to paths, from file
+"""Which model a user means: resolves a run, a directory of heads or a base model to paths, from file
 names and configs.
 
 Reads no weights and imports no torch, so that a command refuses a wrong path within a second.
@@ -21,7 +21,7 @@ from medusa_train.config.draft_sections import DRAFT_CONFIGS, DraftConfig, Looku
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import ExportTarget, Quantization
 from medusa_train.data.builtin_templates import get_template
-from medusa_train.errors import BackboneError, CheckpointError, DataError
+from medusa_train.errors import CheckpointError, DataError, TargetModelError
 from medusa_train.hub import FetchError, fetch_heads, hub_is_unreachable
 from medusa_train.io import parse_json
 from medusa_train.models.model_files import ADAPTER_CONFIG
@@ -43,7 +43,7 @@ PREFIXES = ("medusa_head.", "medusa_heads.")
 
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
 # TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
-# backbone in one state dict.
+# base model in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
@@ -55,23 +55,23 @@ DFLASH = "DFlashDraftModel"
 DSPARK = "Qwen3DSparkModel"
 #: The same for a layer that norms queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
-#: Title of the model card of a merged backbone.
-MERGED_CARD = "Backbone trained with Medusa heads"
+#: In the title of a merged base model's card; up to version 0.2 it begins with "Backbone".
+MERGED_CARD = "trained with Medusa heads"
 
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Paths of a backbone, its draft heads and its tree. Without heads (`heads is None`) it decodes
+    """Paths of a base model, its draft heads and its tree. Without heads (`heads is None`) it decodes
     plainly.
 
     Attributes:
         home: directory that results are written under.
-        base_model: directory or Hugging Face hub name of the backbone.
+        base_model: directory or Hugging Face hub name of the base model.
         heads, tree: directory of the draft heads, and a tree.json.
         chat_template: name of the chat template, where the run or the user names one.
-        adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
-        quantization: how the backbone was loaded in training.
-        trust_remote_code: whether the user allowed Python code of the backbone's repository.
+        adapter: LoRA adapter of a joint run, merged into the base model for decoding.
+        quantization: how the base model was loaded in training.
+        trust_remote_code: whether the user allowed Python code of the base model's repository.
         asks_for_remote_code: the run's config.yaml sets it and the user did not; it has no effect.
         special_tokens: tokens with a role that the tokenizer's own files do not give them.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
@@ -99,7 +99,7 @@ class ModelPaths:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of medusa-eval that name these heads, and the backbone where no run does."""
+        """Arguments of medusa-eval that name these heads, and the base model where no run does."""
         named = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
             named += ["--base-model", self.base_model]
@@ -120,18 +120,18 @@ class ModelPaths:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is anything to decode with beside the backbone."""
+        """Whether there is anything to decode with beside the base model."""
         return self.heads is not None or self.lookup is not None
 
     @property
     def trained_model(self) -> Path | None:
-        """The full backbone that the run trained; None where it trained none."""
+        """The full base model that the run trained; None where it trained none."""
         model = self.home / MODEL
         return model if (model / HEADS_CONFIG).is_file() else None
 
     @property
-    def trained_backbone(self) -> bool:
-        """Whether the run trained its backbone (Medusa-2), by an adapter or in full."""
+    def trained_target_model(self) -> bool:
+        """Whether the run trained its base model (Medusa-2), by an adapter or in full."""
         return self.adapter is not None or self.trained_model is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
@@ -190,8 +190,8 @@ class ModelPaths:
         return replace(self, threshold=threshold)
 
     @property
-    def backbone_form(self) -> str:
-        """How the backbone is loaded for decoding, in words for reports."""
+    def target_model_form(self) -> str:
+        """How the base model is loaded for decoding, in words for reports."""
         if self.adapter is None:
             return self.quantization or "unquantised"
         if self.quantization:
@@ -215,11 +215,11 @@ def resolve_model(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
-    needs_backbone: bool = True,
+    needs_target_model: bool = True,
     lookup: LookupChoice | None = None,
     threshold: float | None = None,
 ) -> ModelPaths:
-    """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
+    """Resolve a run, a directory of heads, a base model alone, or the newest run to paths.
 
     Options that are not given (None) come from the run's config.yaml where there is one, except
     `trust_remote_code`: a run comes from anywhere, so that only the user allows code.
@@ -227,15 +227,15 @@ def resolve_model(
     Args:
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
             `base_model` is given.
-        base_model: directory or hub name; None: the backbone that the heads were trained with.
+        base_model: directory or hub name; None: the base model that the heads were trained with.
         tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced;
             "dynamic" or "dynamic:32x5": a tree for every step, as large and deep as the fixed one
             or as given.
-        needs_backbone: check that a backbone named by a local path exists.
+        needs_target_model: check that a base model named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
-    # 1. Where the backbone, the heads and a tree file are.
+    # 1. Where the base model, the heads and a tree file are.
     tree_file = None
     if names_tree_file(tree):
         tree_file = Path(tree)
@@ -248,13 +248,13 @@ def resolve_model(
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
-    # 3. Whether the backbone is there.
+    # 3. Whether the base model is there.
     base = paths.base_model
-    if needs_backbone and resolve_path(base) is None and looks_like_path(base):
+    if needs_target_model and resolve_path(base) is None and looks_like_path(base):
         advice = f" (named by {paths.home}; give another with --base-model)"
         if base_model:
             advice = ""
-        raise BackboneError(f"base_model {base}: no such directory{advice}")
+        raise TargetModelError(f"base_model {base}: no such directory{advice}")
     if chat_template:
         get_template(chat_template)
     # 4. What the user says in place of the run.
@@ -423,7 +423,7 @@ def holds_merged(directory: Path) -> bool:
 
 
 def _holds_merged(name: str) -> bool:
-    """Return whether a model is a merged backbone, by its card; that of a hub name is read from the
+    """Return whether a model is a merged base model, by its card; that of a hub name is read from the
     hub's cache, or downloaded.
     """
     if Path(name).is_dir():
@@ -467,7 +467,7 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
 
 
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
-    """Find out what `model` is: a run, heads alone, nothing but a backbone, or the newest run."""
+    """Find out what `model` is: a run, heads alone, nothing but a base model, or the newest run."""
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
         if tree is not None:
@@ -496,7 +496,7 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
         f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or"
         " heads/draft.safetensors) nor a directory of heads (ours, the public Medusa code's or"
         " TGI's, vLLM's, or a full model with medusa_head weights).\nIf the run was interrupted,"
-        " finish it with medusa-train; for a backbone alone use --base-model."
+        " finish it with medusa-train; for a base model alone use --base-model."
     )
 
 
@@ -533,7 +533,7 @@ def _resolve_fetched(
     if not find_heads(directory).layout:
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
-            " vLLM's, or an EAGLE-3 draft); for a backbone alone use --base-model, for a whole run"
+            " vLLM's, or an EAGLE-3 draft); for a base model alone use --base-model, for a whole run"
             f" `hf download {name} --local-dir runs/NAME`"
         )
     paths = _resolve_heads(directory, base_model, tree)
@@ -553,15 +553,15 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         raise CheckpointError(
             f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME"
         )
-    # 1. The backbone that decodes: the one that the run trained, the one that it was trained on, or
+    # 1. The base model that decodes: the one that the run trained, the one that it was trained on, or
     # another, which may have the adapter in it already.
     is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
     is_merged = is_other and _holds_merged(_local_or_hub(base))
     quantization: Quantization | None = None
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
-        base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
+        base = str(run / MODEL)  # a joint run without an adapter trained the base model itself
     elif not is_merged:
-        # Heads over a quantised backbone were trained on its hidden states, not on those of the
+        # Heads over a quantised base model were trained on its hidden states, not on those of the
         # original.
         if config.get("load_in_4bit"):
             quantization = "nf4"
@@ -589,9 +589,9 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
 
 
 def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    base = base_model or named_backbone(_read_config(heads / HEADS_CONFIG))
+    base = base_model or named_target_model(_read_config(heads / HEADS_CONFIG))
     if base_model is None and find_heads(heads).layout == "model":
-        base = str(heads)  # a Medusa-2 full model holds its backbone
+        base = str(heads)  # a Medusa-2 full model holds its base model
     if base is None:
         raise CheckpointError(
             f"{heads}: its config.json names no base model; give it by base_model=NAME"
@@ -599,8 +599,8 @@ def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> Mo
     return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
 
 
-def named_backbone(config: Mapping[str, Any]) -> str | None:
-    """Return the backbone that a config.json of heads names; speculators calls it the verifier."""
+def named_target_model(config: Mapping[str, Any]) -> str | None:
+    """Return the base model that a config.json of heads names; speculators calls it the verifier."""
     name = config.get("base_model_name_or_path")
     speculators = config.get("speculators_config")
     if not name and isinstance(speculators, dict):
@@ -610,7 +610,7 @@ def named_backbone(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def names_no_backbone(model: str) -> bool:
+def names_no_target_model(model: str) -> bool:
     """Return whether `model` is a directory of heads whose config.json has no
     `base_model_name_or_path`, as of published ones; a verifier of speculators may be a path of its
     author's machine.

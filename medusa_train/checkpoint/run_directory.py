@@ -22,7 +22,7 @@ from medusa_train.config.paths import absolute_name, resolve_path
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, DatasetConfig, TrainConfig
 from medusa_train.config.types import STAGE_ONE, TEMPLATE_SUFFIX
 from medusa_train.data.sources import BUILDERS, MAX_NAMED, is_data_file_name
-from medusa_train.errors import BackboneError, CheckpointError, ConfigError, MedusaError
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError, TargetModelError
 from medusa_train.io import (
     WRITE_ERRORS,
     existing_parent,
@@ -31,7 +31,7 @@ from medusa_train.io import (
     replace_text,
     write_failure,
 )
-from medusa_train.models.model_files import find_backbone
+from medusa_train.models.model_files import find_target_model
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -165,7 +165,7 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
     deleted = [(out / name).resolve() for name in files]
     if base is not None and any(map(base.resolve().is_relative_to, deleted)):
         raise ConfigError(
-            "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
+            "overwrite_output_dir: would delete the base model, base_model; set another output_dir"
         )
     linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
     if linked:
@@ -486,8 +486,8 @@ def missing_inputs(cfg: TrainConfig) -> list[str]:
     """
     missing = []
     try:
-        find_backbone(cfg.base_model)
-    except BackboneError as error:
+        find_target_model(cfg.base_model)
+    except TargetModelError as error:
         missing.append(str(error))
     for key, entries in (("datasets", cfg.datasets), ("test_datasets", cfg.test_datasets or ())):
         for entry in entries:

@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-#: Parts of a run's state that hold trained weights: the heads', and the backbone's where they are
+#: Parts of a run's state that hold trained weights: the heads', and the base model's where they are
 # trained.
 WEIGHTS = ("draft", "student")
 

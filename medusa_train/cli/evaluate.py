@@ -38,9 +38,9 @@ from medusa_train.config.docs import format_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.console_streams import printed_all
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import ConfigError, TargetModelError
 from medusa_train.io import parse_json
-from medusa_train.models.model_files import find_backbone
+from medusa_train.models.model_files import find_target_model
 from medusa_train.progress import RunProgress
 from medusa_train.training.stop_signals import signals_by_default
 
@@ -180,7 +180,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
     """Resolve and check everything that the configuration names by a path."""
     assistant = cfg.assistant_model
     if assistant is not None and resolve_path(assistant) is None and looks_like_path(assistant):
-        raise BackboneError(f"assistant_model {assistant}: no such directory")
+        raise TargetModelError(f"assistant_model {assistant}: no such directory")
     paths = resolve_model(
         cfg.model,
         cfg.base_model,
@@ -193,7 +193,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         threshold=None if cfg.uses_server else cfg.threshold,
     )
     if not cfg.server_url:
-        find_backbone(paths.base_model)
+        find_target_model(paths.base_model)
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
     return paths
@@ -252,7 +252,7 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
         options["seed"] = cfg.seed
     with progress.phase("loading the model", ticking=True):
         model = load_resolved(paths, cfg.dtype, compiled=cfg.compile is True)
-    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+    if (ends := model.target_model.stop_tokens.describe(model.target_model.tokenizer)) is not None:
         console.print(ends, markup=False, highlight=False)
     with signals_by_default():
         Chat(model, console, cfg.max_new_tokens, **options).run()
@@ -299,9 +299,9 @@ def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     if paths.lookup is not None:
         draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return f"medusa-eval: backbone {paths.base_model}{draft or ' alone, no heads'}{asked}"
+        return f"medusa-eval: base model {paths.base_model}{draft or ' alone, no heads'}{asked}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}{draft}{asked}"
+    return f"medusa-eval: model {paths.name}{newest}, base model {paths.base_model}{draft}{asked}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`medusa-export`: write trained heads, or a jointly trained backbone, for another program."""
+"""`medusa-export`: write trained heads, or a jointly trained base model, for another program."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ repository is private unless private=false.
 
   reference     the public Medusa code (medusa_lm_head.pt), and .safetensors
 
-  reference-v2  the same for heads that share the backbone's lm_head
+  reference-v2  the same for heads that share the base model's lm_head
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
@@ -58,11 +58,11 @@ repository is private unless private=false.
 
   speculators   the speculators library, EAGLE-3 only
 
-  trtllm        TensorRT-LLM: heads, the backbone's config, the tree as --medusa_choices
+  trtllm        TensorRT-LLM: heads, the base model's config, the tree as --medusa_choices
 
   transformers  generate(custom_generate=DIRECTORY) of transformers: heads, tree and the code that decodes with them
 
-  merged        Medusa-2's backbone, adapter merged: serve it with the heads of such a run
+  merged        Medusa-2's base model, adapter merged: serve it with the heads of such a run
 
 Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
@@ -85,18 +85,18 @@ def export(
     cfg = _read_config(arguments or [], flags)
 
     from medusa_train.checkpoint.next_command import after_export
-    from medusa_train.checkpoint.resolve import check_export, names_no_backbone, resolve_model
+    from medusa_train.checkpoint.resolve import check_export, names_no_target_model, resolve_model
 
-    # 1. The run, and the backbone where it names none.
+    # 1. The run, and the base model where it names none.
     base_model = None
-    if cfg.run is not None and names_no_backbone(cfg.run):
+    if cfg.run is not None and names_no_target_model(cfg.run):
         base_model = cfg.base_model
     paths = resolve_model(
         cfg.run,
         base_model,
         None,
         trust_remote_code=cfg.trust_remote_code,
-        needs_backbone=False,
+        needs_target_model=False,
     )
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
@@ -135,7 +135,7 @@ def export(
     if cfg.push_to_hub is not None:
         if (path := local_base_model(exported.target)) is not None:
             error_console().print(
-                f"warning: config.json names the backbone by a local path, {path}: set"
+                f"warning: config.json names the base model by a local path, {path}: set"
                 " base_model=OWNER/NAME",
                 style="yellow",
             )
@@ -165,13 +165,13 @@ def export_after_training(
     run: str, targets: Iterable[ExportTarget], console: Console, *, trust_remote_code: bool = False
 ) -> None:
     """Export to every target of a training configuration, "merged" first so that exported heads
-    name that backbone.
+    name that base model.
     """
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run
 
     paths = resolve_model(
-        run, None, None, trust_remote_code=trust_remote_code, needs_backbone=False
+        run, None, None, trust_remote_code=trust_remote_code, needs_target_model=False
     )
     for to in sorted(targets, key=lambda to: to != "merged"):
         progress = RunProgress(error_console())

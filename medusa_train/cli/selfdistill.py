@@ -88,7 +88,7 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
-    from medusa_train.models.model_files import find_backbone
+    from medusa_train.models.model_files import find_target_model
     from medusa_train.selfdistill.model import resolve_model_paths
     from medusa_train.selfdistill.prompts import load_prompts
     from medusa_train.selfdistill.settings import output_path
@@ -103,7 +103,7 @@ def selfdistill(
     if cfg.engine == "local":
         # reports a wrong path or template before torch is imported
         paths = resolve_model_paths(cfg)
-        find_backbone(paths.base_model)
+        find_target_model(paths.base_model)
         if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
     return _generate(cfg, selected, out, console)
@@ -117,7 +117,7 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
     if cfg.engine == "openai":
         model += f" at {', '.join(cfg.server_url or [])}"
     elif model == EMBEDDED_MODEL:
-        model += " (the embedded tiny backbone)"
+        model += " (the embedded tiny base model)"
     if cfg.heads is not None:
         model += f" with the heads of {cfg.heads}"
     return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {out}"

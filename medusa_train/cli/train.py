@@ -195,10 +195,10 @@ def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
-    """Return the first lines of the output: draft, backbone, recipe, data and run directory."""
-    recipe = "frozen backbone" if cfg.recipe == "medusa1" else "joint training"
+    """Return the first lines of the output: draft, base model, recipe, data and run directory."""
+    recipe = "frozen base model" if cfg.recipe == "medusa1" else "joint training"
     if cfg.trains_stage_one:
-        recipe = f"two stages: heads on a frozen backbone, then {recipe}"
+        recipe = f"two stages: heads on a frozen base model, then {recipe}"
     sources = ", ".join(dataset.path for dataset in cfg.datasets)
     return [
         f"medusa-train ({source}): {cfg.draft_config.describe()} on {cfg.base_model}, {recipe}",

@@ -174,6 +174,6 @@ def template_source(tokenizer: Any, name: str | None) -> str:
     if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
         raise DataError(
             f"chat template '{name}' ends answers with {end}, which is not a single token of this"
-            " tokenizer; use the template that the backbone was trained with"
+            " tokenizer; use the template that the base model was trained with"
         )
     return template.source

@@ -1,3 +1,3 @@
-"""Evaluation of a backbone with its draft heads: benches, timed decoding, output equality,
+"""Evaluation of a target model with its draft heads: benches, timed decoding, output equality,
 calibration, reports.
 """

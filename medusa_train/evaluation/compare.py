@@ -33,7 +33,7 @@ CONDITIONS = {
     "cuda_graphs": "CUDA graphs",
     "packed": "weight prepacking",
     "attention": "attention implementation",
-    "backbone": "form of the backbone (quantization, adapter)",
+    "backbone": "form of the target model (quantization, adapter)",
     "torch": "version of torch",
     "transformers": "version of transformers",
     "device": "device",

@@ -258,7 +258,7 @@ def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def _step_lengths(answer: Answer) -> list[int]:
-    """Count the tokens of each step: the accepted ones and one of the backbone, which the last step
+    """Count the tokens of each step: the accepted ones and one of the target model, which the last step
     may lack.
     """
     lengths = [accepted + 1 for accepted in answer.accepted]
@@ -272,7 +272,7 @@ def model_answers(records: Sequence[Turn], model_id: str) -> list[dict[str, Any]
     """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench
     adds.
 
-    Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the backbone.
+    Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the target model.
     """
     questions: dict[int | str, list[Turn]] = {}
     for record in records:

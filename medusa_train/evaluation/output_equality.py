@@ -12,7 +12,7 @@ import torch
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.evaluation.turns import Turn, Verdict
 from medusa_train.inference.batch_decoder import BatchDecoder
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.target_model import TargetModel
 
 #: Dtypes in which the answers are compared.
 EQUALITY_DTYPES = ("float32", "bfloat16")
@@ -26,18 +26,18 @@ LEAST_COMPARED = 8
 ALL_WITHIN = 60.0
 
 
-def compare_timed_answers(turns: Sequence[Turn], backbone: Backbone, dtype: str) -> None:
+def compare_timed_answers(turns: Sequence[Turn], target_model: TargetModel, dtype: str) -> None:
     """Compare the answers that were timed in `dtype`; results go to `turn.exact`."""
     for turn in turns:
         if turn.tree is not None:
-            _compare(turn, backbone, dtype, turn.tree.tokens, turn.plain.tokens)
+            _compare(turn, target_model, dtype, turn.tree.tokens, turn.plain.tokens)
 
 
 def _compare(
-    turn: Turn, backbone: Backbone, dtype: str, tree: Sequence[int], plain: Sequence[int]
+    turn: Turn, target_model: TargetModel, dtype: str, tree: Sequence[int], plain: Sequence[int]
 ) -> None:
     ties = dtype == "float32"  # in others, rounding swaps more than tied tokens
-    turn.exact[dtype] = compare_answers(backbone, turn.prompt_ids, tree, plain, ties=ties)
+    turn.exact[dtype] = compare_answers(target_model, turn.prompt_ids, tree, plain, ties=ties)
 
 
 def compare_regenerated_answers(
@@ -60,8 +60,8 @@ def compare_regenerated_answers(
     if seconds is not None:
         turns = random.Random(0).sample(turns, len(turns))
     started = time.monotonic()
-    tree_decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
-    plain_decoder = BatchDecoder(model.backbone)
+    tree_decoder = BatchDecoder(model.target_model, model.proposer, model.tree)
+    plain_decoder = BatchDecoder(model.target_model)
     for start in range(0, len(turns), batch_size):
         elapsed = time.monotonic() - started
         spent = seconds is not None and start >= LEAST_COMPARED and elapsed >= seconds
@@ -72,12 +72,12 @@ def compare_regenerated_answers(
         trees = tree_decoder.generate_batch(prompts, max_new_tokens)
         plains = plain_decoder.generate_batch(prompts, max_new_tokens)
         for turn, tree, plain in zip(batch, trees, plains, strict=True):
-            _compare(turn, model.backbone, dtype, tree.tokens, plain.tokens)
+            _compare(turn, model.target_model, dtype, tree.tokens, plain.tokens)
             on_turn(len(tree.tokens) + len(plain.tokens))
 
 
 def compare_answers(
-    backbone: Backbone,
+    target_model: TargetModel,
     prompt_ids: Sequence[int],
     tree: Sequence[int],
     plain: Sequence[int],
@@ -96,7 +96,7 @@ def compare_answers(
     if not ties or position >= min(len(tree), len(plain)):
         return Verdict.DIFFERENT
     candidates = (tree[position], plain[position])
-    gaps = logit_gaps(backbone, prompt_ids, plain[:position], candidates)
+    gaps = logit_gaps(target_model, prompt_ids, plain[:position], candidates)
     return Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT
 
 
@@ -113,10 +113,13 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 @torch.no_grad()
 def logit_gaps(
-    backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], candidates: Sequence[int]
+    target_model: TargetModel,
+    prompt_ids: Sequence[int],
+    answer: Sequence[int],
+    candidates: Sequence[int],
 ) -> list[float]:
     """Return, per candidate token after prompt and answer, the best logit minus the candidate's."""
-    tokens = torch.tensor([[*prompt_ids, *answer]], device=backbone.device)  # [1, T]
-    last = backbone.run(tokens).hidden[:, -1]  # [1, d]
-    logits = backbone.logits(last).float()[0]  # [V]
+    tokens = torch.tensor([[*prompt_ids, *answer]], device=target_model.device)  # [1, T]
+    last = target_model.run(tokens).hidden[:, -1]  # [1, d]
+    logits = target_model.logits(last).float()[0]  # [V]
     return [float(logits.max() - logits[candidate]) for candidate in candidates]

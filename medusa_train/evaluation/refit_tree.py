@@ -13,8 +13,8 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
 from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.target_model_quality import run_config, validation_conversations
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
@@ -30,7 +30,7 @@ from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 def load_with_progress(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
-    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so if there is no
+    """Load target model, heads and tree for decoding `rows` rows in `dtype`; says so if there is no
     tree.json.
     """
     what = "loading and compiling" if compiled else "loading"
@@ -79,21 +79,23 @@ def _calibrate(
         )
     model = load_with_progress(paths, dtype, progress, compiled=cfg.compile)
     assert model.draft is not None
-    ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+    ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
     if ends is not None:
         progress.print(ends)
 
     # 2. prompts of the run, else those of the benchmark
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    chat = ChatEncoder(
+        model.target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs
+    )
     conversations, source = _prompts(cfg, bench, paths, chat)
 
     # 3. answer them, and choose
     budget = cfg.calibration_tokens
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
     traced = answer_prompts(
-        model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens
+        model.target_model, model.draft, conversations, budget, progress, cfg.max_new_tokens
     )
-    choice = choose_tree(model.backbone, model.draft, traced, progress)
+    choice = choose_tree(model.target_model, model.draft, traced, progress)
     progress.console.print(_sizes_table(choice))
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
@@ -106,7 +108,7 @@ def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> s
     """
     if model.draft is None or paths.tree is None or names_tree_file(cfg.tree):
         return None
-    settings = DecodingSettings.of(model.backbone)
+    settings = DecodingSettings.of(model.target_model)
     fitted = DecodingSettings.load(paths.tree)
     if fitted is None:
         return f"{paths.tree}: does not say for which dtype and device it was fitted"

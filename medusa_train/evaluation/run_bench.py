@@ -24,7 +24,7 @@ from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, MedusaError
+from medusa_train.errors import MedusaError, TargetModelError
 from medusa_train.evaluation.answer_scores import (
     code_samples,
     require_code_execution,
@@ -32,7 +32,6 @@ from medusa_train.evaluation.answer_scores import (
     rouge_scorer,
     score_answers,
 )
-from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.machine_load import OtherProcesses, machine_load
 from medusa_train.evaluation.output_equality import (
@@ -49,6 +48,10 @@ from medusa_train.evaluation.refit_tree import (
 from medusa_train.evaluation.report import build_report, model_id, terminal_report, write_report
 from medusa_train.evaluation.report_page import Charts, draw_charts
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
+from medusa_train.evaluation.target_model_quality import (
+    QUALITY_TOKENS,
+    measure_target_model_quality,
+)
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import (
@@ -63,13 +66,13 @@ from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.io import parse_json, warn_once
 from medusa_train.json_lines import MeasurementLog
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
     emulates,
     release_memory,
 )
+from medusa_train.models.target_model import TargetModel
 from medusa_train.pages.page import number, write_files
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.traces import trace_answer
@@ -98,7 +101,7 @@ def evaluate(
     same command.
 
     Args:
-        paths: backbone, and draft heads if any; without them only the baselines are measured.
+        paths: target model, and draft heads if any; without them only the baselines are measured.
         command: what the user typed, for the report.
 
     Returns:
@@ -179,9 +182,9 @@ class Evaluation:
             # 3. what needs the tokenizer or the timed model
             self._score(model, scorer)
             compares = model.proposer is not None and self.mode.acceptance == "greedy"
-            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
+            memory = WeightMemory.of(model.target_model.model, model.target_model.device)
             if compares and dtype in EQUALITY_DTYPES:
-                compare = partial(compare_timed_answers, self.answered, model.backbone, dtype)
+                compare = partial(compare_timed_answers, self.answered, model.target_model, dtype)
                 self._compare(dtype, compare)
                 del compare
 
@@ -191,8 +194,8 @@ class Evaluation:
                 for other in EQUALITY_DTYPES:
                     if other != dtype:
                         self._compare_again(other, memory)
-            if self.paths.trained_backbone:
-                self._add("joint", _backbone_quality(self.paths, progress))
+            if self.paths.trained_target_model:
+                self._add("joint", _target_model_quality(self.paths, progress))
             if judge is not None:
                 self._add("judge", self._grade(judge, self.answered, model_id(self.meta)))
         except KeyboardInterrupt:
@@ -251,7 +254,7 @@ class Evaluation:
             plain_steps += self._repeat_plain_steps(model)
             load = machine_load(others, plain_steps)
         if caught:
-            raise BackboneError(
+            raise TargetModelError(
                 f"base_model {self.paths.base_model}: not enough memory to decode with it in"
                 f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
                 " measure on a larger device."
@@ -264,14 +267,14 @@ class Evaluation:
         compiled = is_compiled(cfg, paths)
         asked = compiled and bool(cfg.compile)
         model = load_with_progress(paths, dtype, progress, compiled=asked, rows=cfg.batch_size)
-        ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+        ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
         if ends is not None:
             progress.print(ends)
         # compilation that only the tree asks for may fail: then it decodes without
         if compiled and not asked:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
-                    model.backbone,
+                    model.target_model,
                     paths,
                     progress.print,
                     rows=cfg.batch_size,
@@ -287,13 +290,13 @@ class Evaluation:
 
     def _chat_encoder(self, model: LoadedModel) -> ChatEncoder:
         return ChatEncoder(
-            model.backbone.tokenizer, self.paths.chat_template, self.paths.chat_template_kwargs
+            model.target_model.tokenizer, self.paths.chat_template, self.paths.chat_template_kwargs
         )
 
     def _repeat_plain_steps(self, model: LoadedModel) -> list[float]:
         """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
         prompt = self._chat_encoder(model).prompt(self.bench.questions[0].opening)
-        return plain_step_rounds(model.backbone, prompt, self.cfg.batch_size, SPREAD_TOKENS)
+        return plain_step_rounds(model.target_model, prompt, self.cfg.batch_size, SPREAD_TOKENS)
 
     def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> None:
         """Time every decoder on every turn of the benchmark, and log each turn."""
@@ -301,7 +304,7 @@ class Evaluation:
         # 1. the decoders
         compared = self.paths.tree_mode != NO_TREE
         extra = extra_baselines(
-            model.backbone,
+            model.target_model,
             cfg.assistant_model if compared else None,
             prompt_lookup=cfg.prompt_lookup and compared,
             note=progress.print,
@@ -319,7 +322,7 @@ class Evaluation:
         count = len(warm_up) * len(test.names)
         with progress.phase("warm-up", count, "answers", ticking=True) as phase:
             test.warm_up(warm_up, phase.advance)
-        if model.backbone.step_runner is not None:
+        if model.target_model.step_runner is not None:
             with progress.phase("capturing steps of all lengths", ticking=True):
                 with catch_out_of_memory() as full:
                     test.capture(questions)
@@ -358,7 +361,7 @@ class Evaluation:
     def _score(self, model: LoadedModel, scorer: Any) -> None:
         """Score the answers as the benchmark says, and by ROUGE with a `scorer`."""
         questions, turns = self.bench.questions, self.answered
-        tokenizer = model.backbone.tokenizer
+        tokenizer = model.target_model.tokenizer
         for name, samples in code_samples(turns, questions, tokenizer).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
             write_files(self.directory, {file: samples})
@@ -454,7 +457,7 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
 
 
 def plain_step_rounds(
-    backbone: Backbone, prompt: list[int], rows: int, most_tokens: int
+    target_model: TargetModel, prompt: list[int], rows: int, most_tokens: int
 ) -> list[float]:
     """Return the mean seconds of a plain step of `rows` equal rows in each of `SPREAD_ROUNDS` equal
     answers.
@@ -462,9 +465,9 @@ def plain_step_rounds(
     Args:
         most_tokens: of an answer, the prefill's included.
     """
-    decoder = BatchDecoder(backbone)
-    tokens = min(most_tokens, backbone.max_context)
-    prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
+    decoder = BatchDecoder(target_model)
+    tokens = min(most_tokens, target_model.max_context)
+    prompts = [prompt[-max(1, target_model.max_context - tokens) :]] * rows
     decoder.generate_batch(prompts, tokens, ())  # a warm-up
     rounds = []
     for _ in range(SPREAD_ROUNDS):
@@ -480,14 +483,14 @@ def trace_turns(turns: Sequence[Turn], model: LoadedModel, progress: RunProgress
     they don't fit for one turn, no turn gets a trace.
     """
     for turn in turns:
-        turn.pieces = token_pieces(model.backbone.tokenizer, turn.answer.tokens)
+        turn.pieces = token_pieces(model.target_model.tokenizer, turn.answer.tokens)
     if model.draft is None:
         return
     phase = progress.phase("tracing the heads' guesses", len(turns), "answers", ticking=True)
     with catch_out_of_memory() as caught, phase:
         for turn in turns:
             prompt, answer = list(turn.prompt_ids), list(turn.answer.tokens)
-            turn.trace = trace_answer(model.backbone, model.draft, prompt, answer)
+            turn.trace = trace_answer(model.target_model, model.draft, prompt, answer)
             phase.advance()
     if caught:
         for turn in turns:
@@ -516,8 +519,8 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     return {key: record[key] for key in record if key not in left_out} | {"sizes": sizes}
 
 
-def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
-    """Return `measure_backbone_quality`, or None if memory runs out or the original backbone is
+def _target_model_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
+    """Return `measure_target_model_quality`, or None if memory runs out or the original target model is
     gone.
     """
     release_memory()
@@ -529,7 +532,7 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
                 "perplexity before and after joint training", QUALITY_TOKENS, "tokens", ticking=True
             ) as phase,
         ):
-            return measure_backbone_quality(paths, phase=phase)
+            return measure_target_model_quality(paths, phase=phase)
     except MedusaError as error:
         reason = str(error)
     progress.print(f"perplexity was not measured: {reason}")

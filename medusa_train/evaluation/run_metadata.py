@@ -57,12 +57,12 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": _public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
-        "stop_tokens": list(model.backbone.eos_ids),
+        "stop_tokens": list(model.target_model.eos_ids),
         "decoding": mode.as_json,
-        **_describe_backbone(model, paths, dtype),
+        **_describe_target_model(model, paths, dtype),
         **_describe_draft(model, paths),
         **_describe_baselines(cfg, model, turns, mode),
-        "device": device_name(model.backbone.device),
+        "device": device_name(model.target_model.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
         "torch": torch.__version__,
@@ -79,16 +79,16 @@ def _public_name(name: str | None) -> str | None:
     return public_name(name)
 
 
-def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
-    """Return how the backbone's passes are computed."""
-    backbone = model.backbone
-    runner = backbone.step_runner
+def _describe_target_model(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
+    """Return how the target model's passes are computed."""
+    target_model = model.target_model
+    runner = target_model.step_runner
     return {
-        "backbone": paths.backbone_form,
+        "backbone": paths.target_model_form,
         "dtype": dtype,
-        "packed": is_prepacked(backbone.model),
-        "attention": backbone.attention,
-        "compiled": backbone.compiled is not None,
+        "packed": is_prepacked(target_model.model),
+        "attention": target_model.attention,
+        "compiled": target_model.compiled is not None,
         "cuda_graphs": getattr(runner, "works", runner is not None),
     }
 
@@ -98,7 +98,7 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     draft, tree, dynamic = model.draft, model.tree, model.dynamic
     # a graph that is replayed always fills its whole tree
     fixed_shape = model.proposer is not None and model.proposer.fixed_shape
-    is_replayed = model.backbone.step_runner is not None and fixed_shape
+    is_replayed = model.target_model.step_runner is not None and fixed_shape
     datastore = weights = None
     if isinstance(model.lookup, RestDraft):
         datastore = model.lookup.datastore.describe()
@@ -161,7 +161,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **model_settings(paths),
         "draft": None,
         "tree": None,
-        "backbone": paths.backbone_form,
+        "backbone": paths.target_model_form,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,
         "decoding": mode.as_json,

@@ -15,15 +15,15 @@ from transformers import GenerationConfig, __version__
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.turns import GENERATE, Answer
 from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 
 PROMPT_LOOKUP = "prompt_lookup"
@@ -138,7 +138,7 @@ class PassLog(BaseStreamer):
 class GenerateDecoder:
     """`generate` of transformers, with its own cache; greedy by default.
 
-    The backbone's generation config is replaced by a bare one for good: a checkpoint may bring a
+    The target model's generation config is replaced by a bare one for good: a checkpoint may bring a
     repetition penalty or a sampling temperature, which `generate` takes from there.
 
     Args:
@@ -146,11 +146,13 @@ class GenerateDecoder:
             model; only then does it report its steps.
     """
 
-    def __init__(self, backbone: Backbone, mode: DecodingMode = GREEDY, **options: Any) -> None:
-        self._backbone = backbone
+    def __init__(
+        self, target_model: TargetModel, mode: DecodingMode = GREEDY, **options: Any
+    ) -> None:
+        self._target_model = target_model
         self._mode = mode
         self._options = options
-        backbone.model.generation_config = _bare_config(backbone, mode)
+        target_model.model.generation_config = _bare_config(target_model, mode)
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts
@@ -161,14 +163,14 @@ class GenerateDecoder:
         passes = PassLog() if self._options else None
         started = time.perf_counter()
         # 1. pad the prompts on the left
-        pad = self._backbone.model.generation_config.pad_token_id
+        pad = self._target_model.model.generation_config.pad_token_id
         longest = max(map(len, prompts))
         padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        device = self._backbone.device
+        device = self._target_model.device
         # 2. generate
         with torch.inference_mode():
-            output = self._backbone.model.generate(
+            output = self._target_model.model.generate(
                 torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 max_new_tokens=max_new_tokens,
@@ -193,15 +195,15 @@ class GenerateDecoder:
     def _until_eos(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Cut the padding after a row's end."""
         for index, token in enumerate(tokens):
-            if token in self._backbone.eos_ids:
+            if token in self._target_model.eos_ids:
                 return tuple(tokens[: index + 1])
         return tuple(tokens)
 
 
-def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
+def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationConfig:
     """Return a generation config with the mode's sampling and nothing of the checkpoint's."""
-    eos = list(backbone.eos_ids)
-    pad = backbone.tokenizer.pad_token_id
+    eos = list(target_model.eos_ids)
+    pad = target_model.tokenizer.pad_token_id
     if pad is None:
         pad = eos[0] if eos else 0
     return GenerationConfig(
@@ -244,7 +246,7 @@ def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
 
 
 def extra_baselines(
-    backbone: Backbone,
+    target_model: TargetModel,
     assistant_model: str | None,
     *,
     prompt_lookup: bool,
@@ -262,32 +264,32 @@ def extra_baselines(
         return baselines
     if prompt_lookup:
         baselines[PROMPT_LOOKUP] = GenerateDecoder(
-            backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS
+            target_model, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS
         )
     if assistant_model is not None:
-        assistant = _load_assistant(assistant_model, backbone, mode)
-        baselines[ASSISTED] = GenerateDecoder(backbone, mode, assistant_model=assistant)
-    prompt = list(range(min(4, backbone.vocab_size)))
+        assistant = _load_assistant(assistant_model, target_model, mode)
+        baselines[ASSISTED] = GenerateDecoder(target_model, mode, assistant_model=assistant)
+    prompt = list(range(min(4, target_model.vocab_size)))
     for name, decoder in list(baselines.items()):
         try:
             decoder.answer([prompt], 3)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
             note(
-                f"baseline {name}: not supported by transformers for this backbone, left out"
+                f"baseline {name}: not supported by transformers for this target model, left out"
                 f" ({error})"
             )
             del baselines[name]
     return baselines
 
 
-def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.nn.Module:
-    assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
-    if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
-        raise BackboneError(
-            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller"
+def _load_assistant(name: str, target_model: TargetModel, mode: DecodingMode) -> torch.nn.Module:
+    assistant = load_target_model(name, dtype=target_model.dtype, device=target_model.device)
+    if assistant.tokenizer.get_vocab() != target_model.tokenizer.get_vocab():
+        raise TargetModelError(
+            f"assistant_model {name}: its tokenizer differs from the target model's; use a smaller"
             " model of the same family"
         )
-    assistant.eos_ids = backbone.eos_ids  # of the same vocabulary
+    assistant.eos_ids = target_model.eos_ids  # of the same vocabulary
     assistant.model.generation_config = _bare_config(assistant, mode)
     return assistant.model
 

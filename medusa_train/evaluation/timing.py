@@ -14,7 +14,7 @@ from typing import TypeVar
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, DataError
+from medusa_train.errors import DataError, TargetModelError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.timed_decoders import (
     GREEDY,
@@ -55,20 +55,20 @@ class SpeedTest:
         *,
         generate: bool = True,
     ) -> None:
-        self._backbone = model.backbone
+        self._target_model = model.target_model
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._batch_size = mode.batch_size
-        if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
-            raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
-        shared = model.backbone.new_slots()
+        if mode.batch_size > 1 and not BatchDecoder(model.target_model).can_batch:
+            raise TargetModelError("longrope models can't decode in batches; set batch_size: 1")
+        shared = model.target_model.new_slots()
 
         def loop(proposer: Proposer | None, tree: Tree | None) -> LoopDecoder:
             rule = mode.baseline_rule if proposer is None else mode.rule
             if mode.batch_size > 1:
-                return LoopDecoder(BatchDecoder(model.backbone, proposer, tree), mode, rule)
+                return LoopDecoder(BatchDecoder(model.target_model, proposer, tree), mode, rule)
             # single rows share their memory, since their decoders answer in turns
-            return LoopDecoder(Decoder(model.backbone, proposer, tree, shared), mode, rule)
+            return LoopDecoder(Decoder(model.target_model, proposer, tree, shared), mode, rule)
 
         # in the order of the report
         self._decoders: dict[str, TimedDecoder] = {}
@@ -76,7 +76,7 @@ class SpeedTest:
             self._decoders[TREE] = loop(model.proposer, model.tree)
         self._decoders[PLAIN] = loop(None, None)
         if generate:
-            self._decoders[GENERATE] = GenerateDecoder(model.backbone, mode)
+            self._decoders[GENERATE] = GenerateDecoder(model.target_model, mode)
         others = dict(extra or {})
         for name, reference in reference_decoders(model).items():
             others[name] = loop(reference.proposer, reference.tree)
@@ -119,7 +119,7 @@ class SpeedTest:
             answers = len(question.turns) * self._max_new_tokens
             longest = max(longest, len(self._chat.prompt(messages)) + answers)
         longest += KEY_BLOCK  # an answer may have more tokens as a part of the next prompt
-        positions = min(longest, self._backbone.max_context)
+        positions = min(longest, self._target_model.max_context)
         loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
         # the largest first, since they share memory
         for decoder in sorted(loops, key=lambda loop: -loop.tree_size):
@@ -188,14 +188,14 @@ class SpeedTest:
         if all(turn.skipped for turn in turns):
             shortest = min(len(turn.prompt_ids) for turn in turns)
             raise DataError(
-                f"no question fits the context of {self._backbone.max_context} tokens:"
+                f"no question fits the context of {self._target_model.max_context} tokens:"
                 f" {self._max_new_tokens} are reserved for the answer, and the shortest prompt has"
                 f" {shortest}.\nSet --max-new-tokens lower, or use shorter questions."
             )
         return turns
 
     def _fits(self, prompt: Sequence[int]) -> bool:
-        return len(prompt) + self._max_new_tokens <= self._backbone.max_context
+        return len(prompt) + self._max_new_tokens <= self._target_model.max_context
 
     def _ask(self, question: Question, number: int, chat: list[Message]) -> Turn:
         """Add a message of the user to a conversation; return its turn, not answered yet."""
@@ -229,9 +229,9 @@ class SpeedTest:
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer, without the token that ended it."""
-        if tokens and tokens[-1] in self._backbone.eos_ids:
+        if tokens and tokens[-1] in self._target_model.eos_ids:
             tokens = tokens[:-1]
-        return answer_text(self._backbone.tokenizer, tokens).strip()
+        return answer_text(self._target_model.tokenizer, tokens).strip()
 
 
 def _waves(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

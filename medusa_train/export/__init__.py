@@ -1,1 +1,1 @@
-"""Export of trained heads and backbones to directories that other programs load."""
+"""Export of trained heads and target models to directories that other programs load."""

@@ -63,18 +63,18 @@ _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
-    """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
+    """Return the card of Medusa heads, or of the target model that was trained with them; see `card`."""
     is_merged = to == "merged"
-    backbone = heads.base_model
-    trained_together = paths.trained_backbone and not is_merged
-    if trained_together and backbone == paths.base_model:
-        backbone = None
+    target_model = heads.base_model
+    trained_together = paths.trained_target_model and not is_merged
+    if trained_together and target_model == paths.base_model:
+        target_model = None
     return card(
         paths,
         to,
-        backbone,
+        target_model,
         licence,
-        title=MERGED_CARD if is_merged else "Medusa heads",
+        title=f"Target model {MERGED_CARD}" if is_merged else "Medusa heads",
         tag="medusa",
         heads=heads,
         trained_together=trained_together,
@@ -85,7 +85,7 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
 def card(
     paths: ModelPaths,
     to: ExportTarget,
-    backbone: str | None,
+    target_model: str | None,
     licence: str | None,
     *,
     tag: str,
@@ -95,7 +95,7 @@ def card(
     part.
 
     Args:
-        backbone: the one to serve; it is named if others have it, too.
+        target model: the one to serve; it is named if others have it, too.
         licence: the one to name; None: the base model's.
         facts: of the draft, as card.md.jinja takes them.
     """
@@ -136,7 +136,7 @@ def card(
         to=to,
         header=header.to_yaml(),
         base=_public(base),
-        backbone=backbone if _is_hub_name(backbone or "") else "BACKBONE",
+        target_model=target_model if _is_hub_name(target_model or "") else "TARGET_MODEL",
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
         chains=[report for report in reports if report["overall"].get("chain_rates")],

@@ -12,15 +12,15 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.export.card import card
 from medusa_train.io import replace_text
 from medusa_train.models.drafts.eagle3_layer import layer_config
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 
 _COMMANDS: dict[ExportTarget, str] = {
     "vllm": (
-        "vllm serve {backbone} --speculative-config "
+        "vllm serve {target_model} --speculative-config "
         '\'{{"method": "METHOD", "model": "{directory}", "num_speculative_tokens": TOKENS}}\''
     ),
     "sglang": (
-        "python -m sglang.launch_server --model-path {backbone} --speculative-algorithm DFLASH "
+        "python -m sglang.launch_server --model-path {target_model} --speculative-algorithm DFLASH "
         "--speculative-draft-model-path {directory} --speculative-num-draft-tokens BLOCK"
     ),
 }
@@ -40,8 +40,10 @@ def write_dflash(
     """
     # 1. Tensors and config.json as the server reads them.
     state, settings = read_dflash(heads)
-    _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    text_config = backbone.get_text_config()
+    _, target_model = resolve_target_model(
+        paths.base_model, trust_remote_code=paths.trust_remote_code
+    )
+    text_config = target_model.get_text_config()
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     tensors, config = to_dflash(
         state,
@@ -82,7 +84,7 @@ def write_dflash(
         directory = quote(directory)
     facts = [
         f"DFlash, {tokens} guesses in a pass; base model {base_model}",
-        f"serve it: {command.format(directory=directory, backbone=quote(base_model))}",
+        f"serve it: {command.format(directory=directory, target_model=quote(base_model))}",
         "servers verify a chain; tree.json is not read",
     ]
     if method == "dspark":

@@ -13,15 +13,15 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.export.card import card
 from medusa_train.io import replace_text
 from medusa_train.models.drafts.eagle3_layer import layer_config
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 
 _EAGLE3_COMMANDS: dict[ExportTarget, str] = {
     "vllm": (
-        "vllm serve {backbone} --speculative-config "
+        "vllm serve {target_model} --speculative-config "
         '\'{{"method": "eagle3", "model": "{directory}", "num_speculative_tokens": 2}}\''
     ),
     "sglang": (
-        "python -m sglang.launch_server --model-path {backbone} --speculative-algorithm EAGLE3 "
+        "python -m sglang.launch_server --model-path {target_model} --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path {directory}"
     ),
     "speculators": "vllm serve {directory}",
@@ -42,8 +42,10 @@ def write_eagle3(
     """
     # 1. Tensors and config.json as the server reads them.
     state, settings = read_eagle3(heads)
-    _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    text_config = backbone.get_text_config()
+    _, target_model = resolve_target_model(
+        paths.base_model, trust_remote_code=paths.trust_remote_code
+    )
+    text_config = target_model.get_text_config()
     settings["layers"] = settings.get("layers") or default_layers(text_config.num_hidden_layers)
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     tensors, config = to_eagle3(state, settings, layer, text_config.vocab_size, base_model)
@@ -68,9 +70,9 @@ def write_eagle3(
     directory = str(target)
     if to != "vllm":  # there it stands within quotes
         directory = quote(directory)
-    command = _EAGLE3_COMMANDS[to].format(directory=directory, backbone=quote(base_model))
+    command = _EAGLE3_COMMANDS[to].format(directory=directory, target_model=quote(base_model))
     return [
-        f"EAGLE-3, {drafted}; backbone {base_model}",
+        f"EAGLE-3, {drafted}; target model {base_model}",
         f"serve it: {command}",
         "vLLM drafts a chain, SGLang a chain or a tree of its own; tree.json is not read",
     ]

@@ -1,4 +1,4 @@
-"""Write a run's backbone as a model of its own: the adapter merged, with tokenizer and template."""
+"""Write a run's target model as a model of its own: the adapter merged, with tokenizer and template."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from medusa_train.checkpoint.serialize import read_json
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, make_readable, replace_text, write_failure
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
-from medusa_train.models.loading import load_backbone, resolve_backbone
+from medusa_train.models.loading import load_target_model, resolve_target_model
 from medusa_train.models.lora import Adapter
 from medusa_train.models.model_files import model_directory
+from medusa_train.models.target_model import TargetModel
 
 MERGED = "merged"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -38,18 +38,18 @@ TOKENIZER_FILES = (
 )
 
 
-def load_for_export(paths: ModelPaths) -> Backbone:
-    """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the
+def load_for_export(paths: ModelPaths) -> TargetModel:
+    """Load the target model that the heads were trained with, unquantised, in its stored dtype, on the
     CPU.
 
     An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised
     first: merged into the original weights it would give another model.
     """
-    _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    _, config = resolve_target_model(paths.base_model, trust_remote_code=paths.trust_remote_code)
     quantization = None
     if paths.adapter is not None:
         quantization = paths.quantization
-    backbone = load_backbone(
+    target_model = load_target_model(
         paths.base_model,
         dtype=getattr(config, "dtype", None) or "float32",
         device="cpu",  # a GPU may have no room for the unquantised weights
@@ -57,17 +57,17 @@ def load_for_export(paths: ModelPaths) -> Backbone:
         trust_remote_code=paths.trust_remote_code,
         special_tokens=paths.special_tokens,
     )
-    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
+    target_model.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     if paths.adapter is not None:
-        Adapter.load(backbone, paths.adapter).merge()
-    problem = describe_not_finite(backbone.model.named_parameters())
+        Adapter.load(target_model, paths.adapter).merge()
+    problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
         raise CheckpointError(f"{paths.base_model}: the merged model cannot be used: {problem}")
-    return backbone
+    return target_model
 
 
 def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> str:
-    """Write the trained backbone, adapter merged, its tokenizer and its card atomically; return what
+    """Write the trained target model, adapter merged, its tokenizer and its card atomically; return what
     was written, in words.
     """
     target = target.resolve()  # "." has no name
@@ -82,7 +82,7 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
             if isinstance(original, str):
                 _copy_tokenizer(model_directory(original), temporary)
                 _set_special_tokens(temporary, paths.special_tokens)
-            content = f"copy of {model}: the backbone itself was trained"
+            content = f"copy of {model}: the target model itself was trained"
         else:
             content = _save_merged_adapter(paths, temporary)
             _copy_tokenizer(model_directory(paths.base_model), temporary)
@@ -99,17 +99,17 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
         temporary.rename(target)
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(write_failure("the merged backbone", target, error)) from error
+        raise CheckpointError(write_failure("the merged target model", target, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return content
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """Replace the tokenizer that this transformers saved by the backbone's own files: earlier
+    """Replace the tokenizer that this transformers saved by the target model's own files: earlier
     versions cannot read the former.
 
-    A backbone without tokenizer.json keeps what was saved.
+    A target model without tokenizer.json keeps what was saved.
     """
     if not (source / "tokenizer.json").is_file():
         return
@@ -141,27 +141,27 @@ def _set_chat_template(directory: Path, template: str) -> None:
     (directory / "chat_template.json").unlink(missing_ok=True)
 
 
-def untie_config(backbone: Backbone) -> None:
+def untie_config(target_model: TargetModel) -> None:
     """Let the config say that lm_head is a matrix of its own, where merging an adapter made it one:
     not every version of PEFT does.
     """
-    model = backbone.model
+    model = target_model.model
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        backbone.config.tie_word_embeddings = False
+        target_model.config.tie_word_embeddings = False
         model.config.tie_word_embeddings = False
 
 
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
-    backbone = load_for_export(paths)
+    target_model = load_for_export(paths)
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
     # the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    untie_config(backbone)
-    backbone.save(directory)
+    untie_config(target_model)
+    target_model.save(directory)
     facts = [paths.base_model]
     if paths.quantization:
         facts.append(f"dequantised from {paths.quantization}")
     if paths.adapter is not None:
         facts.append("adapter merged")
-    facts.append(str(backbone.dtype).removeprefix("torch."))
+    facts.append(str(target_model.dtype).removeprefix("torch."))
     return ", ".join(facts)

@@ -14,11 +14,11 @@ from medusa_train.checkpoint.load_model import load_tree
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.run_directory import TREE
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.architecture import describe_without_trees
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 from medusa_train.network import check_network
 from medusa_train.trees.tree import Tree
 
@@ -27,16 +27,16 @@ CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
 def check_vllm_config(config: Mapping[str, Any]) -> None:
-    """Check that vLLM would load heads with this config.json on the backbone that it names."""
+    """Check that vLLM would load heads with this config.json on the target model that it names."""
     path = Path(config["base_model_name_or_path"] or "") / "config.json"
     if not path.is_absolute() or not path.is_file():
         return
-    backbone = read_json(path)
-    if not isinstance(backbone, dict):
+    target_model = read_json(path)
+    if not isinstance(target_model, dict):
         raise CheckpointError(f"{path}: expected an object of JSON")
-    backbone |= backbone.get("text_config") or {}
+    target_model |= target_model.get("text_config") or {}
     for key in ("vocab_size", "hidden_size"):
-        size = backbone.get(key, config[key])
+        size = target_model.get(key, config[key])
         if size != config[key]:
             raise CheckpointError(
                 f"vLLM would not load these heads: their {key} is {config[key]}, that of {path}"
@@ -45,7 +45,7 @@ def check_vllm_config(config: Mapping[str, Any]) -> None:
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
-    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa
+    """Return the target model's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa
     conversion reads it.
     """
     offline = hub_is_unreachable()
@@ -54,7 +54,7 @@ def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
     try:
         path = cached_file(paths.base_model, "config.json", local_files_only=offline)
     except OSError as error:
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {paths.base_model}: cannot read its config.json, which this export"
             f" contains: {error}"
         ) from error
@@ -82,8 +82,10 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
     it, in words.
     """
     problem = None
-    with suppress(BackboneError):  # the backbone need not be on this machine
-        _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    with suppress(TargetModelError):  # the target model need not be on this machine
+        _, config = resolve_target_model(
+            paths.base_model, trust_remote_code=paths.trust_remote_code
+        )
         problem = describe_without_trees(config, paths.base_model)
     if problem is not None:
         raise CheckpointError(problem)

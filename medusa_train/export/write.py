@@ -1,4 +1,4 @@
-"""Export the heads or the backbone of a run to the layout of another program, with a model card;
+"""Export the heads or the target model of a run to the layout of another program, with a model card;
 upload it.
 """
 
@@ -52,7 +52,7 @@ from medusa_train.export.targets import (
 )
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.network import check_network
 
@@ -61,7 +61,7 @@ PUBLIC_HEADS = 5
 
 BIAS_IGNORED = (
     "the heads' lm_head matrices have a bias, which the layout cannot store: without it the heads"
-    " guess worse; every guess is still verified by the backbone"
+    " guess worse; every guess is still verified by the target model"
 )
 
 CARD = "README.md"
@@ -98,7 +98,7 @@ def export_run(
 
     Args:
         target: output directory; defaults to export/TO beside the heads.
-        base_model: backbone to name in config.json; defaults to its absolute path or hub name.
+        base_model: target model to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
         announce: prints a line before anything large is written.
     """
@@ -127,27 +127,27 @@ def _write(
     # 1. A DFlash or an EAGLE-3 draft.
     assert paths.heads is not None
     if heads_kind(paths.heads) == "dflash":
-        base = base_model or _backbone_name(paths)
+        base = base_model or _target_model_name(paths)
         exported.facts += write_dflash(paths, paths.heads, to, exported.target, base, licence)
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
     if heads_kind(paths.heads) == "eagle3":
-        base = base_model or _backbone_name(paths)
+        base = base_model or _target_model_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
         state, _ = read_eagle3(paths.heads)
         if "lm_heads.0.bias" in state:
             exported.warnings.append(BIAS_IGNORED)
         if to in ("vllm", "speculators"):
-            _, config = resolve_backbone(
+            _, config = resolve_target_model(
                 paths.base_model, trust_remote_code=paths.trust_remote_code
             )
             exported.warnings += vllm_eagle3_warnings(config)
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
-    # 2. Medusa heads, or the backbone that was trained with them.
-    heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
+    # 2. Medusa heads, or the target model that was trained with them.
+    heads = replace(read_heads(paths.heads), base_model=base_model or _target_model_name(paths))
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
     if to in WHOLE_LM_HEADS:
@@ -164,7 +164,7 @@ def _write(
         return
     exported.facts.insert(0, describe(heads))
     if base_model is None:
-        exported.warnings += backbone_warnings(paths)
+        exported.warnings += target_model_warnings(paths)
         if to != "transformers":  # whose code reads them
             exported.warnings += stop_warnings(paths)
     replace_text(exported.target / CARD, card)
@@ -271,7 +271,9 @@ def announce_lm_heads(
     """
     tokens = heads.vocab_size
     if tokens is None:
-        _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+        _, config = resolve_target_model(
+            paths.base_model, trust_remote_code=paths.trust_remote_code
+        )
         tokens = config.get_text_config().vocab_size
     # vLLM's layout alone can say that all heads have the first one's matrix
     matrices = 1 if heads.shared and to == "vllm" else heads.num_heads
@@ -289,14 +291,14 @@ def describe(heads: HeadTensors) -> str:
     """Describe heads in one line."""
     matrix = f"V {heads.vocab_size}"
     if heads.shared:
-        matrix = "the lm_head of the backbone"
+        matrix = "the lm_head of the target model"
     if heads.token_map is not None:
         matrix += f", draft vocabulary of {len(heads.token_map):,} tokens"
     if heads.markov_rank:
         matrix += f", Markov bias of rank {heads.markov_rank}"
     blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
     return (
-        f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone"
+        f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; target model"
         f" {heads.base_model}"
     )
 
@@ -319,18 +321,18 @@ def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
     return warnings
 
 
-def backbone_warnings(paths: ModelPaths) -> list[str]:
-    """Warn that the heads of a joint run need the backbone that was trained with them."""
+def target_model_warnings(paths: ModelPaths) -> list[str]:
+    """Warn that the heads of a joint run need the target model that was trained with them."""
     if paths.adapter is None or _merged_directory(paths) is not None:
         return []
     return [
-        f"this run trained the backbone too ({paths.adapter}): serve these heads with the merged"
-        f" backbone (medusa-export {paths.home} --to merged), not with {paths.base_model}"
+        f"this run trained the target model too ({paths.adapter}): serve these heads with the merged"
+        f" target model (medusa-export {paths.home} --to merged), not with {paths.base_model}"
     ]
 
 
 def stop_warnings(paths: ModelPaths) -> list[str]:
-    """Warn where answers end at a token that neither the backbone's generation config nor its
+    """Warn where answers end at a token that neither the target model's generation config nor its
     tokenizer names, since servers stop at these only.
     """
     if _merged_directory(paths) is not None:  # whose generation config has all of them
@@ -338,7 +340,7 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
         of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
-    except MedusaError:  # the backbone is elsewhere; its card says how to serve it
+    except MedusaError:  # the target model is elsewhere; its card says how to serve it
         return []
     known = of_files.generation_config + of_files.tokenizer
     unknown = [token for token in stop_tokens.ids if token not in known]
@@ -352,8 +354,8 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
     ]
 
 
-def _backbone_name(paths: ModelPaths) -> str:
-    """Return the backbone that the heads decode with, the merged one if it exists; directories as
+def _target_model_name(paths: ModelPaths) -> str:
+    """Return the target model that the heads decode with, the merged one if it exists; directories as
     absolute paths.
     """
     if (merged := _merged_directory(paths)) is not None:
@@ -365,7 +367,7 @@ def _backbone_name(paths: ModelPaths) -> str:
 
 
 def _merged_directory(paths: ModelPaths) -> Path | None:
-    """Return the run's merged backbone; None if there is none, or if it is older than the adapter."""
+    """Return the run's merged target model; None if there is none, or if it is older than the adapter."""
     merged = paths.home / "export" / MERGED
     if paths.adapter is None or not (merged / "config.json").is_file():
         return None
@@ -449,7 +451,7 @@ def path_warning(path: str) -> str | None:
 def _lm_head(
     paths: ModelPaths, heads: HeadTensors, exported: Exported
 ) -> tuple[Tensor, Tensor | None]:
-    """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads'
+    """Load weight [V, d] and bias [V] of the trained target model's lm_head, on the CPU, in the heads'
     dtype.
     """
     dtype = heads.state["blocks.0.0.linear.weight"].dtype
@@ -463,9 +465,9 @@ def _lm_head(
 
 def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
     is_full = paths.heads is not None and find_heads(paths.heads).layout == "model"
-    if not paths.trained_backbone and not is_full:
+    if not paths.trained_target_model and not is_full:
         raise CheckpointError(
-            f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use"
+            f"{paths.home}: this run did not train the target model, so there is nothing to merge: use"
             f" {paths.base_model}"
         )
     exported.facts.append(write_merged(paths, exported.target, card))
@@ -510,7 +512,7 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
 
 
 def local_base_model(directory: Path) -> str | None:
-    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if
+    """Return the local path that config.json names as target model, which is invalid elsewhere; None if
     it is no path.
     """
     config = directory / "config.json"

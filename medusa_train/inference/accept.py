@@ -1,8 +1,8 @@
 """Decide which nodes of a verified tree are accepted; pure functions on tokens and logits.
 
 There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Rejection* (lossless
-sampling) gives samples of the backbone's distribution. *Typical* accepts tokens that the backbone
-finds plausible enough: paths are longer, but the tokens are not samples of the backbone's
+sampling) gives samples of the target model's distribution. *Typical* accepts tokens that the target model
+finds plausible enough: paths are longer, but the tokens are not samples of the target model's
 distribution.
 
 Each rule judges all nodes of all rows at once on the device and needs one transfer to the host;
@@ -29,7 +29,7 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: the tokens of these nodes, followed by the backbone's token after the last one: the
+        tokens: the tokens of these nodes, followed by the target model's token after the last one: the
             next root.
     """
 
@@ -82,7 +82,7 @@ def accept(
     rejection, or `Typical`.
 
     Args:
-        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the backbone at
+        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the target model at
             every node.
         tree: of all rows, or one per row; with the empty tree the result is only the token after
             the root.
@@ -101,7 +101,7 @@ def accept(
 
 
 def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
-    """Accept the longest path on which every token is the backbone's argmax at its parent.
+    """Accept the longest path on which every token is the target model's argmax at its parent.
 
     Siblings have different tokens, so at most one child can match, and descending from the root
     gives the longest path.
@@ -117,7 +117,7 @@ def accept_rejection(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> list[Accepted]:
-    """Draw y from the backbone's p at a node; descend if a child has token y, else y is the next
+    """Draw y from the target model's p at a node; descend if a child has token y, else y is the next
     root (lossless).
 
     The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals
@@ -148,7 +148,7 @@ def accept_typical(
     """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa,
     Typical Acceptance).
 
-    The token after the path is the backbone's argmax, accepted without a test, so every step adds a
+    The token after the path is the target model's argmax, accepted without a test, so every step adds a
     token and the result is deterministic.
     """
     # 1. p at every node, and the threshold for the tokens below it

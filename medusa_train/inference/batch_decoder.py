@@ -20,8 +20,8 @@ from medusa_train.inference.generate import (
     truncate_at_stop,
 )
 from medusa_train.inference.step import Steps, proposal_limits
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits, Proposer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 
 #: A batch is refilled once 1/4 of its rows are free: each refill costs a prefill.
@@ -54,7 +54,7 @@ class BatchDecoder:
     draws. Its distribution stays the same.
 
     Args:
-        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default
+        target model: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default
             the empty tree.
 
     Attributes:
@@ -63,13 +63,13 @@ class BatchDecoder:
     """
 
     def __init__(
-        self, backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None
+        self, target_model: TargetModel, draft: Proposer | None = None, tree: Tree | None = None
     ) -> None:
-        self.backbone = backbone
+        self.target_model = target_model
         self.draft = draft
-        self.tree = check_tree(backbone, draft, tree)
+        self.tree = check_tree(target_model, draft, tree)
         self.passes = 0
-        self._single = Decoder(backbone, draft, tree)
+        self._single = Decoder(target_model, draft, tree)
         self._idle_steps: Steps | None = None
 
     @torch.inference_mode()
@@ -110,7 +110,7 @@ class BatchDecoder:
         """Return an empty batch, to which requests can be added at any time; arguments as in
         `generate_batch`.
         """
-        stops = stop_tokens(self.backbone, eos_ids)
+        stops = stop_tokens(self.target_model, eos_ids)
         return RunningBatch(self, max_new_tokens, stops, rule)
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ class BatchDecoder:
         """Whether rows may share a pass: not with longrope, where the longest row would set the
         angles of all.
         """
-        return self.backbone.rope_switch is None
+        return self.target_model.rope_switch is None
 
     @property
     def limits(self) -> Limits:
@@ -150,8 +150,10 @@ class BatchDecoder:
         if steps is None:
             # the last token of an answer may lie one position past the context, see
             # `max_answer_length`
-            slots = self.backbone.new_slots(self.backbone.max_context + self.limits.size + 2)
-            return Steps(self.backbone, self.draft, self.tree, slots)
+            slots = self.target_model.new_slots(
+                self.target_model.max_context + self.limits.size + 2
+            )
+            return Steps(self.target_model, self.draft, self.tree, slots)
         steps.reset()
         return steps
 
@@ -169,7 +171,9 @@ class BatchDecoder:
     ) -> list[Generation]:
         """Answer one prompt after the other; arguments as in `generate_batch`."""
         for prompt in prompts:
-            max_answer_length(self.backbone, prompt, max_new_tokens)  # fail before the first answer
+            max_answer_length(
+                self.target_model, prompt, max_new_tokens
+            )  # fail before the first answer
         answers: list[Generation] = []
         for prompt, generator in zip(prompts, generators, strict=True):
             out = self._single.generate(prompt, max_new_tokens, eos_ids, rule, generator)
@@ -238,11 +242,11 @@ class RunningBatch:
             )
         # 1. check all prompts
         now = time.perf_counter()
-        backbone = self._decoder.backbone
+        target_model = self._decoder.target_model
         rows: list[_Row] = []
         for request in requests:
             prompt = request.prompt
-            limit = max_answer_length(backbone, prompt, self._max_new_tokens)
+            limit = max_answer_length(target_model, prompt, self._max_new_tokens)
             out = Generation([])
             row = _Row(request.request_id, prompt, out, limit, request.generator, started=now)
             rows.append(row)
@@ -290,8 +294,8 @@ class RunningBatch:
         else:
             (row,) = self.active
             text = [*row.prompt, *row.out.tokens[:-1]]
-            backbone = self._decoder.backbone
-            only = step_single(backbone, steps, text, roots[0], self._rule, generators)
+            target_model = self._decoder.target_model
+            only = step_single(target_model, steps, text, roots[0], self._rule, generators)
             accepted = [only]
         self._decoder.passes += 1
         # 2. its tokens, up to the end of each answer

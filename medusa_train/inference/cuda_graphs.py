@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.hf_config import has_experts, length_dependent_rope
 from medusa_train.models.precision import is_out_of_memory
+from medusa_train.models.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
 
@@ -124,10 +124,10 @@ class CudaGraphRunner(GraphRunner):
         return graph
 
 
-def use_cuda_graphs(backbone: Backbone) -> None:
+def use_cuda_graphs(target_model: TargetModel) -> None:
     """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
-    if backbone.step_runner is None:
-        backbone.step_runner = graph_runner(backbone.device, backbone.model)
+    if target_model.step_runner is None:
+        target_model.step_runner = graph_runner(target_model.device, target_model.model)
 
 
 def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:

@@ -12,9 +12,9 @@ import torch
 
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import quantization_of
 from medusa_train.models.precision import device_name
+from medusa_train.models.target_model import TargetModel
 
 #: The settings' entry in tree.json.
 _KEY = "form"
@@ -22,11 +22,11 @@ _KEY = "form"
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """With what a backbone decodes, as tree.json records it: latencies and the best tree depend on
+    """With what a target model decodes, as tree.json records it: latencies and the best tree depend on
     it.
 
     Attributes:
-        dtype: of the weights, or of the matrix products of a quantized backbone.
+        dtype: of the weights, or of the matrix products of a quantized target model.
         quantization: "nf4", "int8" or another method's name; None: weights in `dtype`.
         merged: False with an adapter beside the weights; merged into them it costs nothing.
         compiled: whether passes of a single row are compiled by torch.compile.
@@ -46,19 +46,19 @@ class DecodingSettings:
     graphs: bool = False
 
     @classmethod
-    def of(cls, backbone: Backbone) -> DecodingSettings:
-        """Return the settings of a loaded backbone."""
-        device = backbone.device
-        has_adapter = any(".lora_A." in name for name, _ in backbone.model.named_parameters())
-        runner = backbone.step_runner
+    def of(cls, target_model: TargetModel) -> DecodingSettings:
+        """Return the settings of a loaded target model."""
+        device = target_model.device
+        has_adapter = any(".lora_A." in name for name, _ in target_model.model.named_parameters())
+        runner = target_model.step_runner
         threads: int | None = None
         if device.type == "cpu":
             threads = torch.get_num_threads()
         return cls(
-            dtype=str(backbone.dtype).removeprefix("torch."),
-            quantization=quantization_of(backbone.model),
+            dtype=str(target_model.dtype).removeprefix("torch."),
+            quantization=quantization_of(target_model.model),
             merged=not has_adapter,
-            compiled=backbone.compiled is not None and backbone.compiled.covers(1, 1),
+            compiled=target_model.compiled is not None and target_model.compiled.covers(1, 1),
             device=device.type,
             device_name=device_name(device),
             threads=threads,

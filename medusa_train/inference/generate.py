@@ -17,9 +17,9 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Accepted, Rule
 from medusa_train.inference.step import Steps, proposal_limits
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.hf_config import length_dependent_rope
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 
@@ -76,7 +76,7 @@ class Decoder:
     Threads may share a decoder: their answers wait for each other. See `stream`.
 
     Args:
-        backbone: verifies the tokens.
+        target model: verifies the tokens.
         draft: proposes them; None: plain decoding.
         tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose
             trees themselves.
@@ -91,16 +91,16 @@ class Decoder:
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         draft: Proposer | None = None,
         tree: Tree | None = None,
         slots: Slots | None = None,
         continues: bool = False,
     ) -> None:
-        self.backbone = backbone
+        self.target_model = target_model
         self.draft = draft
-        self.tree = check_tree(backbone, draft, tree)
-        if length_dependent_rope(backbone.config) is not None:
+        self.tree = check_tree(target_model, draft, tree)
+        if length_dependent_rope(target_model.config) is not None:
             continues = False  # keys of a shorter text would have other angles
         self._continues = continues
         self._slots = slots
@@ -124,7 +124,7 @@ class Decoder:
     ) -> Generation:
         """Generate a whole answer; see `stream` for arguments and errors."""
         started = time.perf_counter()
-        stops = stop_tokens(self.backbone, eos_ids)
+        stops = stop_tokens(self.target_model, eos_ids)
         out = Generation([])
         for step in self.stream(prompt, max_new_tokens, stops, rule, generator):
             if out.tokens:
@@ -157,7 +157,7 @@ class Decoder:
         Args:
             prompt: at least one token id.
             max_new_tokens: at least 1; None: up to the end of the context.
-            eos_ids: tokens that end the answer; by default the backbone's, empty for none.
+            eos_ids: tokens that end the answer; by default the target model's, empty for none.
             rule: acceptance rule, greedy by default; see `accept`.
             generator: random numbers for `Sampling`.
 
@@ -165,8 +165,8 @@ class Decoder:
             MedusaError: the prompt is empty or longer than the model's context; or another answer
                 was started on this decoder before this one was complete.
         """
-        stops = stop_tokens(self.backbone, eos_ids)
-        limit = max_answer_length(self.backbone, prompt, max_new_tokens)
+        stops = stop_tokens(self.target_model, eos_ids)
+        limit = max_answer_length(self.target_model, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
 
         this_answer = self._take_turn()
@@ -187,7 +187,7 @@ class Decoder:
                     if num_generated == 1:
                         steps.start_draft()
                     path, tokens = step_single(
-                        self.backbone, steps, text, next_token, rule, generators
+                        self.target_model, steps, text, next_token, rule, generators
                     )
                     text += tokens[:-1]
                     self._cached_text = text
@@ -246,9 +246,9 @@ class Decoder:
         capacity = len(prompt) + limit + nodes
         # 1. memory for keys and values, and the steps on it
         if self._slots is None or self._slots.capacity < capacity:
-            self._slots = self.backbone.new_slots(capacity)
+            self._slots = self.target_model.new_slots(capacity)
         if self._steps is None or self._steps.slots is not self._slots:
-            self._steps = Steps(self.backbone, self.draft, self.tree, self._slots)
+            self._steps = Steps(self.target_model, self.draft, self.tree, self._slots)
         # 2. what they hold of the prompt; all else is dropped
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
@@ -287,7 +287,7 @@ class Decoder:
 
 
 def step_single(
-    backbone: Backbone,
+    target_model: TargetModel,
     steps: Steps,
     text: list[int],
     root: int,
@@ -299,7 +299,7 @@ def step_single(
     Args:
         text: prompt and answer up to the root.
     """
-    switch = backbone.rope_switch  # number of tokens from which on angles are others
+    switch = target_model.rope_switch  # number of tokens from which on angles are others
     length = len(text)
     # 1. the root is the first with longrope's other angles: all keys get them, as in transformers'
     # `generate`
@@ -314,35 +314,37 @@ def step_single(
     return accepted
 
 
-def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:
-    """Return the tree on the backbone's device, empty without a draft.
+def check_tree(target_model: TargetModel, draft: Proposer | None, tree: Tree | None) -> Tree:
+    """Return the tree on the target model's device, empty without a draft.
 
     Raises:
         MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
     """
     if tree is None or draft is None:
-        return Tree.empty().to(backbone.device)
+        return Tree.empty().to(target_model.device)
     if tree.max_depth > draft.num_heads:
         raise MedusaError(
             f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads"
         )
-    vocab_size = draft.draft_vocab_size or backbone.vocab_size
+    vocab_size = draft.draft_vocab_size or target_model.vocab_size
     if tree.width > vocab_size:
         raise MedusaError(
             f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size}"
             " tokens"
         )
-    return tree.to(backbone.device)
+    return tree.to(target_model.device)
 
 
-def stop_tokens(backbone: Backbone, eos_ids: Collection[int] | None) -> frozenset[int]:
-    """Return the tokens that end an answer; None: the backbone's."""
+def stop_tokens(target_model: TargetModel, eos_ids: Collection[int] | None) -> frozenset[int]:
+    """Return the tokens that end an answer; None: the target model's."""
     if eos_ids is None:
-        eos_ids = backbone.eos_ids
+        eos_ids = target_model.eos_ids
     return frozenset(eos_ids)
 
 
-def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int | None) -> int:
+def max_answer_length(
+    target_model: TargetModel, prompt: list[int], max_new_tokens: int | None
+) -> int:
     """Return how many tokens fit, at most `max_new_tokens`: the last one is never read, so it may
     lie one position past the context.
 
@@ -353,17 +355,17 @@ def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int
     if not prompt:
         raise MedusaError("the prompt is empty; decoding needs at least one token")
     for token in (min(prompt), max(prompt)):
-        if not 0 <= token < backbone.vocab_size:
+        if not 0 <= token < target_model.vocab_size:
             raise MedusaError(
-                f"the prompt has the token {token}, but the model only {backbone.vocab_size} tokens"
+                f"the prompt has the token {token}, but the model only {target_model.vocab_size} tokens"
             )
     if max_new_tokens is not None and max_new_tokens < 1:
         raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    limit = backbone.max_context - len(prompt) + 1
+    limit = target_model.max_context - len(prompt) + 1
     if limit < 1:
         raise MedusaError(
             f"the prompt has {len(prompt)} tokens, but the model's context is"
-            f" {backbone.max_context}"
+            f" {target_model.max_context}"
         )
     return limit if max_new_tokens is None else min(max_new_tokens, limit)
 

@@ -27,8 +27,8 @@ from medusa_train.inference.generate import (
 )
 from medusa_train.inference.sampling import Sampling
 from medusa_train.io import warn_once
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 
 Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
@@ -147,12 +147,12 @@ def _tokens_of(steps: Iterator[Step]) -> Iterator[tuple[int, int, bool]]:
 
 
 class Model:
-    """A backbone with its draft and tree that takes and returns text.
+    """A target model with its draft and tree that takes and returns text.
 
     Threads may share a model: it answers one prompt after the other.
 
     Args:
-        backbone: the language model.
+        target model: the language model.
         draft, tree: for speculative decoding; without them decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
@@ -160,15 +160,15 @@ class Model:
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         draft: Proposer | None = None,
         tree: Tree | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.backbone = backbone
+        self.target_model = target_model
         # turns of a chat: the text so far is not read again
-        self._decoder = Decoder(backbone, draft, tree, continues=True)
+        self._decoder = Decoder(target_model, draft, tree, continues=True)
         self._template = chat_template
         self._template_kwargs = chat_template_kwargs
         self._chat: ChatEncoder | None = None
@@ -247,14 +247,14 @@ class Model:
             generator.manual_seed(seed)
         # 2. where the answer ends. A stop string that is a special token is found among the tokens,
         # since the text is decoded without these
-        tokenizer = self.backbone.tokenizer
+        tokenizer = self.target_model.tokenizer
         stop_texts = _stop_strings(stop)
         ending = (
             None
             if eos_ids is None
             else _token_ids("eos_ids: expected a token id or a list of them", eos_ids)
         )
-        stops = set(stop_tokens(self.backbone, ending))
+        stops = set(stop_tokens(self.target_model, ending))
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token.special and str(token) in stop_texts:
                 stops.add(token_id)
@@ -285,7 +285,7 @@ class Model:
         with self._encoding:
             if self._chat is None:
                 self._chat = ChatEncoder(
-                    self.backbone.tokenizer, self._template, self._template_kwargs
+                    self.target_model.tokenizer, self._template, self._template_kwargs
                 )
                 if (note := self._chat.template.describe_unused_kwargs()) is not None:
                     warn_once(note)
@@ -298,7 +298,7 @@ class Model:
         """
         if SURROGATES.search(text):
             raise DataError("the prompt contains a lone surrogate, which UTF-8 cannot encode")
-        tokenizer = self.backbone.tokenizer
+        tokenizer = self.target_model.tokenizer
         before = list(tokenizer("")["input_ids"])
         ids = list(tokenizer(text)["input_ids"])
         count = len(before)

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.rounding import ceil_div
+from medusa_train.models.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class EagerRunner:
 
     is_fixed = False
 
-    def __init__(self, backbone: Backbone, *, fixed_shape: bool) -> None:
-        self._backbone = backbone
+    def __init__(self, target_model: TargetModel, *, fixed_shape: bool) -> None:
+        self._target_model = target_model
         self._fixed_shape = fixed_shape
 
     def num_rows(self, active: int, allocated: int) -> int:
@@ -51,7 +51,7 @@ class EagerRunner:
 
         Compiled programs take a single row only in memory for one.
         """
-        if self._backbone.compiled is None or not self._fixed_shape:
+        if self._target_model.compiled is None or not self._fixed_shape:
             return active
         at_least_two = max(active, 2)
         return min(at_least_two, allocated)
@@ -66,7 +66,7 @@ class EagerRunner:
         """Return how many columns attention reads where `positions` are needed; `block` is for
         steps of fixed shape.
         """
-        if self._backbone.compiled is None:
+        if self._target_model.compiled is None:
             return positions
         return round_up_to_block(positions)
 
@@ -113,15 +113,17 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def choose_runner(backbone: Backbone, draft: Proposer | None) -> EagerRunner | FixedShapeRunner:
+def choose_runner(
+    target_model: TargetModel, draft: Proposer | None
+) -> EagerRunner | FixedShapeRunner:
     """Return what runs the steps with a draft; a log line names one whose steps cannot be replayed
     as CUDA graphs.
     """
     fixed_shape = draft is None or draft.fixed_shape
-    runner: FixedShapeRunner | None = backbone.step_runner
+    runner: FixedShapeRunner | None = target_model.step_runner
     if runner is not None and fixed_shape:
         return runner
     if runner is not None:
         name = type(draft).__name__
         _log.info("%s chooses the shape of its trees: its steps run without CUDA graphs", name)
-    return EagerRunner(backbone, fixed_shape=fixed_shape)
+    return EagerRunner(target_model, fixed_shape=fixed_shape)

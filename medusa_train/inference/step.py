@@ -4,25 +4,25 @@
     ----                          ------
     root tokens, paths     --->   1. compact: accepted nodes move behind the committed positions
                                   2. draft:   it reads them, and guesses a tree below the roots
-                                  3. verify:  one pass of the backbone over all nodes
+                                  3. verify:  one pass of the target model over all nodes
                                   4. keep:    states and tokens of the nodes, for the next step
-    paths, root tokens     <---   5. accept:  by the backbone's logits at the nodes
+    paths, root tokens     <---   5. accept:  by the target model's logits at the nodes
 
 A row, by the columns of its keys and values (`trees.kv_slots`), = being committed ones. R was the
-last root, and a, b, c the nodes below it; of these b was accepted, and N is the backbone's token
+last root, and a, b, c the nodes below it; of these b was accepted, and N is the target model's token
 after b:
 
     before      = = = R a b c        root R in column 3, path 0 2
     1. compact  = = = R b            R and b are committed
     2. draft                         R and b are read; x, y, z are guessed
     3. verify   = = = R b N x y z    the next root N, and the nodes below it
-    5. accept                        a path from N down, and the backbone's token after it
+    5. accept                        a path from N down, and the target model's token after it
 
 Plain decoding is the empty tree. `inference.runners` says with which sizes a step runs: *exact*
 ones, for which the host tells the device what it knows of the rows (`_HostView`), or *fixed* ones,
 which `inference.cuda_graphs` replays: the device gets the same work whatever the rows hold.
 
-The root of a tree is its node 0. Its token, the *root token*, is the backbone's own; the column that
+The root of a tree is its node 0. Its token, the *root token*, is the target model's own; the column that
 it stands in is its *root position*, and also the number of positions before it, the row's *length*.
 The *last root* is that of the tree which the step before verified, the *next root* that of the tree
 which this step verifies.
@@ -57,7 +57,6 @@ from medusa_train.inference.runners import (
     choose_runner,
     power_of_two,
 )
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import (
     AcceptedPath,
     DraftCache,
@@ -68,6 +67,7 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import FINAL_STATES, Features
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import COLUMNS, ROWS, Slots, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
@@ -147,7 +147,7 @@ class _Inputs:
         counts: how many nodes of the last tree were accepted, long [B].
         path: these nodes, long [B, P], padded at the end.
         lengths: positions of the next roots, `starts + counts`, long [B].
-        storage: keys and values of the backbone, [layers, 2, rows, kv_heads, columns, head_dim].
+        storage: keys and values of the target model, [layers, 2, rows, kv_heads, columns, head_dim].
         room: columns for the rows and the largest tree that may be proposed. What attention reads,
             the `key_length` of a pass, is `room`, or less where a smaller tree was proposed.
         host: None in steps of fixed shape.
@@ -202,7 +202,7 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts that the backbone has read and the draft has not.
+    """Prompts that the target model has read and the draft has not.
 
     Attributes: see `Steps.add_rows`.
     """
@@ -221,18 +221,18 @@ class Steps:
 
     Args:
         draft: proposes the nodes; None for plain decoding.
-        tree: what the draft fills, with its tensors on the backbone's device.
-        slots: for the keys and values of the backbone.
+        tree: what the draft fills, with its tensors on the target model's device.
+        slots: for the keys and values of the target model.
 
     Attributes:
         limits: of what the draft proposes.
     """
 
     def __init__(
-        self, backbone: Backbone, draft: Proposer | None, tree: Tree, slots: Slots
+        self, target_model: TargetModel, draft: Proposer | None, tree: Tree, slots: Slots
     ) -> None:
-        self._backbone = backbone
-        self._root_only_tree = Tree.empty().to(backbone.device)  # of plain decoding
+        self._target_model = target_model
+        self._root_only_tree = Tree.empty().to(target_model.device)  # of plain decoding
 
         # 1. the draft and its tree; without anything to propose no head is computed
         self.limits = proposal_limits(draft, tree)
@@ -248,7 +248,7 @@ class Steps:
             self._needs = draft.needs
             num_caches = draft.num_caches
 
-        # 2. keys and values: of the backbone's layers, and of each layer of the draft on its own
+        # 2. keys and values: of the target model's layers, and of each layer of the draft on its own
         self.slots = slots
         self._draft_slots = [slots.like(1) for _ in range(num_caches)]
         self._all_slots = [slots, *self._draft_slots]
@@ -257,11 +257,11 @@ class Steps:
         # 3. what copies from the host is computed here: in a CUDA graph it is not possible
         tree.prepare_levels()
         root_only = self._root_only_tree
-        self._masks = backbone.node_masks(tree.ancestors, tree.depths)
-        self._root_only_masks = backbone.node_masks(root_only.ancestors, root_only.depths)
+        self._masks = target_model.node_masks(tree.ancestors, tree.depths)
+        self._root_only_masks = target_model.node_masks(root_only.ancestors, root_only.depths)
 
         # 4. with which sizes steps run, and what was captured of them
-        self._runner = choose_runner(backbone, draft)
+        self._runner = choose_runner(target_model, draft)
         self._graphs: dict[Hashable, Replayable] = {}
         self._weights: list[int] = []  # addresses that the graphs read
 
@@ -274,21 +274,21 @@ class Steps:
         """Allocate what a step reads of the step before, for `rows` rows, and what steps of fixed
         shape run with.
         """
-        backbone = self._backbone
+        target_model = self._target_model
         nodes = self.limits.size + 1  # n + 1
         self._allocated_rows = rows
 
         # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of early layers, and
         # tokens [rows, n + 1]
-        hidden_size = backbone.hidden_size
+        hidden_size = target_model.hidden_size
         self._hidden = torch.zeros(
-            rows, nodes, hidden_size, dtype=backbone.dtype, device=backbone.device
+            rows, nodes, hidden_size, dtype=target_model.dtype, device=target_model.device
         )
         self._early: Tensor | None = None
         if self._needs.early:
             early_size = hidden_size * len(self._needs.early)
             self._early = self._hidden.new_zeros(rows, nodes, early_size)
-        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=backbone.device)
+        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target_model.device)
 
         # 2. the buffers of steps of fixed shape
         self._fixed: _Fixed | None = None
@@ -297,7 +297,7 @@ class Steps:
 
     def _allocate_fixed(self, runner: FixedShapeRunner, rows: int) -> _Fixed:
         """Return the buffers of steps of fixed shape, for `rows` rows."""
-        device = self._backbone.device
+        device = self._target_model.device
         width = _PATH + self.limits.depth + 1
         nodes = self.limits.size + 1  # n + 1
         on_gpu = device.type == "cuda"
@@ -335,7 +335,7 @@ class Steps:
 
         Returns:
             For each row the accepted nodes, the root (0) first, and the tokens: the root's, those of
-            the accepted nodes below it, and the backbone's own next one, which is the next root.
+            the accepted nodes below it, and the target model's own next one, which is the next root.
         """
         # 0. on the host: the inputs, and how many columns the rows and their trees need
         packed_rows = self._pack(root_tokens)
@@ -368,7 +368,7 @@ class Steps:
     ) -> list[Accepted]:
         """Run a step in exact sizes, and return the path that each active row accepts."""
         # 1.-4. on the device
-        packed = torch.tensor(packed_rows, device=self._backbone.device)  # [B, 3 + P]
+        packed = torch.tensor(packed_rows, device=self._target_model.device)  # [B, 3 + P]
         verified = self._device_step(packed, room, host)
         proposal = verified.proposal
         # a branch is always a draft's; only the type checker has to be told
@@ -417,7 +417,7 @@ class Steps:
             compact(inputs.storage, inputs.starts, inputs.path)
 
         # 2. draft. Some drafts fill the tree that `Steps` was given, others choose one. The first are
-        # told where its nodes stand: they may run the backbone's first layers over them, which
+        # told where its nodes stand: they may run the target model's first layers over them, which
         # write their keys and values. A given tree has no branch; a draft may stop at a level of it
         given = self._place_given_tree(inputs)
         proposal = self._draft_tree(inputs, given)
@@ -524,7 +524,7 @@ class Steps:
 
     def _draft_caches(self, room: int) -> list[DraftCache]:
         """Return the slots of the draft's own layers, of which `room` columns are read."""
-        last = self._backbone.max_context - 1
+        last = self._target_model.max_context - 1
         return [DraftCache(slots.storage(room), room, last) for slots in self._draft_slots]
 
     @property
@@ -535,14 +535,14 @@ class Steps:
     # 3. Verify
 
     def _verify(self, proposal: Proposal, tokens: Tensor, nodes: NodeSlots) -> _Verified:
-        """Run one pass of the backbone over the nodes, and over branch tokens where there are some.
+        """Run one pass of the target model over the nodes, and over branch tokens where there are some.
 
         Args:
             tokens: of the pass, long [B, n + 1 + m]; m is 0 without a branch.
             nodes: where they stand.
         """
         # what a draft ran the first layers over is run through the others only
-        feats, logits = self._backbone.run_nodes(tokens, nodes, self._needs, proposal.early)
+        feats, logits = self._target_model.run_nodes(tokens, nodes, self._needs, proposal.early)
         if proposal.branch is None:
             return _Verified(proposal, feats, logits)
         count = proposal.tokens.shape[1]  # n + 1
@@ -583,18 +583,18 @@ class Steps:
         # 2. others get the mask of their tree
         masks = self._root_only_masks
         if tree is not self._root_only_tree:
-            masks = self._backbone.node_masks(tree.ancestors, tree.depths)
+            masks = self._target_model.node_masks(tree.ancestors, tree.depths)
         return self._place_nodes(tree, masks, inputs, key_length)
 
     def _root_sees_all(self, inputs: _Inputs, key_length: int) -> bool:
         """Return whether the root, verified alone in exact sizes, sees all `key_length` columns: that
         of a single row, which are read up to the root, where all of them lie in the window.
         """
-        backbone = self._backbone
+        target_model = self._target_model
         # compiled passes read whole blocks and take a mask
-        if backbone.compiled is not None:
+        if target_model.compiled is not None:
             return False
-        is_in_window = backbone.window is None or key_length <= backbone.window
+        is_in_window = target_model.window is None or key_length <= target_model.window
         return is_in_window and self._is_single(inputs)
 
     def _place_nodes(
@@ -604,12 +604,12 @@ class Steps:
         inputs: _Inputs,
         key_length: int,
     ) -> NodeSlots:
-        """Return where the nodes of a tree with these masks stand; see `Backbone.place_nodes`."""
+        """Return where the nodes of a tree with these masks stand; see `TargetModel.place_nodes`."""
         # a single row writes slices, where the host may tell the device the column
         first_column: int | None = None
         if inputs.host is not None and self._is_single(inputs):
             first_column = inputs.host.longest
-        return self._backbone.place_nodes(
+        return self._target_model.place_nodes(
             tree.depths, masks, inputs.lengths, inputs.storage, key_length, first_column
         )
 
@@ -642,7 +642,7 @@ class Steps:
         """Return the buffer of the nodes' logits, [rows, n + 1, V]; the first call allocates it."""
         if fixed.logits is None:
             nodes = self.limits.size + 1
-            shape = (self._allocated_rows, nodes, self._backbone.vocab_size)
+            shape = (self._allocated_rows, nodes, self._target_model.vocab_size)
             fixed.logits = self._hidden.new_zeros(shape)
         return fixed.logits
 
@@ -736,7 +736,7 @@ class Steps:
         """
         assert known == 0 or len(prompts) == 1
         self._drop_stale_graphs()
-        device = self._backbone.device
+        device = self._target_model.device
         # 1. the tokens, padded behind
         longest = max(len(prompt) for prompt in prompts)
         padded: list[list[int]] = []
@@ -746,13 +746,13 @@ class Steps:
         tokens = torch.tensor(padded, device=device)  # [B, T]
         # 2. one causal pass, which writes to the slots of the next free rows
         cache = prompt_cache(self.slots, len(self._rows), len(prompts), known)
-        feats = self._backbone.run(tokens, cache=cache, need=self._needs)
+        feats = self._target_model.run(tokens, cache=cache, need=self._needs)
         self._prompts = _Prompts(feats, tokens, prompts, known)
         # 3. accepting a tree without draft tokens gives the token after its root, here the prompt's
         # last token
         last = _last_positions(prompts, known)
         root_tokens = at_positions(tokens, last)[:, None]  # [B, 1]
-        logits = self._backbone.logits(at_positions(feats.hidden, last))[:, None]  # [B, 1, V]
+        logits = self._target_model.logits(at_positions(feats.hidden, last))[:, None]  # [B, 1, V]
         accepted = accept(rule, root_tokens, logits, self._root_only_tree, generators)
         return [path.tokens[-1] for path in accepted]
 
@@ -833,7 +833,7 @@ class Steps:
         """
         if not self._runner.is_fixed:
             return
-        weights = weight_addresses(self._backbone.model)
+        weights = weight_addresses(self._target_model.model)
         if isinstance(self._draft, torch.nn.Module):
             weights += weight_addresses(self._draft)
         if weights != self._weights:

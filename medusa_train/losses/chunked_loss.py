@@ -329,7 +329,7 @@ class _TeacherLogits:
     """The teacher's log-probabilities for the student's supervised positions [M].
 
     Args:
-        teacher: whose lm_head has no token bias: no backbone's has one.
+        teacher: whose lm_head has no token bias: no target model's has one.
         inputs: of the loss: the student's positions, and the dtype of products.
         student: its W is used again where the teacher has the same.
         largest: positions of the largest chunk.

@@ -75,7 +75,7 @@ class Objective:
     is in a prompt. Targets, and the teacher's position t + k before them, never cross a document
     boundary.
 
-    With a frozen backbone there is no L_LM and no lambda0: Medusa-1 minimizes L = sum_k c^k * L_k.
+    With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes L = sum_k c^k * L_k.
 
     A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those
     in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S.
@@ -93,7 +93,7 @@ class Objective:
         schedule: the schedule of lambda0, `medusa_scheduler`.
         soft_targets: weight of the teacher in the heads' targets: head k at t against the
             teacher at t + k.
-        weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
+        weight: factor on the heads' loss with a frozen target model, instead of lambda0.
 
     Attributes:
         teacher_weight: the teacher's weight in the language model's target.
@@ -177,15 +177,15 @@ class Objective:
         any time there are the activations of one head and no gradients besides those in `.grad`.
 
         Args:
-            feats: the backbone's features of this batch for the draft, with a graph if the backbone
+            feats: the target model's features of this batch for the draft, with a graph if the target model
                 is trained. The language model's loss needs `hidden` [B, T, d].
             batch: labels and segments [B, T], and what the draft reads besides.
             counts_total: `target_counts` summed over the global batch; a term without targets
                 contributes 0.
             progress: step / max_steps, for lambda0.
-            lm_head: of the backbone, with its LoRA branch; required for the language model's loss.
+            lm_head: of the target model, with its LoRA branch; required for the language model's loss.
             teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to
-                them; required if `needs_teacher`. In Medusa-1 the frozen backbone is the teacher.
+                them; required if `needs_teacher`. In Medusa-1 the frozen target model is the teacher.
             grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`,
                 and the returned loss has no graph. States in `feats` must not have one either, see
                 `GraphCut`.

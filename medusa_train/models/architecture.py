@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, layer_types
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.
@@ -97,14 +97,14 @@ def describe_without_trees(config: Any, name: str) -> str | None:
 
 
 def check_decodes(config: Any, name: str) -> None:
-    """Raise BackboneError if token trees of a model cannot be verified."""
+    """Raise TargetModelError if token trees of a model cannot be verified."""
     problem = describe_without_trees(config, name)
     if problem is not None:
-        raise BackboneError(problem)
+        raise TargetModelError(problem)
 
 
 def check_architecture(config: Any, name: str) -> None:
-    """Raise BackboneError, with every reason, if drafts for a model cannot be trained."""
+    """Raise TargetModelError, with every reason, if drafts for a model cannot be trained."""
     try:
         reasons = list(_problems(config))
     except Exception as error:  # a config of a kind that nobody has seen
@@ -122,10 +122,10 @@ def describe_exception(error: Exception) -> str:
     return f"{type(error).__name__} in transformers or in a check of this model: {first_line}"
 
 
-def not_supported(name: str, architecture: str, reasons: list[str]) -> BackboneError:
+def not_supported(name: str, architecture: str, reasons: list[str]) -> TargetModelError:
     """Return the error for a model that is not supported."""
     lines = "".join(f"\n  {reason}" for reason in reasons)
-    return BackboneError(
+    return TargetModelError(
         f"base_model {name}: {architecture} is not supported:{lines}\n"
         f"Supported: {_FAMILIES}; see docs/reference/models.md"
     )

@@ -7,13 +7,13 @@ import inspect
 
 import torch
 
-from medusa_train.errors import BackboneError, MedusaError
+from medusa_train.errors import MedusaError, TargetModelError
 from medusa_train.models.architecture import describe_exception, not_supported
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Rows
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.hf_config import has_experts
 from medusa_train.models.precision import is_out_of_memory
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
@@ -31,50 +31,52 @@ _SMALL |= dict.fromkeys(
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
 
 
-def check_model(backbone: Backbone) -> None:
-    """Probe a loaded model; raise BackboneError if its logits, tree passes or padded rows would be
+def check_model(target_model: TargetModel) -> None:
+    """Probe a loaded model; raise TargetModelError if its logits, tree passes or padded rows would be
     wrong, or its weights are not finite.
     """
     try:
-        reason = _forward_problem(backbone)
+        reason = _forward_problem(target_model)
         if reason is None:
-            problem = _not_finite(backbone)
+            problem = _not_finite(target_model)
             if problem is not None:
-                raise BackboneError(f"base_model {backbone.name}: {problem}")
-            reason = _model_problem(backbone)
+                raise TargetModelError(f"base_model {target_model.name}: {problem}")
+            reason = _model_problem(target_model)
     except Exception as error:  # of a family that nobody has tried
         if isinstance(error, MedusaError) or is_out_of_memory(error):
             raise
-        architecture = type(backbone.model).__name__
-        raise not_supported(backbone.name, architecture, [describe_exception(error)]) from error
+        architecture = type(target_model.model).__name__
+        raise not_supported(target_model.name, architecture, [describe_exception(error)]) from error
     if reason is not None:
-        raise not_supported(backbone.name, type(backbone.model).__name__, [reason])
+        raise not_supported(target_model.name, type(target_model.model).__name__, [reason])
 
 
-def _forward_problem(backbone: Backbone) -> str | None:
+def _forward_problem(target_model: TargetModel) -> str | None:
     """Return which arguments a model's forward lacks, in words; None if it has all."""
-    parameters = inspect.signature(type(backbone.body).forward).parameters
+    parameters = inspect.signature(type(target_model.body).forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     missing = [name for name in _FORWARD_ARGUMENTS if name not in parameters]
-    if backbone.tree_obstacle is not None:
+    if target_model.tree_obstacle is not None:
         return None  # they get tokens alone
     return f"its forward takes no {', '.join(missing)}" if missing else None
 
 
-def _model_problem(backbone: Backbone) -> str | None:
+def _model_problem(target_model: TargetModel) -> str | None:
     """Return what a model computes otherwise than drafts and trees need; None: nothing."""
-    if not _reproduces_logits(backbone):
+    if not _reproduces_logits(target_model):
         return (
             "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
             " would be wrong"
         )
-    if backbone.tree_obstacle is not None:
-        return _padding_problem(backbone)
+    if target_model.tree_obstacle is not None:
+        return _padding_problem(target_model)
     # in half precision rounding may route a token to another expert, so only a copy in float32 can
     # be compared
     probed = (
-        backbone if backbone.is_exact or not has_experts(backbone.config) else _small_copy(backbone)
+        target_model
+        if target_model.is_exact or not has_experts(target_model.config)
+        else _small_copy(target_model)
     )
     if not _verifies_trees(probed):
         return (
@@ -85,50 +87,50 @@ def _model_problem(backbone: Backbone) -> str | None:
 
 
 @torch.no_grad()
-def _not_finite(backbone: Backbone) -> str | None:
+def _not_finite(target_model: TargetModel) -> str | None:
     """Return what is wrong with a model whose logits are NaN or infinite; None if they are finite."""
-    probe = torch.arange(min(4, backbone.vocab_size), device=backbone.device)[None]
-    if bool(torch.isfinite(backbone.logits(backbone.run(probe).hidden)).all()):
+    probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
+    if bool(torch.isfinite(target_model.logits(target_model.run(probe).hidden)).all()):
         return None
-    problem = describe_not_finite(backbone.model.named_parameters())
+    problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
         return f"{problem}: the file is damaged; fetch or copy it again"
     return (
-        f"its logits are not finite in {str(backbone.dtype).removeprefix('torch.')}, though its"
+        f"its logits are not finite in {str(target_model.dtype).removeprefix('torch.')}, though its"
         " weights are: load it in bfloat16 or float32"
     )
 
 
 @torch.no_grad()
-def _reproduces_logits(backbone: Backbone) -> bool:
-    probe = torch.arange(min(4, backbone.vocab_size), device=backbone.device)[None]
-    expected = backbone.model(input_ids=probe, use_cache=False).logits.float()
-    logits = backbone.logits(backbone.run(probe).hidden).float()
+def _reproduces_logits(target_model: TargetModel) -> bool:
+    probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
+    expected = target_model.model(input_ids=probe, use_cache=False).logits.float()
+    logits = target_model.logits(target_model.run(probe).hidden).float()
     return torch.allclose(
         logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max().clamp(min=1.0))
     )
 
 
 @torch.no_grad()
-def _padding_problem(backbone: Backbone) -> str | None:
+def _padding_problem(target_model: TargetModel) -> str | None:
     """Return what is wrong if padding behind a document changes its states; None: nothing.
 
     Models whose trees cannot be verified train on right-padded rows, without a mask.
     """
-    tokens = torch.arange(10, device=backbone.device).view(2, 5) % backbone.vocab_size
+    tokens = torch.arange(10, device=target_model.device).view(2, 5) % target_model.vocab_size
     rows = Rows.from_tokens(tokens)
-    padded = backbone.run(rows.tokens, positions=rows.positions, segments=rows.segments).hidden
-    alone = backbone.run(tokens[:1, :3]).hidden
-    if backbone.agrees(padded[0, :3], alone[0]):
+    padded = target_model.run(rows.tokens, positions=rows.positions, segments=rows.segments).hidden
+    alone = target_model.run(tokens[:1, :3]).hidden
+    if target_model.agrees(padded[0, :3], alone[0]):
         return None
     return "its output for a token depends on later tokens of the row, or on other rows"
 
 
-def _small_copy(backbone: Backbone) -> Backbone:
+def _small_copy(target_model: TargetModel) -> TargetModel:
     """Return a model of the same class and attention on the CPU, two layers of few experts, random
     in float32.
     """
-    config = copy.deepcopy(backbone.model.config)
+    config = copy.deepcopy(target_model.model.config)
     text = config.get_text_config()
     for key in _SMALL.keys() & set(text.to_dict()):
         setattr(text, key, _SMALL[key])
@@ -138,35 +140,37 @@ def _small_copy(backbone: Backbone) -> Backbone:
     config.quantization_config = None
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        model = type(backbone.model)(config).float()
+        model = type(target_model.model)(config).float()
         for parameter in model.parameters():
             # as large as those of trained models, so that a token depends on the others
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return Backbone(model.eval().requires_grad_(False), backbone.tokenizer, backbone.name)
+    return TargetModel(
+        model.eval().requires_grad_(False), target_model.tokenizer, target_model.name
+    )
 
 
 @torch.no_grad()
-def _verifies_trees(backbone: Backbone) -> bool:
+def _verifies_trees(target_model: TargetModel) -> bool:
     """Return whether a tree node gets the hidden state that it has in a row with its ancestors
     only.
 
     prefix 0 1 2 | root 3 | siblings 4, 5 | 6, a child of 5       row: 0 1 2 3 5 6
     """
-    if backbone.max_context < 8:
+    if target_model.max_context < 8:
         return True
     tree = Tree.from_paths([(0,), (1,), (1, 0)])
     tokens = (
-        torch.arange(7, device=backbone.device)
-        * max(1, backbone.vocab_size // 8)
-        % backbone.vocab_size
+        torch.arange(7, device=target_model.device)
+        * max(1, target_model.vocab_size // 8)
+        % target_model.vocab_size
     )
-    expected = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
-    slots = backbone.new_slots()
-    backbone.run(tokens[None, :3], cache=prompt_cache(slots, 0, 1))
-    depths = tree.depths.to(backbone.device)
-    masks = backbone.node_masks(tree.ancestors.to(backbone.device), depths)
-    lengths = torch.tensor([3], device=backbone.device)
-    nodes = backbone.place_nodes(depths, masks, lengths, slots.storage(7), 7)
-    hidden = backbone.run_nodes(tokens[None, 3:], nodes)[0].hidden[0, -1]
-    return backbone.agrees(hidden, expected)
+    expected = target_model.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
+    slots = target_model.new_slots()
+    target_model.run(tokens[None, :3], cache=prompt_cache(slots, 0, 1))
+    depths = tree.depths.to(target_model.device)
+    masks = target_model.node_masks(tree.ancestors.to(target_model.device), depths)
+    lengths = torch.tensor([3], device=target_model.device)
+    nodes = target_model.place_nodes(depths, masks, lengths, slots.storage(7), 7)
+    hidden = target_model.run_nodes(tokens[None, 3:], nodes)[0].hidden[0, -1]
+    return target_model.agrees(hidden, expected)

@@ -1,4 +1,4 @@
-"""Decoding passes of a backbone compiled by torch.compile, with fixed memory and few shapes.
+"""Decoding passes of a target model compiled by torch.compile, with fixed memory and few shapes.
 
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
 operations and calls kernels without Python, but nothing may depend on the length of the prefix:
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.features import Features, capture_outputs
 from medusa_train.models.rounding import ceil_div
 from medusa_train.trees.transformers_adapters import SlotCache
@@ -221,7 +221,7 @@ class CompiledPass:
                 "On a CPU it needs a C++ compiler and Python.h (python3-dev), on a GPU Triton; or"
                 " leave it out"
             )
-            raise BackboneError(
+            raise TargetModelError(
                 f"compile: torch.compile failed: {_first_line(error)}\n{needed}"
             ) from error
 
@@ -300,12 +300,12 @@ def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager
         A context within which the layers run compiled. Decoding runs outside.
 
     Raises:
-        BackboneError: there is no compiler on this machine; in the context, torch.compile fails.
+        TargetModelError: there is no compiler on this machine; in the context, torch.compile fails.
     """
     device = next(layers[0].parameters()).device
     if not has_compiler(device):
         needed = "a C++ compiler (g++ or clang)" if device.type == "cpu" else "Triton"
-        raise BackboneError(
+        raise TargetModelError(
             f"torch_compile: needs {needed}, which was not found; install it, or leave the key out"
         )
     programs = []
@@ -326,7 +326,7 @@ def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager
         try:
             yield
         except TorchDynamoException as error:
-            raise BackboneError(
+            raise TargetModelError(
                 f"torch_compile: torch.compile failed: {_first_line(error)}\nLeave the key out"
             ) from error
         finally:

@@ -38,7 +38,7 @@ def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
 
     Models in transformers derive such masks from restarting position ids only under conditions that
     differ between versions. Padding counts as a document, since a softmax over no keys is NaN.
-    `Backbone.run` applies sliding windows.
+    `TargetModel.run` applies sliding windows.
 
     Args:
         segments: [B, T], index of the document within the row, contiguous; -1: padding.

@@ -31,7 +31,7 @@ FINAL_STATES = FeatureSpec()
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the backbone at T positions.
+    """Hidden states of the target model at T positions.
 
     Attributes:
         hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 
 #: Kinds of attention that a tree mask can be applied to.
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -23,13 +23,15 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def decoder_of(model: Any) -> Any:
     """Return a model's decoder without lm_head; of a model that also reads images, the part for
-    text. BackboneError: it has no such part (Qwen3-Omni, which also speaks).
+    text. TargetModelError: it has no such part (Qwen3-Omni, which also speaks).
     """
     base = model.base_model
     if base is model:  # Llama 4 names its decoder otherwise than its class says
         base = getattr(model, "model", None)
     if base is None:
-        raise BackboneError(f"{type(model).__name__} is not supported: it has no decoder `model`")
+        raise TargetModelError(
+            f"{type(model).__name__} is not supported: it has no decoder `model`"
+        )
     return getattr(base, "language_model", base)
 
 
@@ -47,14 +49,14 @@ def final_norm(body: Any) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Return the number of positions; BackboneError without max_position_embeddings (ALiBi,
+    """Return the number of positions; TargetModelError without max_position_embeddings (ALiBi,
     state-space).
 
     Of linear and YaRN scaling configs usually name the length before it, as vLLM reads them.
     """
     length = getattr(config, "max_position_embeddings", None)
     if not length:
-        raise BackboneError(
+        raise TargetModelError(
             f"{config.model_type}: no max_position_embeddings in its config; only models with it"
             " work"
         )
@@ -162,8 +164,8 @@ def has_experts(config: Any) -> bool:
 
 
 def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
-    """Raise BackboneError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
+    """Raise TargetModelError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
     if not 0 < layers < num_layers:
-        raise BackboneError(
+        raise TargetModelError(
             f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
         )

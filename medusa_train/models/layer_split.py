@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.features import Features
 from medusa_train.trees.transformers_adapters import SlotCache
 
@@ -50,14 +50,14 @@ class LayerRunner:
     """Runs decoder layers one by one, with the arguments that the model's forward passes to them.
 
     Raises:
-        BackboneError: the decoder has no `layers`, `rotary_emb` or `norm`.
+        TargetModelError: the decoder has no `layers`, `rotary_emb` or `norm`.
     """
 
     def __init__(self, body: Any, layer_types: Sequence[str]) -> None:
         if missing := [
             name for name in ("layers", "rotary_emb", "norm") if not hasattr(body, name)
         ]:
-            raise BackboneError(
+            raise TargetModelError(
                 f"{type(body).__name__} cannot run layer by layer: it has no {', '.join(missing)}"
             )
         self.body = body

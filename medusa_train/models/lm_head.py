@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 
 #: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks
 #: again.
@@ -39,7 +39,7 @@ class LowRank:
 def low_rank_of(module: Any) -> LowRank | None:
     """Return the LoRA branch of a linear layer with an active PEFT adapter, else None.
 
-    Raises BackboneError if it is of another kind, which only adapters of other programs are.
+    Raises TargetModelError if it is of another kind, which only adapters of other programs are.
     """
     if not getattr(module, "lora_A", None):
         return None
@@ -48,7 +48,7 @@ def low_rank_of(module: Any) -> LowRank | None:
     (key,) = module.active_adapters
     is_dora = key in getattr(module, "lora_variant", {})
     if is_dora or module.lora_B[key].bias is not None:
-        raise BackboneError(
+        raise TargetModelError(
             "DoRA and LoRA with a bias are not supported on lm_head; merge the adapter into the"
             " model"
         )
@@ -62,7 +62,7 @@ def low_rank_of(module: Any) -> LowRank | None:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The matrix from hidden states to logits, of the backbone or of a draft's head.
+    """The matrix from hidden states to logits, of the target model or of a draft's head.
 
         raw logits = W h + b  (+ LoRA branch, or + R e)
         logits     = scale * raw                                    without a soft cap
@@ -210,11 +210,11 @@ def rank_candidates(
 
 @dataclass(frozen=True)
 class Embedding:
-    """The backbone's input embedding, frozen: drafts that use it neither train nor save it.
+    """The target model's input embedding, frozen: drafts that use it neither train nor save it.
 
     Attributes:
-        table: the backbone's module, token ids [...] -> vectors [..., d].
-        scale: factor that the backbone applies before its first layer (Granite's
+        table: the target model's module, token ids [...] -> vectors [..., d].
+        scale: factor that the target model applies before its first layer (Granite's
             `embedding_multiplier`).
     """
 

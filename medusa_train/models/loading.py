@@ -1,4 +1,4 @@
-"""Load a causal language model from a directory or the Hugging Face hub as a `Backbone`, quantized
+"""Load a causal language model from a directory or the Hugging Face hub as a `TargetModel`, quantized
 on demand.
 """
 
@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import ConfigError, TargetModelError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.io import describe_size, parse_json
 from medusa_train.models.architecture import (
@@ -31,17 +31,17 @@ from medusa_train.models.architecture import (
     check_architecture,
     check_decodes,
 )
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.document_attention import (
     FLASH,
     flash_obstacle,
     register_document_attention,
 )
-from medusa_train.models.model_files import find_backbone, missing_from_hub, model_directory
+from medusa_train.models.model_files import find_target_model, missing_from_hub, model_directory
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import WeightMemory, auto_dtype, default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
+from medusa_train.models.target_model import TargetModel
 from medusa_train.network import check_network
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
@@ -64,7 +64,7 @@ UNREADABLE = (
 _CODE_OF_ANOTHER = re.compile(r"(?:custom code contained in|\A) ?(\S+) (?:which|You can inspect)")
 
 
-def load_backbone(
+def load_target_model(
     name: str,
     *,
     dtype: str | torch.dtype = "float32",
@@ -73,7 +73,7 @@ def load_backbone(
     trust_remote_code: bool = False,
     special_tokens: Mapping[str, str] | None = None,
     only_trains: bool = False,
-) -> Backbone:
+) -> TargetModel:
     """Load a model and its tokenizer, frozen and in eval mode, and check what it computes.
 
     Args:
@@ -83,10 +83,10 @@ def load_backbone(
         only_trains: whether a model whose token trees cannot be verified will do, too.
 
     Raises:
-        BackboneError: the model cannot be found or read, or its architecture is not supported.
+        TargetModelError: the model cannot be found or read, or its architecture is not supported.
     """
     # 1. where it is, and what it is computed with
-    source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+    source, config = resolve_target_model(name, trust_remote_code=trust_remote_code)
     if not only_trains:
         check_decodes(config, name)
     device = default_device() if device is None else torch.device(device)
@@ -112,17 +112,17 @@ def load_backbone(
             or _describe_index(source)
             or describe_unreadable(error)
         )
-        raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
+        raise TargetModelError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
         damaged = _damaged_file(source)
         if damaged is None:
             if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
                 raise
-            raise BackboneError(
+            raise TargetModelError(
                 f"base_model {name}: loading failed: {describe_unreadable(error)}"
             ) from error
         reason = str(error).partition(". ")[0] or type(error).__name__
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {name}: {damaged}: incomplete or damaged ({reason}); copy or download it"
             " again"
         ) from error
@@ -133,10 +133,10 @@ def load_backbone(
     if quantization_of(model) in ("nf4", "fp4"):  # also where the checkpoint is stored so
         keep_trainable_kernels(model)
     model.eval().requires_grad_(False)  # until a recipe trains it
-    backbone = Backbone(model, tokenizer, name)
+    target_model = TargetModel(model, tokenizer, name)
     with gathering_modules(model):  # training may load it partitioned
-        check_model(backbone)
-    return backbone
+        check_model(target_model)
+    return target_model
 
 
 def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -151,14 +151,14 @@ def load_tokenizer(
     trust_remote_code: bool,
     special_tokens: Mapping[str, str] | None = None,
 ) -> Any:
-    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by
-    `resolve_backbone`.
+    """Load the target model's tokenizer from `resolved`, the path or hub name returned by
+    `resolve_target_model`.
 
     Args:
         special_tokens: tokens of its vocabulary to use as its `eos_token`, `bos_token` and so on.
 
     Raises:
-        BackboneError: it cannot be read.
+        TargetModelError: it cannot be read.
         ConfigError: it has no such token.
     """
     # unless `mistral_format` is off, a tekken.json beside tokenizer.json wins, whose tokenizer has
@@ -170,11 +170,11 @@ def load_tokenizer(
         )
     except UNREADABLE as error:
         _refuse_remote_code(error, resolved)
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {resolved}: cannot load its tokenizer: {describe_unreadable(error)}"
         ) from error
     if not isinstance(tokenizer.model_max_length, (int, float)):
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it is"
             f" {tokenizer.model_max_length!r}"
         )
@@ -264,17 +264,17 @@ def _damaged_file(source: str) -> Path | None:
     return None
 
 
-def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
+def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
     """Find a model by directory or hub name and read its config, without loading weights.
 
     Returns:
         The argument for `from_pretrained`, and the transformers config.
 
     Raises:
-        BackboneError: the directory does not exist, the hub has no such model or cannot be reached,
+        TargetModelError: the directory does not exist, the hub has no such model or cannot be reached,
             or the architecture is not supported.
     """
-    source, _ = find_backbone(name)
+    source, _ = find_target_model(name)
     if resolve_path(name) is None and not hub_is_unreachable():
         check_network()
     try:
@@ -284,7 +284,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     except UNREADABLE as error:
         _refuse_remote_code(error, source)
         if Path(source).is_dir():
-            raise BackboneError(
+            raise TargetModelError(
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
         reason = describe_hub_error(error, name, "model") or (
@@ -298,7 +298,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
 
 
 def _check_generation_config(name: str, source: str) -> None:
-    """Raise BackboneError for a damaged generation_config.json, which transformers takes for none:
+    """Raise TargetModelError for a damaged generation_config.json, which transformers takes for none:
     answers would end at other tokens.
     """
     path = model_directory(source) / GENERATION_CONFIG
@@ -309,21 +309,21 @@ def _check_generation_config(name: str, source: str) -> None:
     except (OSError, ValueError, RecursionError):
         is_valid = False
     if not is_valid:
-        raise BackboneError(
+        raise TargetModelError(
             f"base_model {name}: {path} is no JSON object that can be read; copy or download it"
             " again"
         )
 
 
 def _refuse_remote_code(error: Exception, name: str) -> None:
-    """Raise BackboneError if `error` is transformers' refusal to run a repository's Python code;
+    """Raise TargetModelError if `error` is transformers' refusal to run a repository's Python code;
     return otherwise.
     """
     if "`trust_remote_code=True`" not in str(error):
         return
     elsewhere = _CODE_OF_ANOTHER.search(str(error))
     repository = name if elsewhere is None else f"{elsewhere[1]}, which {name} names"
-    raise BackboneError(
+    raise TargetModelError(
         f"base_model {name}: needs Python code of the repository {repository}. Read that code, and"
         " allow it by trust_remote_code=true on the command line, trust_remote_code: true in your"
         " YAML, or load(..., trust_remote_code=True); a run directory's config.yaml cannot allow it"
@@ -356,16 +356,16 @@ def auto_dtype_that_fits(
     weights fit into the free memory in no other dtype; `report` then gets a line about it.
 
     Args:
-        name, quantization, trust_remote_code: as in `load_backbone`. float16: as in `auto_dtype`.
+        name, quantization, trust_remote_code: as in `load_target_model`. float16: as in `auto_dtype`.
 
     Raises:
-        BackboneError: the model cannot be found, or its architecture is not supported.
+        TargetModelError: the model cannot be found, or its architecture is not supported.
     """
     device = default_device()
     dtype = auto_dtype(device, float16=float16)
     if device.type != "cpu" or dtype != "float32" or quantization is not None:
         return dtype
-    _, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+    _, config = resolve_target_model(name, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         return dtype
     shape = model_without_weights(config, trust_remote_code=trust_remote_code)
@@ -386,7 +386,7 @@ def loading_options(
     them.
 
     NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products.
-    lm_head is not quantized. Raises BackboneError if bitsandbytes cannot be used.
+    lm_head is not quantized. Raises TargetModelError if bitsandbytes cannot be used.
     """
     # else the host's memory holds a copy of the model in every process
     on_device = {"device_map": {"": device}}
@@ -395,7 +395,7 @@ def loading_options(
             return {}
         return on_device
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
-        raise BackboneError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
+        raise TargetModelError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
     from transformers import BitsAndBytesConfig
 
     if quantization == "nf4":
@@ -441,7 +441,9 @@ def keep_trainable_kernels(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
+def choose_attention(
+    target_model: TargetModel, wanted: bool | Literal["auto"], *, packed: bool
+) -> str:
     """Choose the fastest attention that keeps packed conversations separate.
 
     Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows
@@ -451,7 +453,7 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     which need a mask even in rows of one conversation.
 
     Args:
-        backbone: as loaded, before any part of it is converted for training. Switched to varlen
+        target model: as loaded, before any part of it is converted for training. Switched to varlen
             attention if possible.
         wanted: the key `flash_attention`.
         packed: whether rows hold several conversations (`sample_packing`).
@@ -459,42 +461,44 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     Returns:
         One line that names the kernel, and the reason where it is not flash-attn's.
     """
-    if backbone.tree_obstacle is not None or (
-        not packed and "sliding_attention" not in backbone.layer_types
+    if target_model.tree_obstacle is not None or (
+        not packed and "sliding_attention" not in target_model.layer_types
     ):
         return (
-            f"attention: torch {backbone.attention}, causal (one conversation per row needs no"
+            f"attention: torch {target_model.attention}, causal (one conversation per row needs no"
             " mask)"
         )
     which = "packed rows" if packed else "rows with sliding windows"
     reasons: list[str] = []  # why what would be faster is not used
-    for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
+    for implementation, kernel in _varlen_attentions(target_model, wanted, reasons):
         try:
-            backbone.use_varlen(implementation)
-        except (BackboneError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            target_model.use_varlen(implementation)
+        except (TargetModelError, ImportError, RuntimeError, TypeError, ValueError) as error:
             reasons.append(str(error).partition("\n")[0])
             continue
         line = f"attention: {kernel} for {which}"
         if reasons:
             line += f" ({reasons[0]})"
         return line
-    return f"attention: torch {backbone.attention} with a mask for {which} ({'; '.join(reasons)})"
+    return (
+        f"attention: torch {target_model.attention} with a mask for {which} ({'; '.join(reasons)})"
+    )
 
 
 def _varlen_attentions(
-    backbone: Backbone, wanted: bool | Literal["auto"], reasons: list[str]
+    target_model: TargetModel, wanted: bool | Literal["auto"], reasons: list[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield the attentions to try with a description each, fastest first; `reasons` gets why others
     are left out.
     """
-    capped = backbone.attention == "eager"
+    capped = target_model.attention == "eager"
     obstacle: str | None = "flash_attention: false"
     if wanted:
         obstacle = flash_obstacle(
-            backbone.device.type,
-            backbone.dtype,
+            target_model.device.type,
+            target_model.dtype,
             capped=capped,
-            supported=bool(getattr(backbone.model, "_supports_flash_attn", False)),
+            supported=bool(getattr(target_model.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
     if obstacle is None:

@@ -1,4 +1,4 @@
-"""Train, load, save and merge a LoRA adapter in a backbone's layers."""
+"""Train, load, save and merge a LoRA adapter in a target model's layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from medusa_train import checksums
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.io import warn_once
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.model_files import ADAPTER_CONFIG, read_adapter_config
+from medusa_train.models.target_model import TargetModel
 
 LM_HEAD = "lm_head"
 
@@ -53,47 +53,51 @@ def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class Adapter:
-    """A PEFT LoRA adapter in a backbone's layers; `peft` is the PeftModel around its model.
+    """A PEFT LoRA adapter in a target model's layers; `peft` is the PeftModel around its model.
 
-    PEFT modifies the backbone's model in place, so the backbone is used as before. Draft heads are
+    PEFT modifies the target model's model in place, so the target model is used as before. Draft heads are
     not part of that model, or PEFT would freeze them and add adapters to them.
     """
 
-    def __init__(self, backbone: Backbone, peft: Any) -> None:
-        self.backbone = backbone
+    def __init__(self, target_model: TargetModel, peft: Any) -> None:
+        self.target_model = target_model
         self.peft = peft
 
     @classmethod
-    def attach(cls, backbone: Backbone, spec: LoraSpec) -> Adapter:
-        """Add new LoRA layers to `backbone`, trainable and in float32; with B = 0 its outputs do
+    def attach(cls, target_model: TargetModel, spec: LoraSpec) -> Adapter:
+        """Add new LoRA layers to `target_model`, trainable and in float32; with B = 0 its outputs do
         not change.
 
         Raises:
-            BackboneError: a target is not a linear layer, or is an lm_head tied to the input
+            TargetModelError: a target is not a linear layer, or is an lm_head tied to the input
                 embeddings, which merging would corrupt; or there is no module of a name in
                 `modules_to_save`.
         """
         from peft import LoraConfig, get_peft_model
 
-        _check_modules(backbone, spec.modules_to_save)
+        _check_modules(target_model, spec.modules_to_save)
         config = LoraConfig(
             r=spec.r,
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
-            target_modules=_target_modules(backbone, spec.targets),
+            target_modules=_target_modules(target_model, spec.targets),
             modules_to_save=list(spec.modules_to_save) or None,
             task_type="CAUSAL_LM",
         )
         try:
-            return cls(backbone, _trainable_in_float32(get_peft_model(backbone.model, config)))
+            return cls(
+                target_model, _trainable_in_float32(get_peft_model(target_model.model, config))
+            )
         except ValueError as error:  # such as PEFT's of dropout on fused experts
             advice = "set lora_dropout: 0, or lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
-            raise BackboneError(f"adapter: {error} {advice}") from error
+            raise TargetModelError(f"adapter: {error} {advice}") from error
 
     @classmethod
-    def load(cls, backbone: Backbone, directory: Path, *, trainable: bool = False) -> Adapter:
+    def load(
+        cls, target_model: TargetModel, directory: Path, *, trainable: bool = False
+    ) -> Adapter:
         """Add the adapter saved in `directory`; CheckpointError if there is none, or it does not
-        fit the backbone.
+        fit the target model.
         """
         from peft import PeftModel
 
@@ -105,11 +109,11 @@ class Adapter:
             checksums.check(weights)
         try:
             with warnings.catch_warnings():
-                # the path of the backbone may differ from the one in training
+                # the path of the target model may differ from the one in training
                 warnings.simplefilter("ignore")
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 peft = PeftModel.from_pretrained(
-                    backbone.model,
+                    target_model.model,
                     directory,
                     is_trainable=trainable,
                     use_safetensors=True,
@@ -121,7 +125,7 @@ class Adapter:
             raise
         except Exception as error:  # PEFT passes on whatever its many kinds of adapters raise
             raise CheckpointError(
-                f"{directory}: cannot load this adapter into {backbone.name}: {error}"
+                f"{directory}: cannot load this adapter into {target_model.name}: {error}"
             ) from error
         problem = describe_not_finite(_adapter_weights(peft))
         if problem is not None:
@@ -129,13 +133,13 @@ class Adapter:
                 f"{weights}: {problem}: the file is damaged, or training failed; use an earlier"
                 " checkpoint, or train again"
             )
-        adapter = cls(backbone, _trainable_in_float32(peft))
-        backbone.model.eval()
+        adapter = cls(target_model, _trainable_in_float32(peft))
+        target_model.model.eval()
         return adapter
 
     def save(self, directory: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors, without embedding matrices of
-        the backbone.
+        the target model.
         """
         self.peft.save_pretrained(directory, safe_serialization=True, save_embedding_layers=False)
         checksums.add_checksum(Path(directory) / ADAPTER_WEIGHTS)
@@ -146,12 +150,12 @@ class Adapter:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Run the original backbone within this context: adapter and dropout disabled, no
+        """Run the original target model within this context: adapter and dropout disabled, no
         gradients.
 
-        The original of a backbone loaded in 4 bits is the 4-bit backbone.
+        The original of a target model loaded in 4 bits is the 4-bit target model.
         """
-        model = self.backbone.model
+        model = self.target_model.model
         was_training = model.training
         was_trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         model.eval()
@@ -165,18 +169,18 @@ class Adapter:
                 parameter.requires_grad_(requires_grad)
 
     def merge(self) -> None:
-        """Merge the adapter into the backbone's weights; a quantized backbone is dequantized first.
+        """Merge the adapter into the target model's weights; a quantized target model is dequantized first.
 
         Merging into 4 bits would round the merged weights again, and the adapter was not trained on
         the original full-precision weights.
         """
-        if getattr(self.backbone.model, "is_quantized", False):
+        if getattr(self.target_model.model, "is_quantized", False):
             self._dequantize()
         try:
-            self.backbone.model = self.peft.merge_and_unload()
+            self.target_model.model = self.peft.merge_and_unload()
         except NotImplementedError as error:  # such as aLoRA's
             raise CheckpointError(f"this adapter cannot be merged: {error}") from error
-        self.backbone.model.eval().requires_grad_(False)
+        self.target_model.model.eval().requires_grad_(False)
 
     def _dequantize(self) -> None:
         from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -240,44 +244,44 @@ def layers_left_out(model: Any, directory: Path) -> list[str]:
     return [name for name in targets if name in left_out]
 
 
-def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
+def _target_modules(target_model: TargetModel, targets: Sequence[str] | None) -> list[str]:
     """Return the layers for LoRA, see `LoraSpec.targets`."""
-    model = backbone.model
+    model = target_model.model
     defaults = default_targets(model)
     if targets is None:
         return defaults
     names = linear_names(model)
     unknown = [name for name in targets if name not in names]
     if unknown:
-        raise BackboneError(
+        raise TargetModelError(
             f"lora_target_modules: {', '.join(unknown)}: no such layer; there are"
             f" {', '.join(names)}"
         )
     if LM_HEAD in targets and LM_HEAD not in defaults:
-        raise BackboneError(
+        raise TargetModelError(
             "lora_target_modules: lm_head is tied to the input embeddings, which merging would"
             " corrupt; leave lm_head out"
         )
     return list(targets)
 
 
-def _check_modules(backbone: Backbone, names: Sequence[str]) -> None:
-    """Raise BackboneError unless every name ends the path of a module: PEFT ignores others without
+def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
+    """Raise TargetModelError unless every name ends the path of a module: PEFT ignores others without
     a word.
     """
-    paths = [path for path, _ in backbone.model.named_modules()]
+    paths = [path for path, _ in target_model.model.named_modules()]
     unknown = []
     for name in names:
         if not any(path.endswith(name) for path in paths):
             unknown.append(name)
     if unknown:
-        raise BackboneError(
-            f"lora_modules_to_save: {', '.join(unknown)}: this backbone has no module of that name"
+        raise TargetModelError(
+            f"lora_modules_to_save: {', '.join(unknown)}: this target model has no module of that name"
         )
 
 
 def _trainable_in_float32(peft: Any) -> Any:
-    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the backbone's
+    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the target model's
     dtype.
 
     In half precision the small updates of an optimizer round to nothing.

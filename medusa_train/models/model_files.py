@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.hub import hub_is_unreachable, offline_advice
 from medusa_train.io import parse_json
 
@@ -20,7 +20,7 @@ from medusa_train.io import parse_json
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
+def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
     """Find a model and read its config.json.
 
     Returns:
@@ -28,19 +28,19 @@ def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
         has to be fetched from the hub.
 
     Raises:
-        BackboneError: no such directory, no config.json in it that can be read, or a hub name that
+        TargetModelError: no such directory, no config.json in it that can be read, or a hub name that
             is not in the cache while the hub cannot be reached.
     """
     local = resolve_path(name)
     if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):
         similar = nearest_path(name)
         advice = f"; did you mean {similar}?" if similar else ""
-        raise BackboneError(f"base_model {name}: no such directory{advice}")
+        raise TargetModelError(f"base_model {name}: no such directory{advice}")
     source = str(local or name)
     path = model_directory(source) / "config.json"
     if not path.is_file():
         if local is not None:
-            raise BackboneError(f"base_model {name}: not a model directory: no config.json")
+            raise TargetModelError(f"base_model {name}: not a model directory: no config.json")
         if hub_is_unreachable():
             directory = f"models/{Path(name).name}"
             reason = offline_advice(name, "model", directory)
@@ -49,13 +49,13 @@ def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BackboneError(f"base_model {name}: cannot read {path}: {error}") from None
+        raise TargetModelError(f"base_model {name}: cannot read {path}: {error}") from None
     if not isinstance(config, dict):
-        raise BackboneError(f"base_model {name}: cannot read {path}: it is no JSON object")
+        raise TargetModelError(f"base_model {name}: cannot read {path}: it is no JSON object")
     return source, config
 
 
-def missing_from_hub(name: str, reason: str) -> BackboneError:
+def missing_from_hub(name: str, reason: str) -> TargetModelError:
     """Return the error for a name that is no directory, and that the hub does not give for a
     `reason`.
     """
@@ -70,7 +70,7 @@ def missing_from_hub(name: str, reason: str) -> BackboneError:
             "no such directory. `make smollm2-model` writes the model of configs/smollm2_*.yaml;"
             f" for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
         )
-    return BackboneError(f"base_model {name}: {reason}")
+    return TargetModelError(f"base_model {name}: {reason}")
 
 
 def model_directory(source: str) -> Path:

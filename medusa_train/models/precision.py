@@ -134,7 +134,7 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
 class Precision:
     """Precision of a training run.
 
-    The backbone is loaded in `dtype`; heads keep float32 master weights and run under autocast to
+    The target model is loaded in `dtype`; heads keep float32 master weights and run under autocast to
     `dtype`.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, DataError
+from medusa_train.errors import DataError, TargetModelError
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -98,14 +98,14 @@ def chat_encoder_or_none(
 def _with_embedding(tokens: Any, vocab_size: int) -> tuple[int, ...]:
     """Return ids as a tuple: none, one, or a list; those outside of [0, V) are left out.
 
-    Raises BackboneError for anything else.
+    Raises TargetModelError for anything else.
     """
     if tokens is None:
         return ()
     ids = tokens if isinstance(tokens, (list, tuple)) else [tokens]
     for token in ids:
         if type(token) is not int:
-            raise BackboneError(
+            raise TargetModelError(
                 "generation_config.json: eos_token_id must be the id of a token, or a list of ids;"
                 f" it is {tokens!r}"
             )

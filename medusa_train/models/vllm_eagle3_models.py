@@ -1,4 +1,4 @@
-"""Say for which backbones vLLM cannot draft with EAGLE-3."""
+"""Say for which target models vLLM cannot draft with EAGLE-3."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ WITHOUT_EAGLE3 = frozenset(
 
 
 def vllm_eagle3_warnings(config: Any) -> list[str]:
-    """Warn of a backbone from which vLLM cannot take the states that an EAGLE-3 draft reads.
+    """Warn of a target model from which vLLM cannot take the states that an EAGLE-3 draft reads.
 
     Args:
-        config: the backbone's transformers configuration.
+        config: the target model's transformers configuration.
     """
     architectures = getattr(config, "architectures", None) or []
     without = [name for name in architectures if name in WITHOUT_EAGLE3]

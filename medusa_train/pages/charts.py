@@ -239,9 +239,11 @@ def tree_drawing(
             axes.annotate(
                 percent, (x, y), below, textcoords="offset points", ha="center", size=8, color=soft
             )
-        tip = "next token of the backbone: always accepted"
+        tip = "next token of the target model: always accepted"
         axes.plot(columns[()], 0, "o", markersize=12, color=COLOURS["--ink"], gid=_TIP + tip)
-        axes.set_yticks(range(depth + 1), ["backbone", *[f"head {k}" for k in range(1, depth + 1)]])
+        axes.set_yticks(
+            range(depth + 1), ["target model", *[f"head {k}" for k in range(1, depth + 1)]]
+        )
         axes.set_xticks([])
         axes.set_ylim(depth + 0.5, -0.3)
         axes.grid(visible=False)

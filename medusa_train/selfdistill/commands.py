@@ -88,7 +88,7 @@ def next_command(cfg: SelfDistillConfig, output: Path) -> str:
 
 
 def _trainable_model(cfg: SelfDistillConfig) -> tuple[str, str]:
-    """Return the backbone to train on, and the command that exports it first, or nothing."""
+    """Return the base model to train on, and the command that exports it first, or nothing."""
     if cfg.engine == "openai":
         return "", str(cfg.base_model)
     paths = resolve_model_paths(cfg)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
+from medusa_train.checkpoint.load_model import compile_target_model, load_for_decoding
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.data.tokenize import ChatEncoder
@@ -21,8 +21,8 @@ from medusa_train.inference.batch_decoder import (
 )
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.model import resolve_model_paths
 from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
@@ -35,7 +35,7 @@ POOL_BATCHES = 4
 
 
 class HFEngine:
-    """Generates answers with a backbone loaded in this process.
+    """Generates answers with a base model loaded in this process.
 
     Batching is continuous: waiting requests replace finished ones, except in longrope models, which
     can't batch.
@@ -47,7 +47,7 @@ class HFEngine:
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
         batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
-        draft, tree: heads for speculative decoding. Sampled answers follow the backbone's
+        draft, tree: heads for speculative decoding. Sampled answers follow the base model's
             distribution, but differ from those without heads.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be
             dropped.
@@ -55,7 +55,7 @@ class HFEngine:
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         *,
         temperature: float,
         max_new_tokens: int,
@@ -69,14 +69,17 @@ class HFEngine:
         tree: Tree | None = None,
         stop_looping: bool = False,
     ) -> None:
-        self.backbone = backbone
+        self.target_model = target_model
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
         self.sampling = Sampling(temperature, top_k, top_p) if temperature else None
         self._prompting = ChatPrompting(
-            backbone.tokenizer, chat_template, chat_template_kwargs, reasoning_tags=reasoning_tags
+            target_model.tokenizer,
+            chat_template,
+            chat_template_kwargs,
+            reasoning_tags=reasoning_tags,
         )
-        self._decoder = BatchDecoder(backbone, draft, tree)
+        self._decoder = BatchDecoder(target_model, draft, tree)
         self._batch: RunningBatch | None = None
         if batch_size > 1 and self._decoder.can_batch:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
@@ -137,7 +140,7 @@ class HFEngine:
             # a chat that the template rejects must not end the run
             self._finished.append((request_id, Answer("", "refused", 0, 0)))
             return
-        if len(prompt) > self.backbone.max_context:
+        if len(prompt) > self.target_model.max_context:
             self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
             return
         generator = None
@@ -166,7 +169,7 @@ class HFEngine:
 
     @property
     def passes(self) -> int:
-        """Forward passes of the backbone so far."""
+        """Forward passes of the base model so far."""
         return self._decoder.passes
 
     def stats(self) -> Mapping[str, str]:
@@ -212,7 +215,7 @@ class HFEngine:
     def _end_looping_rows(self, batch: RunningBatch) -> None:
         for row in batch.active:
             if row.out.steps % LOOP_INTERVAL == 0:
-                text = self.backbone.tokenizer.decode(row.out.tokens, skip_special_tokens=True)
+                text = self.target_model.tokenizer.decode(row.out.tokens, skip_special_tokens=True)
                 if is_looping(text):
                     row.limit = len(row.out.tokens)
 
@@ -232,20 +235,22 @@ def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) 
     # float32 answers are reproducible on other machines only without prepacked weights
     model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    chat = ChatEncoder(
+        model.target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs
+    )
     unused = chat.template.describe_unused_kwargs()
     if unused is not None:
         note(f"note: {unused}")
-    ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+    ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
     if ends is not None:
         note(ends)
 
     # 2. compile it
     if cfg.compile:
-        compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
+        compile_target_model(model.target_model, paths, rows=batch_size, trees=trees)
     model.compile_tree(note)
     return HFEngine(
-        model.backbone,
+        model.target_model,
         batch_size=batch_size,
         draft=model.draft,
         tree=model.tree,

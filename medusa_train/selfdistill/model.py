@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
-    """Return the paths of the backbone, its adapter and, if configured, the heads.
+    """Return the paths of the base model, its adapter and, if configured, the heads.
 
-    `base_model` may be a run: its trained backbone is used, with the adapter merged.
+    `base_model` may be a run: its trained base model is used, with the adapter merged.
     """
     from medusa_train.checkpoint.resolve import resolve_model
 
@@ -51,7 +51,7 @@ def _is_run(name: str) -> bool:
 
 
 def model_name(cfg: SelfDistillConfig) -> str:
-    """Return the model's name in the output; the trained backbone of a run is named after the run."""
+    """Return the model's name in the output; the trained base model of a run is named after the run."""
     if cfg.engine == "openai":
         return str(cfg.base_model)  # checked with the configuration
     if cfg.base_model is not None:

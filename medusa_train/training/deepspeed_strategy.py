@@ -37,17 +37,17 @@ T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """Draft and backbone as one module whose forward pass calls a given function.
+    """Draft and base model as one module whose forward pass calls a given function.
 
     ZeRO-3 gathers a module's weights while its `forward` runs, and losses read some of them
     (lm_head) directly. Only a tensor may leave `forward`, for DeepSpeed's hooks to find it;
     everything else is kept in `result`.
     """
 
-    def __init__(self, draft: nn.Module, backbone: nn.Module) -> None:
+    def __init__(self, draft: nn.Module, target_model: nn.Module) -> None:
         super().__init__()
         self.draft = draft
-        self.backbone = backbone
+        self.target_model = target_model
         self.result: Any = None
 
     def forward(self, function: Callable[[], Any]) -> Tensor | None:
@@ -67,7 +67,7 @@ class DeepSpeedStrategy(Strategy):
     def __init__(
         self,
         draft: nn.Module,
-        backbone: nn.Module,
+        target_model: nn.Module,
         read_directly: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
@@ -78,7 +78,7 @@ class DeepSpeedStrategy(Strategy):
         """Hand the trained parameters to DeepSpeed.
 
         Args:
-            draft, backbone: all weights that a step reads; rank 0's are broadcast.
+            draft, base model: all weights that a step reads; rank 0's are broadcast.
             read_directly: parameters that losses read without calling the module they belong to.
             config: from `deepspeed_config.engine_config`.
         """
@@ -90,7 +90,7 @@ class DeepSpeedStrategy(Strategy):
         # DeepSpeed does not report the norm at this stage, so gradients are clipped here
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}
-        self._root: Any = _Root(draft, backbone)
+        self._root: Any = _Root(draft, target_model)
         with _quiet():
             import deepspeed
 

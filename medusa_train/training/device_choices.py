@@ -59,7 +59,7 @@ def precision_of_run(
     """Return in what a run on `device` computes; `report` receives why `bf16: auto` is slow here.
 
     Raises:
-        BackboneError: the base model cannot be found.
+        TargetModelError: the base model cannot be found.
     """
     bf16 = cfg.bf16
     if bf16 == "auto" and not cfg.fp16:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
@@ -22,8 +21,9 @@ from medusa_train.models.hf_config import (
 )
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.precision import Precision
-from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.draft_cost import draft_cost
+from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
 # -> rate.
@@ -62,7 +62,7 @@ _QLORA = Rate("Medusa-2 with QLoRA", 0.27, 5_846)
 #: By recipe, see `rate_of`.
 RATES = {
     "medusa1": _FROZEN,
-    "medusa1 quantized": Rate("Medusa-1 on a quantized backbone", _FROZEN.share),
+    "medusa1 quantized": Rate("Medusa-1 on a quantized base model", _FROZEN.share),
     "other draft": Rate("drafts other than Medusa", _FROZEN.share),
     "qlora": _QLORA,
     "lora": Rate("Medusa-2 with LoRA", _QLORA.share),
@@ -151,9 +151,9 @@ class Estimate:
             self._multiplied = count(model, **{**self._settings, "markov_rank": 0})
         # 3. What the recipe trains of the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
-        recipe = build_backbone_recipe(
+        recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
-            Backbone(model.requires_grad_(False), None),
+            TargetModel(model.requires_grad_(False), None),
             Precision(torch.device("meta"), torch.float32),
         )
         self._trained_base = _count(recipe.parameters.values())
@@ -177,8 +177,8 @@ class Estimate:
         has_8bit_states = "8bit" in cfg.optimizer and device != "cpu"
         states = round(self.trained * (ADAM_8BIT if has_8bit_states else ADAM))
         parts = {
-            "backbone, frozen": weights,
-            "adapter" if cfg.adapter else "backbone, trained": self._trained_base * _TRAINED,
+            "target_model, frozen": weights,
+            "adapter" if cfg.adapter else "target_model, trained": self._trained_base * _TRAINED,
             "heads": self._draft * _TRAINED,
             "gradients": self.trained * _TRAINED,
             f"optimizer states ({cfg.optimizer})": states,

@@ -1,4 +1,4 @@
-"""Keep the hidden states of a frozen backbone on disk, so that later epochs and runs need no pass
+"""Keep the hidden states of a frozen base model on disk, so that later epochs and runs need no pass
 of it.
 
 A document's states depend on its tokens alone: it starts at position 0 and attends to nothing else,
@@ -25,8 +25,8 @@ from medusa_train.data.batch import Batch, Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, existing_parent, installed_version, write_failure
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 
 _LIBRARIES = ("torch", "transformers", "medusa-train")
@@ -36,11 +36,11 @@ _NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "to
 
 @dataclass
 class HiddenStateCache:
-    """The states of a frozen backbone: read from disk, or computed and stored.
+    """The states of a frozen base model: read from disk, or computed and stored.
 
     Attributes:
         device: where features are returned.
-        rope_switch: see `Backbone`; beyond it a model computes the whole batch with other
+        rope_switch: see `TargetModel`; beyond it a model computes the whole batch with other
             positions.
         distributed: the processes that train together; all of them call `features`, the same number
             of times.
@@ -58,11 +58,11 @@ class HiddenStateCache:
     _warned: bool = field(default=False, repr=False)
 
     def features(self, batch: Batch, compute: Callable[[], Features]) -> Features:
-        """Return the features of `batch`; `compute` runs the backbone on it, unless all documents
+        """Return the features of `batch`; `compute` runs the base model on it, unless all documents
         are stored.
 
-        The states at padding are zero where they are read, and the backbone's where it ran. A
-        backbone that is partitioned over the processes has to run in all of them, so it runs if any
+        The states at padding are zero where they are read, and the base model's where it ran. A
+        base model that is partitioned over the processes has to run in all of them, so it runs if any
         process lacks a document.
         """
         documents = list(self._documents(batch))
@@ -178,19 +178,23 @@ def open_hidden_states(
     prepared: Path,
     examples: Iterable[Example],
     need: FeatureSpec,
-    backbone: Backbone,
+    target_model: TargetModel,
     distributed: DistributedContext,
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of all documents of the run in `prepared`, for a frozen backbone, and print
+    """Open the cache of all documents of the run in `prepared`, for a frozen base model, and print
     its full size.
     """
-    fingerprint = distributed.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
+    fingerprint = distributed.run_on_main(
+        lambda: target_model_fingerprint(target_model, need, tf32=tf32)
+    )
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all
         states = _states_of(
-            backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need)
+            target_model.run(
+                torch.zeros(1, 1, dtype=torch.long, device=target_model.device), need=need
+            )
         )
     store = StateStore(
         directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), distributed.rank
@@ -210,8 +214,8 @@ def open_hidden_states(
     console.print(f"hidden states: {line}", highlight=False, soft_wrap=True)
     return HiddenStateCache(
         store,
-        backbone.device,
-        backbone.rope_switch,
+        target_model.device,
+        target_model.rope_switch,
         distributed,
         lambda text: console.print(text, style="yellow"),
     )
@@ -228,20 +232,22 @@ def describe_states(format: StateFormat, tokens: int) -> str:
     return f"{tokens:,} tokens x {format.width:,} values{states} x {format.dtype.itemsize} bytes"
 
 
-def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = False) -> str:
+def target_model_fingerprint(
+    target_model: TargetModel, need: FeatureSpec, *, tf32: bool = False
+) -> str:
     """Digest everything that determines the states besides the tokens: weights, config, needs and
     library versions.
     """
-    config = backbone.model.config.to_dict()
+    config = target_model.model.config.to_dict()
     inputs = {
         "config": {name: value for name, value in config.items() if name not in _NAMES},
         "early": need.early,
-        "dtype": str(backbone.dtype),
+        "dtype": str(target_model.dtype),
         "tf32": tf32,
         "libraries": [installed_version(name) for name in _LIBRARIES],
     }
     digest = sha256(json.dumps(inputs, sort_keys=True, default=str).encode())
-    for name, value in backbone.model.state_dict().items():
+    for name, value in target_model.model.state_dict().items():
         if isinstance(value, Tensor):
             digest.update(f"{name}{value.dtype}{list(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

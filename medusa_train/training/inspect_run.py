@@ -31,7 +31,7 @@ from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
-from medusa_train.models.loading import load_tokenizer, resolve_backbone
+from medusa_train.models.loading import load_tokenizer, resolve_target_model
 from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
@@ -144,7 +144,7 @@ def inspect_run(
             loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
     else:
         loaded = [assumed_data(config, tokens, processes, console) for config in configs]
-    resolved, model_config = resolve_backbone(
+    resolved, model_config = resolve_target_model(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
     stages = [
@@ -358,7 +358,7 @@ def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
 
 
 def _describe_hidden_states(stage: _Stage) -> str:
-    """Describe the size on disk of the backbone's hidden states, those that are stored already
+    """Describe the size on disk of the base model's hidden states, those that are stored already
     included.
     """
     text_config = stage.model_config.get_text_config()

@@ -64,7 +64,7 @@ def load_data(
     distributed: DistributedContext = SINGLE_PROCESS,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the backbone's config and tokenize the data; no weights are
+    """Check the configuration against the base model's config and tokenize the data; no weights are
     loaded.
 
     One process of each machine tokenizes, the others read what it wrote. If it fails in one process
@@ -162,7 +162,7 @@ def _load_data(
             held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
-    # 4. Drop what the backbone cannot read.
+    # 4. Drop what the base model cannot read.
     dropped = _drop_unknown_tokens([train, validation], text_config.vocab_size, tokenizer, cfg)
     train_answers, validation_answers = answers
     if train_answers is not train:
@@ -242,7 +242,7 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token for which the backbone has no embedding, such as one that was
+    """Drop conversations with a token for which the base model has no embedding, such as one that was
     added to the tokenizer alone; return why, for each of them.
 
     Raises:
@@ -328,9 +328,9 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
     """
     kwargs = settings.get("chat_template_kwargs") or {}
     name = settings.get("chat_template") or None
-    # a backbone answered with its tokenizer's template, a run with that of its heads
-    is_of_backbone = "model" in settings and "weights" not in settings
-    if name is None and not is_of_backbone:
+    # a base model answered with its tokenizer's template, a run with that of its heads
+    is_of_target_model = "model" in settings and "weights" not in settings
+    if name is None and not is_of_target_model:
         name = encoder.template_name
     generated = ChatEncoder(encoder.tokenizer, name, kwargs).template
     chat = [Message("user", "Hello")]

@@ -330,18 +330,18 @@ EIGHT_BIT = {
 def parameter_groups(
     heads: Iterable[nn.Parameter],
     heads_lr: float,
-    backbone: Iterable[nn.Parameter],
-    backbone_lr: float,
+    target_model: Iterable[nn.Parameter],
+    base_model_lr: float,
     weight_decay: float,
 ) -> list[ParameterGroup]:
     """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases
     and norms (none).
 
-    Heads train at `learning_rate * medusa_lr_multiplier`, the backbone's trained parameters at
+    Heads train at `learning_rate * medusa_lr_multiplier`, the base model's trained parameters at
     `learning_rate` (Medusa, Joint Training, differential learning rates).
     """
     groups: list[ParameterGroup] = []
-    for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
+    for parameters, lr in ((heads, heads_lr), (target_model, base_model_lr)):
         matrices = []
         vectors = []
         for parameter in parameters:

@@ -1,5 +1,5 @@
 """Checks of a configuration before any weights are loaded: of its files, before torch is imported,
-and of what transformers reads of the backbone.
+and of what transformers reads of the base model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from medusa_train.data.read_chats import check_first_records
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
 from medusa_train.models.hf_config import check_exit_layer, quantization_of
-from medusa_train.models.model_files import find_backbone, read_adapter_config
+from medusa_train.models.model_files import find_target_model, read_adapter_config
 from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 
 
@@ -26,7 +26,7 @@ def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True
     """Check the files of a run and its stage one, without the seconds that importing torch takes.
     The data may be missing unless the run `reads_data`.
 
-    What only the backbone's config tells is checked if config.json is here and has it.
+    What only the base model's config tells is checked if config.json is here and has it.
 
     Raises:
         MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
@@ -38,7 +38,7 @@ def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True
     for stage in stages:
         check_deepspeed(stage, processes)
         check_initial_weights(stage)
-        _, config = find_backbone(stage.base_model)
+        _, config = find_target_model(stage.base_model)
         text_config = _mapping(config.get("text_config")) or config
         check_shape(stage, text_config, _mapping(config.get("quantization_config")))
         for name in (stage.chat_template, *(entry.conversation for entry in stage.all_datasets)):
@@ -57,22 +57,22 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and
+    """Check `cfg` against the base model's config and `processes`; return its path or hub name, and
     its config.
     """
     from transformers.integrations import is_deepspeed_available
 
-    from medusa_train.models.loading import resolve_backbone
+    from medusa_train.models.loading import resolve_target_model
     from medusa_train.training.deepspeed_strategy import check_zero
 
-    resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    resolved, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     # 1. The processes, and the weights to start from.
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
         check_zero(deepspeed)
     check_8bit_states(cfg, config, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
-    # 2. The draft and the recipe on this backbone.
+    # 2. The draft and the recipe on this base model.
     check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
     return resolved, config
@@ -81,7 +81,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
 def check_shape(
     cfg: TrainConfig, text_config: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> None:
-    """Check the draft and the recipe against the backbone's vocabulary, layers and quantization;
+    """Check the draft and the recipe against the base model's vocabulary, layers and quantization;
     numbers that `text_config` does not have are not checked.
     """
     size = cfg.draft_config.settings.get("vocab_size")
@@ -89,7 +89,7 @@ def check_shape(
     if size is not None and isinstance(vocab_size, int) and size >= vocab_size:
         raise ConfigError(
             f"{cfg.draft_config.vocab_size_key}: {size:,} must be less than the {vocab_size:,}"
-            " tokens of the backbone; leave it out to use all of them"
+            " tokens of the base model; leave it out to use all of them"
         )
     stored = (quantization or {}).get("quant_method")
     can_be_merged = stored is None or (stored == "bitsandbytes" and cfg.adapter is not None)
@@ -112,7 +112,7 @@ def check_shape(
 
 
 def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
-    """Refuse what needs masks or layers of a backbone that can only run whole documents."""
+    """Refuse what needs masks or layers of a base model that can only run whole documents."""
     from medusa_train.models.architecture import describe_without_trees
 
     problem = describe_without_trees(model_config, cfg.base_model)
@@ -148,7 +148,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
     Args:
-        config: transformers' config of the backbone. Without it the layers that an adapter leaves
+        config: transformers' config of the base model. Without it the layers that an adapter leaves
             out are not checked, which takes torch.
     """
     if cfg.lora_model_dir is None:
@@ -162,7 +162,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
             " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
             " to start from untrained heads."
         )
-    # 2. The backbone of heads that were trained jointly is this run's.
+    # 2. The base model of heads that were trained jointly is this run's.
     if adapter is not None:
         if cfg.recipe == "medusa1" or cfg.adapter is None:
             raise ConfigError(
@@ -172,11 +172,11 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
             )
         _check_adapter(cfg, config, adapter)
     model = home / MODEL
-    backbone = resolve_path(cfg.base_model)
-    if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
+    target_model = resolve_path(cfg.base_model)
+    if model.is_dir() and (target_model is None or target_model.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
-            f" backbone in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
+            f" base model in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
             " that trained heads only"
         )
 

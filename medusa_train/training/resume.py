@@ -186,10 +186,10 @@ def load_checkpoint(
     return LoadedCheckpoint(path, snapshot, changed)
 
 
-def check_backbone(
+def check_target_model(
     checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
 ) -> None:
-    """Raise CheckpointError if the backbone's weights are not those that the checkpoint was trained
+    """Raise CheckpointError if the base model's weights are not those that the checkpoint was trained
     on; say it in one line where that cannot be known.
 
     Args:

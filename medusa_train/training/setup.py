@@ -1,4 +1,4 @@
-"""Build the trainer of a run: backbone, heads, loss, optimizer, the checkpoint to resume from, and
+"""Build the trainer of a run: base model, heads, loss, optimizer, the checkpoint to resume from, and
 loggers.
 """
 
@@ -34,14 +34,13 @@ from medusa_train.data.draft_vocabulary import (
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.loading import choose_attention, load_backbone, resolve_backbone
+from medusa_train.models.loading import choose_attention, load_target_model, resolve_target_model
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.deepspeed_config import engine_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
@@ -64,7 +63,7 @@ from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.resume import (
     NEW_STAGE,
     StageStart,
-    check_backbone,
+    check_target_model,
     describe_differences,
     describe_other_choices,
     forget_incomparable_best,
@@ -82,6 +81,7 @@ from medusa_train.training.snapshot import (
     restore_state,
     restore_weights,
 )
+from medusa_train.training.target_model_recipe import TargetModelRecipe, build_target_model_recipe
 from medusa_train.training.trainer import Trainer
 
 
@@ -120,7 +120,7 @@ class Models:
 
     cfg: TrainConfig
     draft: Draft
-    recipe: BackboneRecipe
+    recipe: TargetModelRecipe
     checkpoint: LoadedCheckpoint | None
     fingerprint: str | None
 
@@ -194,7 +194,7 @@ def load_models(stage: Stage) -> Models:
                 cfg.prepared_dir,
                 [*stage.data.train, *stage.data.validation],
                 draft.needs,
-                recipe.backbone,
+                recipe.target_model,
                 distributed,
                 stage.progress.console,
                 cfg.tf32,
@@ -206,7 +206,7 @@ def load_models(stage: Stage) -> Models:
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
             checkpoint = load_checkpoint(start.checkpoint, start.changed, stage.store, distributed)
-            check_backbone(checkpoint, cfg.base_model, fingerprint, stage.progress.console)
+            check_target_model(checkpoint, cfg.base_model, fingerprint, stage.progress.console)
             with distributed.failing_together():
                 restore_weights(checkpoint, draft, recipe, distributed)
     return Models(cfg, draft, recipe, checkpoint, fingerprint)
@@ -216,13 +216,13 @@ def _memory_without_checkpointing(
     cfg: TrainConfig, data: TrainingData, precision: Precision
 ) -> int:
     """Estimate the bytes of a step that keeps all activations, from the base model's shape."""
-    _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    _, model_config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
 def _load_model(
     stage: Stage, cfg: TrainConfig, precision: Precision
-) -> tuple[BackboneRecipe, Draft]:
+) -> tuple[TargetModelRecipe, Draft]:
     """Load the base model, build the draft, and make trainable what the recipe trains.
 
     Several processes that train with ZeRO-3 load their part of the base model only.
@@ -232,7 +232,7 @@ def _load_model(
     if cfg.fp16 and precision.dtype != torch.float16:
         stage.print(f"fp16: not supported on {precision.device.type}; using {precision}")
     with partitioned_loading(loading_config(cfg, stage.distributed.size, str(precision))):
-        backbone = load_backbone(
+        target_model = load_target_model(
             cfg.base_model,
             dtype=precision.dtype,
             device=precision.device,
@@ -241,13 +241,13 @@ def _load_model(
             special_tokens=cfg.special_tokens,
             only_trains=True,
         )
-    backbone.end_answers_by(stage.data.chat_template, cfg.chat_template_kwargs)
-    stage.print(backbone.stop_tokens.describe(backbone.tokenizer))
-    with gathering_modules(backbone.model):
-        stage.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing))
-        with gathered(backbone.output_embeddings.parameters()):
-            draft = build_heads(cfg, stage.data, backbone, stage.progress.console)
-    return build_backbone_recipe(cfg, backbone, precision), draft
+    target_model.end_answers_by(stage.data.chat_template, cfg.chat_template_kwargs)
+    stage.print(target_model.stop_tokens.describe(target_model.tokenizer))
+    with gathering_modules(target_model.model):
+        stage.print(choose_attention(target_model, cfg.flash_attention, packed=cfg.sample_packing))
+        with gathered(target_model.output_embeddings.parameters()):
+            draft = build_heads(cfg, stage.data, target_model, stage.progress.console)
+    return build_target_model_recipe(cfg, target_model, precision), draft
 
 
 def seed_all(seed: int) -> None:
@@ -258,7 +258,7 @@ def seed_all(seed: int) -> None:
 
 
 def build_heads(
-    cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console
+    cfg: TrainConfig, data: TrainingData, target_model: TargetModel, console: Console
 ) -> Draft:
     """Build new heads, or load those of `initial_run` (two-stage training), in float32."""
     section = cfg.draft_config
@@ -267,14 +267,18 @@ def build_heads(
         settings = dict(section.settings)
         key = section.vocab_size_key
         token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, key
+            settings.get("vocab_size"),
+            data.train,
+            target_model.tokenizer,
+            target_model.vocab_size,
+            key,
         )
         if token_map is not None:
-            _print_vocabulary(token_map, data, backbone.vocab_size, console, key)
+            _print_vocabulary(token_map, data, target_model.vocab_size, console, key)
             settings["token_map"] = token_map
-        return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **settings)
+        return DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
 
-    draft = load_draft(initial, backbone, torch.float32)
+    draft = load_draft(initial, target_model, torch.float32)
     name = draft_name(draft)
     if name != cfg.draft:
         raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
@@ -297,7 +301,7 @@ def build_heads(
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     token_map = draft.lm_head(1).token_map
     if token_map is not None:
-        _print_vocabulary(token_map.cpu(), data, backbone.vocab_size, console)
+        _print_vocabulary(token_map.cpu(), data, target_model.vocab_size, console)
     return draft
 
 
@@ -314,7 +318,9 @@ def _print_vocabulary(
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
-def _describe_models(stage: Stage, cfg: TrainConfig, draft: Draft, recipe: BackboneRecipe) -> None:
+def _describe_models(
+    stage: Stage, cfg: TrainConfig, draft: Draft, recipe: TargetModelRecipe
+) -> None:
     """Print what is trained on, what is trained and frozen, and what differs from usual."""
     train, validation = stage.data.train, stage.data.validation
     stage.print(
@@ -324,30 +330,31 @@ def _describe_models(stage: Stage, cfg: TrainConfig, draft: Draft, recipe: Backb
     )
     heads = sum(parameter.numel() for parameter in draft.parameters())
     trained = sum(full_shape(parameter).numel() for parameter in recipe.parameters.values())
-    whole = recipe.backbone.model
+    whole = recipe.target_model.model
     if any(map(is_partitioned, whole.parameters())):
         total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
     else:  # quantized weights pack two parameters into a byte
         total = int(whole.num_parameters())
-    backbone = f"backbone {(total - trained) / 1e6:.1f}M frozen"
+    target_model = f"base model {(total - trained) / 1e6:.1f}M frozen"
     if trained:
-        backbone += f" and {trained / 1e6:.2f}M trained"
+        target_model += f" and {trained / 1e6:.2f}M trained"
     stage.print(
-        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
+        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {target_model}, "
         f"computing in {recipe.precision} on {recipe.precision.device}"
     )
     if cfg.quantization is not None:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
         stage.print(
-            f"note: the backbone is quantized: {learners} learn from the quantized model", "yellow"
+            f"note: the base model is quantized: {learners} learn from the quantized model",
+            "yellow",
         )
     if cfg.torch_compile and recipe.cache is None:
         stage.print(
-            "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
+            "torch_compile: the base model's layers are compiled in the first steps, which take longer"
         )
     elif cfg.torch_compile:
         stage.print(
-            "torch_compile: the backbone's layers are compiled once states are computed; states"
+            "torch_compile: the base model's layers are compiled once states are computed; states"
             " that are stored are read as they are, compiled or not"
         )
 
@@ -369,7 +376,7 @@ def plan_steps(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSched
         unit = "conversations"
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
     if models.recipe.joint:
-        rates += f" (backbone {cfg.learning_rate:g})"
+        rates += f" (base model {cfg.learning_rate:g})"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * size
     stage.print(
         f"plan: {schedule.total_steps:,} steps of {batch} {unit}"
@@ -394,7 +401,7 @@ def _strategy_phase(cfg: TrainConfig, distributed: DistributedContext) -> str:
 def build_strategy(
     cfg: TrainConfig,
     draft: nn.Module,
-    recipe: BackboneRecipe,
+    recipe: TargetModelRecipe,
     schedule: TrainingSchedule,
     distributed: DistributedContext,
     console: Console,
@@ -434,18 +441,18 @@ def build_strategy(
 
     if distributed.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
-    backbone = recipe.backbone
-    config = engine_config(cfg, distributed.size, backbone.hidden_size)
+    target_model = recipe.target_model
+    config = engine_config(cfg, distributed.size, target_model.hidden_size)
     default = ""
     if cfg.deepspeed is None:
         default = " (default, deepspeed is not set)"
     console.print(
         f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}"
     )
-    read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
+    read_directly = [*draft.parameters(), *target_model.output_embeddings.parameters()]
     return DeepSpeedStrategy(
         draft,
-        backbone.model,
+        target_model.model,
         read_directly,
         optimizer,
         lr_scheduler,

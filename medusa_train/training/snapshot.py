@@ -20,10 +20,10 @@ from medusa_train.errors import CheckpointError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
-from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.optimizer import Strategy
 from medusa_train.training.step_metrics import Window
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TrainState:
         evaluated: step of the last evaluation. validation: fingerprint of its data. objective:
             what it measured, by name. Both None before the first one and in older checkpoints.
         base_model_digest: of the base model's weights; None where there are no files, and in
-            checkpoints before 0.3.0, whose `backbone` was computed in another way.
+            checkpoints before 0.3.0, whose `target_model` was computed in another way.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
         window: sums since the last log line.
@@ -89,7 +89,7 @@ class TrainState:
 
 
 def take_weights(
-    draft: Draft, recipe: BackboneRecipe, distributed: DistributedContext = SINGLE_PROCESS
+    draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
@@ -101,7 +101,7 @@ def take_weights(
 
 def take_snapshot(
     draft: Draft,
-    recipe: BackboneRecipe,
+    recipe: TargetModelRecipe,
     strategy: Strategy,
     state: TrainState,
     distributed: DistributedContext = SINGLE_PROCESS,
@@ -155,7 +155,7 @@ def load_snapshot(
 def restore_weights(
     checkpoint: LoadedCheckpoint,
     draft: Draft,
-    recipe: BackboneRecipe,
+    recipe: TargetModelRecipe,
     distributed: DistributedContext = SINGLE_PROCESS,
 ) -> None:
     """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.

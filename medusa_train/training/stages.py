@@ -22,7 +22,7 @@ from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.models.architecture import describe_without_trees
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.precision import release_memory
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.progress import LoadingProgress, RunProgress
@@ -127,7 +127,7 @@ def load_stages(
 
 def _notes(cfg: TrainConfig) -> list[str]:
     """Say where the draft cannot be decoded with here, and where vLLM cannot serve it."""
-    _, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    _, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     notes = []
     if (note := describe_without_trees(config, cfg.base_model)) is not None:
         notes.append(note)
@@ -158,7 +158,7 @@ def _count_steps(cfg: TrainConfig, data: TrainingData, distributed: DistributedC
 def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:
     lines = []
     for title, cfg, count in zip(TITLES, stages, steps, strict=True):
-        trained = f"heads and {cfg.adapter or 'backbone'}"
+        trained = f"heads and {cfg.adapter or 'base model'}"
         if cfg.recipe == "medusa1":
             trained = cfg.draft_config.describe()
         lines.append(f"{title}: {trained}, {count:,} steps; output: {cfg.output_dir}")

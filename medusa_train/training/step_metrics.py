@@ -35,11 +35,11 @@ class MicroBatchResult:
         """Detach what the objective returned for `batch`; nothing is transferred from the device."""
         loss = output.loss.detach()
         tokens = (batch.segments >= 0).sum()
-        backbone = [torch.zeros_like(loss)] * 3
+        target_model = [torch.zeros_like(loss)] * 3
         if output.lm is not None:
-            backbone = [output.lm.ce, output.lm.kl, output.lm.count]
+            target_model = [output.lm.ce, output.lm.kl, output.lm.count]
         heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
-        figures = [loss, tokens, *backbone, *heads]
+        figures = [loss, tokens, *target_model, *heads]
         row = torch.cat([figure.double().flatten() for figure in figures])
         return cls(batch.records, loss, row)
 
@@ -120,7 +120,7 @@ class Window(StepTotals):
         """Return the window's figures of a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
-        are left out where the backbone is frozen; `outside_vocabulary`, the share of targets that a
+        are left out where the base model is frozen; `outside_vocabulary`, the share of targets that a
         reduced draft vocabulary lacks, and `overscaled_steps` where they are zero.
         """
         pairs = zip(self.correct, self.counts, strict=True)

@@ -23,17 +23,17 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.io import describe_size
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import WeightMemory, free_memory, is_out_of_memory
 from medusa_train.models.prepack import prepack_linears
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress, duration
-from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.stop_signals import StopRequest
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose_tree import (
@@ -86,7 +86,7 @@ def train(
     """
     with _explain_out_of_memory(cfg):
         trainer = build_trainer(cfg, data, progress, distributed, start)
-        if trainer.recipe.backbone.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_obstacle is not None:
             cfg = cfg.model_copy(update={"calibration_tokens": 0})
         trainer.parent_run_dir = parent_run_dir
         try:
@@ -196,7 +196,7 @@ def _finish(
     following = "stage two"
     if trainer.parent_run_dir is None:
         following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
-        if trainer.recipe.backbone.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_obstacle is not None:
             following = shlex.join(["medusa-export", str(out), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
@@ -339,7 +339,7 @@ def _restore_best(trainer: Trainer, console: Console) -> int:
 
 
 def choose_and_save_tree(
-    recipe: BackboneRecipe,
+    recipe: TargetModelRecipe,
     draft: Draft,
     conversations: Sequence[Prompts],
     token_budget: int,
@@ -350,7 +350,7 @@ def choose_and_save_tree(
 ) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with their traces.
 
-    An adapter is merged first, as for decoding; a quantized backbone is dequantized for that.
+    An adapter is merged first, as for decoding; a quantized base model is dequantized for that.
 
     Returns:
         None after printing the reason if no tree could be chosen. The heads are usable without one.
@@ -359,14 +359,14 @@ def choose_and_save_tree(
     recipe.train(False)
     draft.eval()
     try:
-        backbone = _backbone_that_decodes(recipe)
+        target_model = _target_model_that_decodes(recipe)
         with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
-            prepack_linears(backbone.model)
-            use_cuda_graphs(backbone)
+            prepack_linears(target_model.model)
+            use_cuda_graphs(target_model)
             prepack_linears(draft)
-        traced = answer_prompts(backbone, draft, conversations, token_budget, progress)
+        traced = answer_prompts(target_model, draft, conversations, token_budget, progress)
         seconds = timing_budget(progress.total_seconds)
-        choice = choose_tree(backbone, draft, traced, progress, seconds=seconds)
+        choice = choose_tree(target_model, draft, traced, progress, seconds=seconds)
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}. To choose it: {again}", style="yellow")
         return None
@@ -383,40 +383,40 @@ def choose_and_save_tree(
     return choice
 
 
-def _backbone_that_decodes(recipe: BackboneRecipe) -> Backbone:
-    """Return the trained backbone in the form in which `load_for_decoding` loads it: latencies and
+def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
+    """Return the trained base model in the form in which `load_for_decoding` loads it: latencies and
     the best tree depend on it.
 
     Raises:
         MedusaError: it is quantized with an adapter, and does not fit into memory dequantized.
     """
-    backbone = recipe.backbone
+    target_model = recipe.target_model
     for name, parameter in recipe.parameters.items():
         if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
-            parameter.data = parameter.data.to(backbone.dtype)
+            parameter.data = parameter.data.to(target_model.dtype)
     if recipe.adapter is None:
-        return backbone
-    if not getattr(backbone.model, "is_quantized", False):
+        return target_model
+    if not getattr(target_model.model, "is_quantized", False):
         recipe.adapter.merge()
-        return backbone
+        return target_model
     dtype = recipe.precision.dtype
-    packed = WeightMemory.of(backbone.model, backbone.device).quantized
+    packed = WeightMemory.of(target_model.model, target_model.device).quantized
     needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
-    free = free_memory(backbone.device)
+    free = free_memory(target_model.device)
     if free is not None and needed > free:
         raise MedusaError(
             "decoding merges the adapter into dequantized weights, which take"
             f" {describe_size(needed)} beside training, and {describe_size(free)} are free"
         )
     recipe.adapter.merge()
-    return backbone.to_dtype(dtype)
+    return target_model.to_dtype(dtype)
 
 
 # Closing tables
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation text and on the backbone's greedy
+    """Tabulate top-1 and top-5 accuracy per head on validation text and on the base model's greedy
     continuations.
     """
     columns: dict[str, Sequence[Sequence[float]]] = {}
@@ -476,7 +476,7 @@ def summary(
             lowest = f" ({state.best})"
         objective = "held-out loss"
         if validation.lm_loss is not None:
-            objective = "held-out objective (backbone + lambda0 x heads)"
+            objective = "held-out objective (base model + lambda0 x heads)"
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")
         if (length := validation.acceptance_length) is not None:
             table.add_row(
@@ -494,7 +494,7 @@ def summary(
         table.add_row("hidden states", Text(finished.cache_summary))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row(
-            "note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
+            "note", "no tree was fitted: under ZeRO-3 no process holds the whole base model"
         )
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")

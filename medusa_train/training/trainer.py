@@ -26,7 +26,6 @@ from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
 from medusa_train.training.schedule import TrainingSchedule
@@ -40,6 +39,7 @@ from medusa_train.training.snapshot import (
 )
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.stop_signals import StopRequest
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import ValidationResult, validate
 
 #: Steps after which it is known how long a step takes.
@@ -59,7 +59,7 @@ class Trainer:
     """The training loop of one process.
 
     Attributes:
-        recipe: the backbone, and which part of it is trained.
+        recipe: the base model, and which part of it is trained.
         draft: the heads that are trained.
         objective: the loss.
         strategy: how gradients are applied.
@@ -77,7 +77,7 @@ class Trainer:
     """
 
     cfg: TrainConfig
-    recipe: BackboneRecipe
+    recipe: TargetModelRecipe
     draft: Draft
     objective: Objective
     strategy: Strategy
@@ -167,7 +167,7 @@ class Trainer:
         started = time.perf_counter()
 
         # 1. The batch, and the targets of the whole global batch.
-        device = self.recipe.backbone.device
+        device = self.recipe.target_model.device
         accumulation = self.cfg.gradient_accumulation_steps
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
@@ -206,18 +206,18 @@ class Trainer:
     def compute_loss(
         self, batch: Batch, counts: Tensor, grad_scale: float | None = None
     ) -> ObjectiveOutput:
-        """Run backbone, teacher and heads on one micro-batch; `counts` and `grad_scale` as in
+        """Run base model, teacher and heads on one micro-batch; `counts` and `grad_scale` as in
         `Objective.loss`.
         """
-        # 1. The backbone, and the teacher where the loss has one.
+        # 1. The base model, and the teacher where the loss has one.
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = None
         if self.objective.needs_teacher:
             teacher = self.recipe.teacher(batch, feats)
         lm_head = None
         if self.recipe.joint:
-            lm_head = self.recipe.backbone.lm_head()
-        # 2. The losses. Those that accumulate their own gradients stop at the backbone's states.
+            lm_head = self.recipe.target_model.lm_head()
+        # 2. The losses. Those that accumulate their own gradients stop at the base model's states.
         cut = GraphCut()
         if grad_scale is not None:
             feats = replace(feats, hidden=cut.detach(feats.hidden))
@@ -231,7 +231,7 @@ class Trainer:
                 teacher=teacher,
                 grad_scale=grad_scale,
             )
-        # 3. The sum of their gradients goes on through the backbone, once.
+        # 3. The sum of their gradients goes on through the base model, once.
         cut.backward()
         return output
 

@@ -22,8 +22,8 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
-from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_step
 from medusa_train.tree_search.traces import rank_of
 
@@ -47,13 +47,13 @@ class ValidationResult:
     Attributes:
         loss: the heads' loss: `sum_k c^k * head_loss[k]`, nats, also with soft targets. It is the
             training loss over `Objective.weight`, which is 1 for Medusa-1.
-        objective: the value that early stopping compares, nats: `loss` if the backbone is frozen,
+        objective: the value that early stopping compares, nats: `loss` if the base model is frozen,
             otherwise see `validation_objective`.
         head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
         top: top-1, top-2, ..., top-10 accuracy per head.
         targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
-        lm_loss: mean cross-entropy of the backbone, nats per token; None if it is frozen.
-        lm_kl: mean KL from the backbone without its adapter, nats per token; None without an
+        lm_loss: mean cross-entropy of the base model, nats per token; None if it is frozen.
+        lm_kl: mean KL from the base model without its adapter, nats per token; None without an
             adapter.
         conversations: per token the rank that each head gives it, see `ranked_conversations`.
     """
@@ -98,7 +98,7 @@ class ValidationResult:
 
 @torch.no_grad()
 def validate(
-    recipe: BackboneRecipe,
+    recipe: TargetModelRecipe,
     draft: Draft,
     batches: Iterable[Batch],
     objective: Objective,
@@ -111,7 +111,7 @@ def validate(
     Processes take turns with the batches, and all of them return the same result.
 
     Args:
-        recipe: the backbone; left in train mode.
+        recipe: the base model; left in train mode.
         batches: the whole validation set, once.
         objective: of the run, for the heads' loss and the weights of its terms.
         stop: called before every batch; True in any process aborts the evaluation, which then
@@ -128,7 +128,7 @@ def validate(
         for batch in _share_of(batches, distributed):
             if distributed.any(stop()):
                 return None
-            batch = batch.to(recipe.backbone.device)
+            batch = batch.to(recipe.target_model.device)
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
                 batch_sums, ranks = _head_sums(draft, batch, feats)
@@ -140,7 +140,7 @@ def validate(
     finally:
         recipe.train()
         draft.train(was_training)
-    # 2. Means over all processes: of every head, and of the backbone.
+    # 2. Means over all processes: of every head, and of the base model.
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
     ce, kl, lm_count = distributed.sum(lm_sums).tolist()
@@ -179,7 +179,7 @@ def validation_objective(
 
     lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run
     compare. A target mixed with the teacher's (rho) counts as rho * KL + (1 - rho) * CE of the
-    backbone (None: 0), which is its loss up to the teacher's entropy, a constant. `heads` is `sum_k
+    base model (None: 0), which is its loss up to the teacher's entropy, a constant. `heads` is `sum_k
     c^k * L_k`.
     """
     if objective.lm is None:
@@ -234,8 +234,8 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
     return loss, torch.cat(ranks)
 
 
-def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
-    """Sum a trained backbone's cross-entropy, KL from its teacher, and targets: float64 [3] on the
+def _lm_sums(recipe: TargetModelRecipe, batch: Batch, feats: Features) -> Tensor:
+    """Sum a trained base model's cross-entropy, KL from its teacher, and targets: float64 [3] on the
     CPU.
     """
     target = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
@@ -244,7 +244,7 @@ def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
         states, teacher_lm_head = recipe.teacher(batch, feats)  # [B, T, d]
         teacher = Teacher(states.flatten(0, 1), teacher_lm_head, divergence=True)
     hidden = feats.hidden.flatten(0, 1)  # [B * T, d]
-    sums = linear_loss(hidden, recipe.backbone.lm_head(), target, teacher)
+    sums = linear_loss(hidden, recipe.target_model.lm_head(), target, teacher)
     count = (target != IGNORE_INDEX).sum()
     return torch.stack([sums.ce_sum.double(), sums.kl_sum.double(), count.double()]).cpu()
 
@@ -276,7 +276,7 @@ def ranked_conversations(
 ) -> list[RankedConversation]:
     """Split a batch's ranks into answers, conversation by conversation.
 
-    The state at t has the backbone's next token t + 1 as the root of its tree, so an answer is a
+    The state at t has the base model's next token t + 1 as the root of its tree, so an answer is a
     run of positions whose next token is supervised. Targets outside the answer, on which heads are
     trained as well, are left out: decoding starts and ends within the answer.
 

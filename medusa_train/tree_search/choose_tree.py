@@ -18,8 +18,8 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import (
     Trace,
@@ -138,20 +138,20 @@ class TreeChoice:
 
 
 def answer_prompts(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Draft,
     conversations: Sequence[Prompts],
     token_budget: int,
     progress: RunProgress,
     max_new_tokens: int = ANSWER_TOKENS,
 ) -> TracedAnswers:
-    """Let the backbone answer prompts greedily until there are `token_budget` tokens, and trace the
+    """Let the target model answer prompts greedily until there are `token_budget` tokens, and trace the
     answers.
     """
     eighth = max(8, token_budget // 8)
     with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
         return trace_conversations(
-            backbone,
+            target_model,
             draft,
             conversations,
             max_new_tokens=min(max_new_tokens, eighth),
@@ -161,7 +161,7 @@ def answer_prompts(
 
 
 def choose_tree(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Draft,
     traced: TracedAnswers,
     progress: RunProgress,
@@ -189,7 +189,7 @@ def choose_tree(
             f" {len(conversations)}"
         )
     # 1. how much is timed
-    timer = _plan_timing(backbone, draft, traced.prompt, progress, quick=quick, seconds=seconds)
+    timer = _plan_timing(target_model, draft, traced.prompt, progress, quick=quick, seconds=seconds)
     # 2. a tree of each size: what it accepts, and how long its step takes
     with progress.phase("fitting trees", ticking=True):
         rated = _rated_trees(conversations, traced.traces)
@@ -206,7 +206,7 @@ def choose_tree(
             "answers": len(traced.traces),
             "tokens": traced.tokens,
         },
-        settings=DecodingSettings.of(backbone),
+        settings=DecodingSettings.of(target_model),
     )
 
 
@@ -220,7 +220,7 @@ class _Timer:
         deadline: on the clock of `time.perf_counter`, when no further round begins; None: never.
     """
 
-    backbone: Backbone
+    target_model: TargetModel
     draft: Draft
     progress: RunProgress
     prompt: list[int]
@@ -237,7 +237,7 @@ class _Timer:
         if self.quick or (briefly and self.deadline is not None):
             effort = QUICK
         return time_steps(
-            self.backbone,
+            self.target_model,
             self.draft,
             trees,
             prompt=self.prompt,
@@ -248,7 +248,7 @@ class _Timer:
 
 
 def _plan_timing(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Draft,
     prompt: list[int],
     progress: RunProgress,
@@ -259,17 +259,17 @@ def _plan_timing(
     """Decide whether the choice is quick, and return what times its trees; see `choose_tree`."""
     started = time.perf_counter()
     # 1. the end of the prompt: it and what is timed fit the context
-    longest = max(1, backbone.max_context - TIMED_TOKENS)
+    longest = max(1, target_model.max_context - TIMED_TOKENS)
     prompt = prompt[-longest:]
     # 2. quick where it is asked for, or where the seconds are too few
     deadline: float | None = None
     if seconds is not None:
         deadline = started + seconds
-        quick = quick or _must_be_quick(backbone, draft, prompt, progress, seconds)
+        quick = quick or _must_be_quick(target_model, draft, prompt, progress, seconds)
     # 3. which also continues a shorter prompt
     if quick:
         prompt = prompt[-QUICK_PROMPT:]
-    return _Timer(backbone, draft, progress, prompt, quick, deadline)
+    return _Timer(target_model, draft, progress, prompt, quick, deadline)
 
 
 def _time_each_size(rated: Sequence[tuple[Tree, float]], timer: _Timer) -> dict[int, TreeCandidate]:
@@ -343,7 +343,11 @@ def timing_budget(run_seconds: float) -> float:
 
 
 def _must_be_quick(
-    backbone: Backbone, draft: Draft, prompt: list[int], progress: RunProgress, seconds: float
+    target_model: TargetModel,
+    draft: Draft,
+    prompt: list[int],
+    progress: RunProgress,
+    seconds: float,
 ) -> bool:
     """Return whether a thorough choice would take longer than `seconds`, and say so.
 
@@ -351,7 +355,7 @@ def _must_be_quick(
     """
     started = time.perf_counter()
     effort = Effort(1, THOROUGH.steps)
-    time_steps(backbone, draft, [Tree.empty()], prompt, progress, effort)
+    time_steps(target_model, draft, [Tree.empty()], prompt, progress, effort)
     continuation = (time.perf_counter() - started) / 2
     needed = continuation * THOROUGH_TREES * (THOROUGH.rounds + 1)
     if needed <= seconds:

@@ -24,7 +24,7 @@ _FOLDS = 3
 
 @dataclass(frozen=True)
 class Trace:
-    """The ranks of the heads' guesses along one greedy answer of the backbone.
+    """The ranks of the heads' guesses along one greedy answer of the target model.
 
     Attributes:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among

@@ -27,14 +27,14 @@ Key = dict[str, Any]
 
 
 def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
-    """Return what traces depend on: heads, adapter and backbone by hash, the form of the backbone's
+    """Return what traces depend on: heads, adapter and target model by hash, the form of the target model's
     weights, and where answers end.
 
     Its dtype and compilation change a guess's rank only where logits nearly tie.
     """
-    backbone = model_directory(paths.base_model)
-    weights = [*backbone.glob("config.json"), *backbone.glob("*.safetensors")]
-    weights += backbone.glob("*.bin")
+    target_model = model_directory(paths.base_model)
+    weights = [*target_model.glob("config.json"), *target_model.glob("*.safetensors")]
+    weights += target_model.glob("*.bin")
     adapter: list[Path] = []
     if paths.adapter is not None:
         adapter += paths.adapter.glob("*")

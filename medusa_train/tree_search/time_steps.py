@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 
@@ -31,7 +31,7 @@ QUICK = Effort(rounds=3, steps=5)
 
 
 def time_steps(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Draft,
     trees: Sequence[Tree],
     prompt: list[int],
@@ -44,7 +44,7 @@ def time_steps(
     After `deadline`, on the clock of `time.perf_counter`, no further round begins but the first.
 
     Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a
-    large backbone needs memory for one only. A draft's early exit is off: it makes steps faster,
+    large target model needs memory for one only. A draft's early exit is off: it makes steps faster,
     but also accepts less than rank paths say.
 
     Raises:
@@ -52,14 +52,14 @@ def time_steps(
     """
     trees = list(dict.fromkeys(trees))
     # 1. a decoder for each tree, all on the same memory
-    if len(prompt) + TIMED_TOKENS > backbone.max_context:
+    if len(prompt) + TIMED_TOKENS > target_model.max_context:
         raise MedusaError(
             f"a prompt of {len(prompt)} tokens and {TIMED_TOKENS} timed tokens exceed the model's"
-            f" context of {backbone.max_context}"
+            f" context of {target_model.max_context}"
         )
     largest = max(tree.size for tree in trees)
-    slots = backbone.new_slots(len(prompt) + TIMED_TOKENS + largest + 1)
-    decoders = {tree: Decoder(backbone, draft, tree, slots) for tree in trees}
+    slots = target_model.new_slots(len(prompt) + TIMED_TOKENS + largest + 1)
+    decoders = {tree: Decoder(target_model, draft, tree, slots) for tree in trees}
     # 2. a warm-up, then rounds in which all trees take their turn
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     rounds = effort.rounds + 1

@@ -1,4 +1,4 @@
-"""Trace the heads' guesses along greedy answers of the backbone."""
+"""Trace the heads' guesses along greedy answers of the target model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.rounding import ceil_div
+from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search.fit import MAX_RANK, Trace
 
 #: Answers that are generated at once.
@@ -56,7 +56,7 @@ def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) 
     that begin with the same prompt are one conversation.
 
     Earlier turns keep the data's answers as history; only the next answer is generated. The prompts
-    suffice for `token_budget` tokens even if the backbone's answers are a quarter as long as the
+    suffice for `token_budget` tokens even if the target model's answers are a quarter as long as the
     data's.
     """
     conversations: dict[str, Prompts] = {}
@@ -75,7 +75,7 @@ def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) 
 
 
 def trace_conversations(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Draft,
     conversations: Sequence[Prompts],
     *,
@@ -83,10 +83,10 @@ def trace_conversations(
     token_budget: int = 6000,
     on_answer: Callable[[int], None] | None = None,
 ) -> TracedAnswers:
-    """Answer prompts greedily with the backbone until `token_budget` tokens are generated, and
+    """Answer prompts greedily with the target model until `token_budget` tokens are generated, and
     trace the answers.
 
-    Trees have to fit the backbone's output, which differs from the text of a data set.
+    Trees have to fit the target model's output, which differs from the text of a data set.
 
     Args:
         max_new_tokens, token_budget, on_answer: see `greedy_answers`.
@@ -101,11 +101,11 @@ def trace_conversations(
         prompts += conversation
         owners += [index] * len(conversation)
     # 2. answers to the first of them, and their traces by conversation
-    answers = greedy_answers(backbone, prompts, max_new_tokens, token_budget, on_answer)
+    answers = greedy_answers(target_model, prompts, max_new_tokens, token_budget, on_answer)
     traced: dict[int, list[Trace]] = {}
     for i, answer in answers.items():
         if len(answer) > 1:
-            trace = trace_answer(backbone, draft, prompts[i], answer)
+            trace = trace_answer(target_model, draft, prompts[i], answer)
             traced.setdefault(owners[i], []).append(trace)
     # 3. the median prompt
     by_length = sorted((prompts[i] for i in answers), key=len)
@@ -116,7 +116,7 @@ def trace_conversations(
 
 
 def greedy_answers(
-    backbone: Backbone,
+    target_model: TargetModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     token_budget: int,
@@ -140,15 +140,15 @@ def greedy_answers(
     # 1. the prompts that fit, and how many rows of the longest one
     requests: list[PendingRequest] = []
     for i, prompt in enumerate(prompts):
-        if len(prompt) <= backbone.max_context:
+        if len(prompt) <= target_model.max_context:
             requests.append(PendingRequest(i, prompt))
     longest = max((len(request.prompt) for request in requests), default=0)
-    rows = _rows_in_memory(backbone, longest + max_new_tokens)
+    rows = _rows_in_memory(target_model, longest + max_new_tokens)
     # 2. refill the batch and step, until the budget is used up
     waiting = iter(requests)
     answers: dict[int, list[int]] = {}
     remaining = token_budget
-    batch = BatchDecoder(backbone).begin(max_new_tokens)
+    batch = BatchDecoder(target_model).begin(max_new_tokens)
     while True:
         # even the longest answers of fewer rows would not reach the budget
         needed = min(rows, ceil_div(remaining, max_new_tokens))
@@ -167,23 +167,25 @@ def greedy_answers(
                 on_answer(len(out.tokens))
 
 
-def _rows_in_memory(backbone: Backbone, positions: int) -> int:
+def _rows_in_memory(target_model: TargetModel, positions: int) -> int:
     """Return how many rows of up to `positions` tokens to decode at once."""
-    if not BatchDecoder(backbone).can_batch:
+    if not BatchDecoder(target_model).can_batch:
         return 1
-    positions = min(positions, backbone.max_context)
-    elements = positions * cache_elements_per_position(backbone.config)
-    row_bytes = elements * backbone.dtype.itemsize
+    positions = min(positions, target_model.max_context)
+    elements = positions * cache_elements_per_position(target_model.config)
+    row_bytes = elements * target_model.dtype.itemsize
     return max(1, min(MAX_ROWS, MAX_CACHE_BYTES // row_bytes))
 
 
 @torch.inference_mode()
-def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: list[int]) -> Trace:
+def trace_answer(
+    target_model: TargetModel, draft: Draft, prompt: list[int], answer: list[int]
+) -> Trace:
     """Trace one answer with a single forward pass over prompt and answer (teacher forcing)."""
     # 1. states of all heads at all positions
-    tokens = torch.tensor([prompt + answer], device=backbone.device)  # [1, T + 1]
+    tokens = torch.tensor([prompt + answer], device=target_model.device)  # [1, T + 1]
     inputs = tokens[:, :-1]  # [1, T]
-    feats = backbone.run(inputs, need=draft.needs)
+    feats = target_model.run(inputs, need=draft.needs)
     all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
     # 2. head by head, the ranks of the tokens that follow; head k guesses answer[p + k] at position
     # `first` + p, where answer[p] is the root

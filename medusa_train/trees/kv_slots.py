@@ -1,4 +1,4 @@
-"""Keys and values in slots: the one cache of decoding, for the backbone's layers and for a draft's.
+"""Keys and values in slots: the one cache of decoding, for the target model's layers and for a draft's.
 
 Row b holds its committed positions in columns 0 .. length - 1. The nodes of a tree are written
 right behind them, node i to column length + i:

@@ -1,4 +1,4 @@
-"""A lookahead branch: tokens below the root of every row that pass through the backbone beside its
+"""A lookahead branch: tokens below the root of every row that pass through the target model beside its
 tree, and are never accepted.
 """
 
@@ -26,7 +26,7 @@ class BranchLayout(Nodes):
     Args:
         parents: of every branch token the index of its parent among them, or -1 for the root;
             parents come first.
-        outputs: the draft reads the backbone's logits at this many of them, the last ones.
+        outputs: the draft reads the target model's logits at this many of them, the last ones.
 
     Attributes:
         size: number of branch tokens, m.

@@ -248,7 +248,7 @@ class NodeSlots:
             single row's root, which sees all columns that are read.
         columns: that the nodes are written to, long [B, n + 1].
         first_column: the first of them, where a single row writes slices; else None.
-        storage: of the backbone's slots, [layers, 2, rows, kv_heads, columns, head_dim], with more
+        storage: of the target model's slots, [layers, 2, rows, kv_heads, columns, head_dim], with more
             columns than key_length, of which the first B rows are used.
         key_length: number of columns that attention reads.
     """

@@ -71,7 +71,7 @@ class Tree(Nodes):
     """A prefix-closed set of paths of top-k ranks (Medusa, "Tree Attention").
 
     The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of
-    head 2. The root (the backbone's next token) is not listed in `paths` and has index 0 in every
+    head 2. The root (the target model's next token) is not listed in `paths` and has index 0 in every
     tensor; node i >= 1 is `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents
     come before their children.
     """

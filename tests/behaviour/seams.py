@@ -35,13 +35,13 @@ from medusa_train.inference.sampling import Sampling as SamplingRule
 from medusa_train.losses import chunked_loss
 from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss as fused_loss
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft, RestDraft
 from medusa_train.models.lm_head import LMHead, LowRank
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.load_data import load_data
 from medusa_train.trees.tree import Tree
 
@@ -140,16 +140,16 @@ def decode(
         context: of the model, if not its own.
         threshold: Kangaroo's, if not the draft's own.
     """
-    backbone = Backbone(model, _NoTokenizer(), "model")
+    target_model = TargetModel(model, _NoTokenizer(), "model")
     if context is not None:
-        backbone.max_context = context
+        target_model.max_context = context
     if steps != "exact":
-        backbone.step_runner = {"fixed": FixedShapeRunner, "replayed": _TapeRunner}[steps]()
+        target_model.step_runner = {"fixed": FixedShapeRunner, "replayed": _TapeRunner}[steps]()
     proposer = draft
     if isinstance(draft, Path):
-        proposer = load_draft(draft, backbone, backbone.dtype).eval()
+        proposer = load_draft(draft, target_model, target_model.dtype).eval()
     elif draft is not None:
-        proposer = draft(backbone)
+        proposer = draft(target_model)
     if threshold is not None:
         proposer.threshold = threshold
     if dynamic is not None:
@@ -161,13 +161,13 @@ def decode(
     numbers = range(len(prompts))
     generators = _generators(rule, len(prompts))
     if rows == 1:
-        decoder = Decoder(backbone, proposer, shape)
+        decoder = Decoder(target_model, proposer, shape)
         outs = [
             decoder.generate(list(prompts[n]), max_new_tokens, ends, _rule(rule), generators[n])
             for n in numbers
         ]
     else:
-        batches = BatchDecoder(backbone, proposer, shape)
+        batches = BatchDecoder(target_model, proposer, shape)
         outs = _in_batches(
             batches, prompts, generators, (max_new_tokens, ends, _rule(rule)), rows, joins
         )
@@ -237,8 +237,8 @@ def new_draft(name: str, settings: Mapping[str, Any], noise: float = 0.03, seed:
         name: the value of the key `draft`. settings: as in the config.json of a run's heads.
     """
 
-    def build(backbone: Backbone) -> Any:
-        draft = DRAFTS[name].from_backbone(backbone, **settings)
+    def build(target_model: TargetModel) -> Any:
+        draft = DRAFTS[name].from_target_model(target_model, **settings)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in draft.parameters():
@@ -420,7 +420,7 @@ def _drawing(page: str, title: str) -> str:
 
 def colored_answers(page: str) -> list[list[tuple[int, str]]]:
     """Return the answers of a page in runs of tokens by one head, each after the head's number (0:
-    the backbone).
+    the target model).
     """
     answers = []
     for shown in re.findall(r"<div class=answer>(.*?)</div>", page, flags=re.DOTALL):

@@ -17,9 +17,9 @@ from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import FOLLOWING, accept
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models import prepack
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 from tests.inference.tape import TapeRunner
 
 CPU = torch.device("cpu")
@@ -27,8 +27,8 @@ SMALL = llama_config(32, 48, 2, 4, 2, 61)
 RATES = Rates(1e9, {"float32": 1e10, "bfloat16": 4e10})
 
 
-def small_backbone() -> Backbone:
-    return Backbone(random_model(SMALL, torch.float32, CPU), None, "small")
+def small_target_model() -> TargetModel:
+    return TargetModel(random_model(SMALL, torch.float32, CPU), None, "small")
 
 
 @pytest.mark.parametrize("runner", [FixedShapeRunner(), TapeRunner()], ids=["run", "replayed"])
@@ -38,7 +38,7 @@ def test_static_steps_compute_what_passes_do(
     """With the same keys and values, and again after they have run: they leave the context as it
     was.
     """
-    eager, fixed = small_backbone(), small_backbone()
+    eager, fixed = small_target_model(), small_target_model()
     fixed.step_runner = runner
     passes, static = Context(eager, 20, 8), Context(fixed, 20, 8)
     with torch.inference_mode():
@@ -79,7 +79,7 @@ def test_settings_of_a_dtype_share_weights_and_heads() -> None:
     shape = decode.Shape("small", None, SMALL, Sizes.of(SMALL))
     first = shape.load("float32", "stock", CPU, ("full", "32768", "shared"))
     second = shape.load("float32", "static", CPU, (), first)
-    mine, other = first.backbone.model, second.backbone.model
+    mine, other = first.target_model.model, second.target_model.model
     assert mine is not other
     assert mine.lm_head.weight.data_ptr() == other.lm_head.weight.data_ptr()
     assert list(second.drafts) == ["full", "32768", "shared"]
@@ -111,7 +111,7 @@ def test_a_setting_that_fails_is_a_row_and_the_others_are_measured(
 
     monkeypatch.setattr(decode, "timed_calls", failing)
     monkeypatch.setattr(decode, "_burst", failing_later)
-    model = write_backbone(tmp_path / "model")
+    model = write_target_model(tmp_path / "model")
     words = ["--shapes", str(model), "--contexts", "32", "--nodes", "2", "--dtypes", "float32"]
     words += ["--settings", "stock", "static", "--seconds", "0.01", "--out", str(tmp_path / "out")]
     assert decode.main(words) == 1
@@ -128,7 +128,7 @@ def test_the_whole_command_on_a_model_directory(
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes no time
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
-    model = write_backbone(tmp_path / "model")
+    model = write_target_model(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
     words += ["--settings", "stock", "prepacked", "static", "compiled"]
     assert (

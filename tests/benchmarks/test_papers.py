@@ -48,9 +48,9 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of a backbone that need not be on this machine."""
+    """The sizes of a target model that need not be on this machine."""
     sizes = SimpleNamespace(intermediate_size=1536, hidden_size=576, num_hidden_layers=6)
-    monkeypatch.setattr(papers, "backbone_config", lambda cfg: sizes)
+    monkeypatch.setattr(papers, "target_model_config", lambda cfg: sizes)
 
 
 @pytest.mark.usefixtures("benches", "shape")

@@ -32,8 +32,8 @@ def test_medusa_2_has_its_teachers_pass(
     if what == "shape2":
         pytest.importorskip("bitsandbytes")
     precision = Precision(torch.device("cpu"), torch.bfloat16)
-    cfg, backbone, batch = train.shape_setup(Case(what, "ours", tokens=16, heads=2), precision)
-    step = train.Step(cfg, backbone, precision)
+    cfg, target_model, batch = train.shape_setup(Case(what, "ours", tokens=16, heads=2), precision)
+    step = train.Step(cfg, target_model, precision)
     updates, passes = [], []
     run, update = step.student.teacher, step.optimizer.step
     monkeypatch.setattr(step.student, "teacher", lambda *given: passes.append(1) or run(*given))

@@ -1,7 +1,7 @@
-"""The run directory of a random backbone that evaluation is tested with, for finding and loading it
+"""The run directory of a random base model that evaluation is tested with, for finding and loading it
 here.
 """
 
-from tests.evaluation.conftest import backbone_dir, run_dir
+from tests.evaluation.conftest import run_dir, target_model_dir
 
-__all__ = ["backbone_dir", "run_dir"]
+__all__ = ["run_dir", "target_model_dir"]

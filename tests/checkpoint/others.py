@@ -13,7 +13,7 @@ from medusa_train.trees.tree import Tree
 
 D, V = 6, 11
 #: The weights of a model without heads.
-BACKBONE = {"model.embed_tokens.weight": torch.ones(V, D), "lm_head.weight": torch.ones(V, D)}
+TARGET_MODEL = {"model.embed_tokens.weight": torch.ones(V, D), "lm_head.weight": torch.ones(V, D)}
 
 
 def reference_tensors(

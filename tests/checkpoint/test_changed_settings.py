@@ -24,7 +24,7 @@ def test_only_keys_behind_the_weights_are_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_backbone_by_another_path_is_no_change(
+def test_the_same_target_model_by_another_path_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()

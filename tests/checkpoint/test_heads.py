@@ -24,25 +24,25 @@ from medusa_train.checkpoint.medusa_layouts import names_in_files
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError
 from medusa_train.io import warn_once
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from tests.checkpoint.others import (
-    BACKBONE,
+    TARGET_MODEL,
     reference_tensors,
     vllm_config,
     vllm_tensors,
     write,
 )
 from tests.checkpoint.test_vllm_layout import same
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.full_disk import full_disk
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return random_backbone("llama", dtype=torch.float32)
+def target_model() -> TargetModel:
+    return random_target_model("llama", dtype=torch.float32)
 
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
@@ -59,10 +59,14 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def trained(
-    backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0, **settings: Any
+    target_model: TargetModel,
+    num_heads: int = 3,
+    num_layers: int = 1,
+    seed: int = 0,
+    **settings: Any,
 ) -> MedusaDraft:
     """Heads that are no longer what they started as."""
-    draft = MedusaDraft.from_backbone(backbone, num_heads, num_layers, **settings)
+    draft = MedusaDraft.from_target_model(target_model, num_heads, num_layers, **settings)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -83,14 +87,14 @@ def assert_same(left: Draft, right: Draft) -> None:
 def test_round_trip_is_bit_exact(
     tmp_path: Path, family: str, form: str, dtype: torch.dtype
 ) -> None:
-    backbone = random_backbone(family, dtype=dtype)
-    draft = trained(backbone, **FORMS[form])
+    target_model = random_target_model(family, dtype=dtype)
+    draft = trained(target_model, **FORMS[form])
     save_draft(draft, tmp_path, "some/model")
-    loaded = load_draft(tmp_path, backbone)
+    loaded = load_draft(tmp_path, target_model)
     assert isinstance(loaded, MedusaDraft)
     assert_same(loaded, draft)
     assert (loaded.softcap, loaded.scale) == (draft.softcap, draft.scale)
-    states = torch.randn(4, backbone.hidden_size, dtype=dtype)
+    states = torch.randn(4, target_model.hidden_size, dtype=dtype)
     if "markov" not in form:
         assert torch.equal(loaded.head_logits(states, 3), draft.head_logits(states, 3))
     config, names = (
@@ -103,8 +107,8 @@ def test_round_trip_is_bit_exact(
     assert any(re.fullmatch(r"\d\.\d\.weight", name) for name in names) is ("shared" not in form)
 
 
-def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone) -> None:
-    save_draft(trained(backbone, 2), tmp_path, "some/model")
+def test_files_and_config_are_the_reference_s(tmp_path: Path, target_model: TargetModel) -> None:
+    save_draft(trained(target_model, 2), tmp_path, "some/model")
     assert sorted(p.name for p in tmp_path.iterdir()) == [HEADS_CONFIG, SAFETENSORS]
     assert json.loads((tmp_path / HEADS_CONFIG).read_text()) == {
         "medusa_num_heads": 2,
@@ -114,7 +118,7 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
     shapes = {
         name: list(tensor.shape) for name, tensor in load_file(tmp_path / SAFETENSORS).items()
     }
-    d, v = backbone.hidden_size, backbone.vocab_size
+    d, v = target_model.hidden_size, target_model.vocab_size
     assert shapes == {
         f"{i}.{name}": shape
         for i in range(2)
@@ -128,14 +132,14 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
 
 @pytest.mark.parametrize("with_config", [True, False])
 def test_the_public_code_s_pt_file_is_read(
-    tmp_path: Path, backbone: Backbone, with_config: bool
+    tmp_path: Path, target_model: TargetModel, with_config: bool
 ) -> None:
-    draft = trained(backbone, 5)
+    draft = trained(target_model, 5)
     write_heads(read_heads(save_draft(draft, tmp_path, "m")), tmp_path, pickled=True)
     (tmp_path / SAFETENSORS).unlink()
     if not with_config:
         (tmp_path / HEADS_CONFIG).unlink()
-    assert_same(load_draft(tmp_path, backbone), draft)
+    assert_same(load_draft(tmp_path, target_model), draft)
     assert read_heads(tmp_path).base_model == ("m" if with_config else None)
 
 
@@ -186,41 +190,43 @@ def test_heads_that_lack_a_tensor_are_named_with_their_file(tmp_path: Path, layo
         read_heads(tmp_path)
 
 
-def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
+def test_heads_for_another_target_model(tmp_path: Path, target_model: TargetModel) -> None:
     save_draft(
-        MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1), tmp_path, "the/right-one"
+        MedusaDraft(target_model.hidden_size, target_model.vocab_size + 3, 2, 1),
+        tmp_path,
+        "the/right-one",
     )
     with pytest.raises(CheckpointError, match="the/right-one"):
-        load_draft(tmp_path, backbone)
-    wider = random_backbone("llama", dtype=torch.float32, vocab_size=80)
+        load_draft(tmp_path, target_model)
+    wider = random_target_model("llama", dtype=torch.float32, vocab_size=80)
     save_draft(
-        DRAFTS["hydra"].from_backbone(wider, num_heads=1), tmp_path / "hydra", "the/right-one"
+        DRAFTS["hydra"].from_target_model(wider, num_heads=1), tmp_path / "hydra", "the/right-one"
     )
     with pytest.raises(
         CheckpointError, match=r"\(size mismatch for lm_heads.0.weight: .*the/right-one"
     ):
-        load_draft(tmp_path / "hydra", backbone)
+        load_draft(tmp_path / "hydra", target_model)
 
 
-def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone) -> None:
-    old = trained(backbone, seed=1)
+def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, target_model: TargetModel) -> None:
+    old = trained(target_model, seed=1)
     save_draft(old, tmp_path, "m")
     with full_disk(1000), pytest.raises(CheckpointError, match="could not write the heads"):
-        save_draft(trained(backbone, seed=2), tmp_path, "m")
+        save_draft(trained(target_model, seed=2), tmp_path, "m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [HEADS_CONFIG, SAFETENSORS]
-    assert_same(load_draft(tmp_path, backbone), old)
+    assert_same(load_draft(tmp_path, target_model), old)
 
 
-def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone) -> None:
+def test_read_accepts_files_that_others_wrote(tmp_path: Path, target_model: TargetModel) -> None:
     """The public trainer shares one block among layers, so its file holds equal tensors under
     several names.
     """
-    d, v = backbone.hidden_size, backbone.vocab_size
+    d, v = target_model.hidden_size, target_model.vocab_size
     block, bias = torch.randn(d, d), torch.randn(d)
     tensors = {f"0.{j}.linear.weight": block.clone() for j in range(2)}
     tensors |= {f"0.{j}.linear.bias": bias.clone() for j in range(2)}
     save_file({**tensors, "0.2.weight": torch.randn(v, d)}, str(tmp_path / SAFETENSORS))
-    draft = load_draft(tmp_path, backbone)
+    draft = load_draft(tmp_path, target_model)
     assert (draft.num_heads, draft.num_layers) == (1, 2)
     assert torch.equal(draft.blocks[0][1].linear.weight, block)
 
@@ -236,7 +242,7 @@ MODEL_CONFIG: dict[str, object] = {
 def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path:
     """A Medusa-2 full model: one file or shards, safetensors or pickled."""
     everything = {
-        **BACKBONE,
+        **TARGET_MODEL,
         **{prefix + name: tensor for name, tensor in reference_tensors(5).items()},
     }
     directory.mkdir()
@@ -274,27 +280,27 @@ def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix
     assert find_heads(model).layout == "model"
     heads = read_heads(model)
     assert same(names_in_files(heads.state, heads.num_layers), reference_tensors(5))
-    assert heads.base_model == str(model)  # the backbone is the one beside them
+    assert heads.base_model == str(model)  # the base model is the one beside them
     assert heads.num_heads == 5  # whatever config.json says
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_damaged_and_not_finite_heads_are_refused(kind: str, tmp_path: Path) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    draft = DRAFTS[kind].from_backbone(backbone, num_heads=2, num_layers=1)
+    target_model = random_target_model("llama", dtype=torch.float32)
+    draft = DRAFTS[kind].from_target_model(target_model, num_heads=2, num_layers=1)
     directory = save_draft(draft, tmp_path / "heads", "m")
     (path,) = directory.glob("*.safetensors")
     content = bytearray(path.read_bytes())
     content[-3] ^= 4
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged: its checksum is"):
-        load_draft(directory, backbone)
+        load_draft(directory, target_model)
     with torch.no_grad():
         weight = next(p for p in draft.parameters() if p.dim() > 1)
         weight[0, :2] = float("nan")
     save_draft(draft, directory, "m")
     with pytest.raises(CheckpointError, match=r"2 of the [\d,]+ values of .+ are NaN or infinite"):
-        load_draft(directory, backbone)
+        load_draft(directory, target_model)
 
 
 def test_what_config_json_says_otherwise_or_beside_is_named(
@@ -328,9 +334,9 @@ def test_biases_that_vllm_ignores_are_named(
     assert "config.json, not read: abcd" in shown
 
 
-def test_weights_of_whole_numbers_are_refused(backbone: Backbone, tmp_path: Path) -> None:
+def test_weights_of_whole_numbers_are_refused(target_model: TargetModel, tmp_path: Path) -> None:
     """They would be read as if they were not quantized."""
-    save_draft(trained(backbone), tmp_path, "base")
+    save_draft(trained(target_model), tmp_path, "base")
     tensors = load_file(tmp_path / SAFETENSORS)
     name = next(iter(tensors))
     tensors[name] = tensors[name].to(torch.int8)
@@ -338,21 +344,23 @@ def test_weights_of_whole_numbers_are_refused(backbone: Backbone, tmp_path: Path
     with pytest.raises(
         CheckpointError, match=f"{name} holds whole numbers .torch.int8., not weigh"
     ):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
-def test_heads_of_two_kinds_in_one_directory_are_named(backbone: Backbone, tmp_path: Path) -> None:
-    save_draft(trained(backbone), tmp_path, "base")
-    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=2), tmp_path, "base")
+def test_heads_of_two_kinds_in_one_directory_are_named(
+    target_model: TargetModel, tmp_path: Path
+) -> None:
+    save_draft(trained(target_model), tmp_path, "base")
+    save_draft(DRAFTS["hydra"].from_target_model(target_model, num_heads=2), tmp_path, "base")
     with pytest.raises(CheckpointError, match=f"two kinds, draft.safetensors and {SAFETENSORS}"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
 @pytest.mark.parametrize("extra", [True, False])
-def test_a_tensor_too_many_or_too_few_is_not_blamed_on_the_backbone(
-    extra: bool, backbone: Backbone, tmp_path: Path
+def test_a_tensor_too_many_or_too_few_is_not_blamed_on_the_target_model(
+    extra: bool, target_model: TargetModel, tmp_path: Path
 ) -> None:
-    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=2), tmp_path, "base")
+    save_draft(DRAFTS["hydra"].from_target_model(target_model, num_heads=2), tmp_path, "base")
     tensors = load_file(tmp_path / "draft.safetensors")
     if extra:
         tensors["further"] = torch.zeros(2)
@@ -360,4 +368,4 @@ def test_a_tensor_too_many_or_too_few_is_not_blamed_on_the_backbone(
         del tensors["lm_heads.0.weight"]
     save_file(tensors, tmp_path / "draft.safetensors")
     with pytest.raises(CheckpointError, match=r"not those that config\.json describes"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)

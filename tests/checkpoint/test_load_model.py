@@ -10,25 +10,25 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from medusa_train.api import load
 from medusa_train.checkpoint import load_model as module
 from medusa_train.checkpoint.load_model import (
-    compile_backbone,
     compile_cache_dir,
     compile_or_report,
-    load_backbone_without_adapter,
+    compile_target_model,
     load_for_decoding,
+    load_target_model_without_adapter,
     load_tree,
 )
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.draft_sections import LookupChoice
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models import compiled as compiled_module
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import fake_run
 from tests.evaluation.tiny_model import write_run
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 
 def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
@@ -36,7 +36,7 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     subject = load_for_decoding(
         replace(resolve_model(str(run_dir), None, None), quantization="nf4"), "float32"
     )
-    assert subject.backbone.model.is_quantized
+    assert subject.target_model.model.is_quantized
     assert subject.draft is not None
     assert subject.draft.num_heads == 3
 
@@ -50,12 +50,12 @@ def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_pat
         load_tree(paths, num_heads=1)
 
 
-def test_loads_backbone_heads_and_tree(run_dir: Path) -> None:
+def test_loads_target_model_heads_and_tree(run_dir: Path) -> None:
     subject = load_for_decoding(resolve_model(str(run_dir), None, None), "bfloat16")
     assert subject.draft is not None
     assert subject.draft.num_heads == 3
     assert subject.tree == Tree.cartesian([2, 2])
-    assert str(subject.backbone.dtype) == "torch.bfloat16"
+    assert str(subject.target_model.dtype) == "torch.bfloat16"
 
 
 def test_compiled_programs_lie_in_the_users_cache_or_where_the_user_says(
@@ -87,7 +87,7 @@ def test_a_planted_cache_of_a_run_is_not_read_and_two_models_use_one_cache(
     paths = resolve_model(str(run_dir), None, None)
     (run_dir / "compiled").mkdir()
     for home in (run_dir, tmp_path / "other"):
-        compile_backbone(Compiles(), replace(paths, home=home))  # type: ignore[arg-type]
+        compile_target_model(Compiles(), replace(paths, home=home))  # type: ignore[arg-type]
     assert used == [str(tmp_path / "cache" / "medusa-train" / "compiled")] * 2
     assert not any((run_dir / "compiled").iterdir())
 
@@ -97,8 +97,8 @@ def test_a_cache_that_cannot_be_created_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(BackboneError, match="set TORCHINDUCTOR_CACHE_DIR"):
-        compile_backbone(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
+    with pytest.raises(TargetModelError, match="set TORCHINDUCTOR_CACHE_DIR"):
+        compile_target_model(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
 
 
 def test_the_tree_that_every_step_verifies_is_compiled(
@@ -107,9 +107,9 @@ def test_the_tree_that_every_step_verifies_is_compiled(
     base_model = Path(resolve_model(str(run_dir), None, None).base_model)
     compiled: list[int] = []
     lines: list[str] = []
-    monkeypatch.setattr(Backbone, "compile_tree", lambda self, nodes: compiled.append(nodes))
+    monkeypatch.setattr(TargetModel, "compile_tree", lambda self, nodes: compiled.append(nodes))
     # in place of programs
-    monkeypatch.setattr(Backbone, "can_compile_tree", lambda self, nodes: True)
+    monkeypatch.setattr(TargetModel, "can_compile_tree", lambda self, nodes: True)
 
     def load_and_compile(paths: ModelPaths) -> list[int]:
         compiled.clear()
@@ -135,15 +135,15 @@ def test_the_tree_that_every_step_verifies_is_compiled(
 def test_a_tree_that_cannot_be_compiled_is_reported(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Backbone, nodes: int) -> None:
-        raise BackboneError("compile: no room")
+    def fail(self: TargetModel, nodes: int) -> None:
+        raise TargetModelError("compile: no room")
 
     model = load_for_decoding(resolve_model(str(run_dir), None, None), "float32")
     assert not model.can_compile_tree  # no pass is compiled
     lines: list[str] = []
     model.compile_tree(lines.append)
     assert not lines
-    monkeypatch.setattr(Backbone, "compile_tree", fail)
+    monkeypatch.setattr(TargetModel, "compile_tree", fail)
     model.compile_tree(lines.append)
     assert lines == ["compile: no room\ndecoding with the program for trees of any size"]
 
@@ -168,7 +168,7 @@ def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: 
     ]
 
 
-def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_model_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
     def load(name: str, **options: object) -> SimpleNamespace:
@@ -176,7 +176,7 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, *(options[key] for key in keys)))
         return SimpleNamespace(end_answers_by=lambda *template: asked.append(template))
 
-    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
+    monkeypatch.setattr("medusa_train.checkpoint.load_model.load_target_model", load)
     over_4bit = ModelPaths(
         Path("run"),
         "m",
@@ -188,11 +188,11 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         special_tokens={"eos_token": "<end>"},
         chat_template_kwargs={"thinking": False},
     )
-    load_backbone_without_adapter(over_4bit, "bfloat16")
+    load_target_model_without_adapter(over_4bit, "bfloat16")
     folded = ModelPaths(
         Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
     )
-    load_backbone_without_adapter(folded, "float32")
+    load_target_model_without_adapter(folded, "float32")
     assert asked == [
         ("m", "bfloat16", "nf4", True, {"eos_token": "<end>"}),
         ("chatml", {"thinking": False}),
@@ -206,20 +206,22 @@ def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "medusa_train.inference.cuda_graphs.graph_runner", lambda device, model: runner
     )
-    backbone = load_for_decoding(resolve_model(str(run_dir), None, None), "float32").backbone
-    assert backbone.step_runner is runner
-    settings = DecodingSettings.of(backbone)
+    target_model = load_for_decoding(
+        resolve_model(str(run_dir), None, None), "float32"
+    ).target_model
+    assert target_model.step_runner is runner
+    settings = DecodingSettings.of(target_model)
     assert (settings.compiled, settings.graphs) == (False, True)
 
 
 def test_a_compiler_that_fails_does_not_end_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(backbone: Backbone, paths: ModelPaths, **shape: int) -> None:
-        raise BackboneError("compile: torch.compile failed: no room")
+    def fail(target_model: TargetModel, paths: ModelPaths, **shape: int) -> None:
+        raise TargetModelError("compile: torch.compile failed: no room")
 
-    monkeypatch.setattr(module, "compile_backbone", fail)
+    monkeypatch.setattr(module, "compile_target_model", fail)
     lines: list[str] = []
     paths = ModelPaths(Path("run"), "m", None, None, None)
-    compile_or_report(random_backbone("llama"), paths, lines.append)
+    compile_or_report(random_target_model("llama"), paths, lines.append)
     assert lines == ["compile: torch.compile failed: no room\ndecoding without compiled passes"]
 
 

@@ -10,12 +10,12 @@ from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.medusa_layouts import from_files, names_in_files
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 
 def draft() -> MedusaDraft:
-    return MedusaDraft.from_backbone(
-        random_backbone("llama", dtype=torch.float32), 3, markov_rank=4
+    return MedusaDraft.from_target_model(
+        random_target_model("llama", dtype=torch.float32), 3, markov_rank=4
     )
 
 
@@ -56,6 +56,6 @@ def test_what_does_not_fit_is_named(changed: dict[str, Tensor | None], words: st
 
 def test_heads_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     """Also where they share lm_head, so that only the bias shows it."""
-    original = MedusaDraft(32, 90, 2, shared=random_backbone("llama").lm_head(), markov_rank=4)
+    original = MedusaDraft(32, 90, 2, shared=random_target_model("llama").lm_head(), markov_rank=4)
     with pytest.raises(CheckpointError, match="a vocabulary of 90"):
-        load_draft(save_draft(original, tmp_path, "m"), random_backbone("llama"))
+        load_draft(save_draft(original, tmp_path, "m"), random_target_model("llama"))

@@ -82,7 +82,7 @@ def test_incomplete_or_misshapen_heads_are_named(change, message: str) -> None: 
         from_files(tensors)
 
 
-def test_heads_without_lm_head_share_the_backbones() -> None:
+def test_heads_without_lm_head_share_the_target_models() -> None:
     tensors = reference()
     for i in range(3):
         del tensors[f"{i}.2.weight"]

@@ -61,7 +61,7 @@ def test_a_measured_draft_is_exported_for_what_runs_it(
     assert after_evaluation(make_run(run, draft)) == expected
 
 
-def test_a_backbone_that_was_trained_is_merged_first(tmp_path: Path) -> None:
+def test_a_target_model_that_was_trained_is_merged_first(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "adapter").mkdir(parents=True)
     (run / "adapter" / "adapter_config.json").write_text("{}")
@@ -75,7 +75,7 @@ def test_the_demo_is_followed_by_a_real_model(tmp_path: Path) -> None:
     assert after_evaluation(paths) == "make qwen"
 
 
-def test_a_backbone_alone_has_nothing_to_export() -> None:
+def test_a_target_model_alone_has_nothing_to_export() -> None:
     assert after_evaluation(resolve_model(None, "org/model", None)) is None
 
 

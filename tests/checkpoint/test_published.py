@@ -17,14 +17,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from medusa_train.checkpoint.heads import load_draft, read_heads
-from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
+from medusa_train.checkpoint.resolve import names_no_target_model, resolve_model
 from medusa_train.errors import CheckpointError
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
+from medusa_train.models.target_model import TargetModel
 from tests.checkpoint.others import D, V, reference_tensors, vllm_tensors, write
 from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 LAYERS = 8
@@ -32,12 +32,12 @@ SIZES = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=20)
 
 
 @pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return random_backbone("llama", dtype=torch.float32, num_hidden_layers=LAYERS)
+def target_model() -> TargetModel:
+    return random_target_model("llama", dtype=torch.float32, num_hidden_layers=LAYERS)
 
 
-def load_eagle3(directory: Path, backbone: Backbone) -> Eagle3Draft:
-    draft = load_draft(directory, backbone)
+def load_eagle3(directory: Path, target_model: TargetModel) -> Eagle3Draft:
+    draft = load_draft(directory, target_model)
     assert isinstance(draft, Eagle3Draft)
     return draft
 
@@ -115,7 +115,7 @@ def angles(layer: Mapping[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_a_published_draft_guesses_what_servers_compute(
-    name: str, backbone: Backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, target_model: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     published = EAGLE3[name]
     sizes = SIZES
@@ -123,86 +123,92 @@ def test_a_published_draft_guesses_what_servers_compute(
         sizes = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=61)
     tensors = write_eagle3(tmp_path, published, sizes)
     (tmp_path / "eagle3.py").write_text("raise SystemExit")  # no code of a repository runs
-    draft = load_draft(tmp_path, backbone)
+    draft = load_draft(tmp_path, target_model)
     assert isinstance(draft, Eagle3Draft)
     assert caplog.messages == []
     with torch.no_grad():
-        feats = backbone.run(TOKENS, need=draft.needs)
+        feats = target_model.run(TOKENS, need=draft.needs)
         first = next(draft.teacher_forced_states(feats, Rows.from_tokens(TOKENS)))
         logits = draft.lm_head(1).logits(first[0, -2])
         config = json.loads((tmp_path / "config.json").read_text())
-        expected = served_logits(tensors, config, backbone.model, TOKENS)
+        expected = served_logits(tensors, config, target_model.model, TOKENS)
     found = torch.full_like(expected, -torch.inf)
     tokens = torch.arange(SIZES.vocab_size) if draft.token_map is None else draft.token_map
     found[tokens] = logits
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_the_verifier_of_speculators_is_the_backbone(tmp_path: Path) -> None:
+def test_the_verifier_of_speculators_is_the_target_model(tmp_path: Path) -> None:
     write_eagle3(tmp_path, EAGLE3["speculators-0.2"], SIZES)
     assert resolve_model(str(tmp_path), None, None).base_model == "some/verifier"
     assert resolve_model(str(tmp_path), "other/model", None).base_model == "other/model"
-    assert names_no_backbone(str(tmp_path))  # so that an export takes the one that the user names
+    assert names_no_target_model(
+        str(tmp_path)
+    )  # so that an export takes the one that the user names
 
 
 def test_norms_of_queries_and_keys_need_the_layer_of_qwen3(
-    backbone: Backbone, tmp_path: Path
+    target_model: TargetModel, tmp_path: Path
 ) -> None:
     write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
     config["transformer_layer_config"]["model_type"] = "llama"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="only where model_type is qwen3"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
-def test_the_layer_of_qwen3_needs_its_norms(backbone: Backbone, tmp_path: Path) -> None:
+def test_the_layer_of_qwen3_needs_its_norms(target_model: TargetModel, tmp_path: Path) -> None:
     tensors = write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], SIZES)
     without = {
         name: t for name, t in tensors.items() if ".self_attn." not in name or "_proj" in name
     }
     save_file(without, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"k_norm\.weight, .*q_norm\.weight missing"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
 def test_vllm_s_name_of_the_layer_of_llama_wins_over_model_type(
-    backbone: Backbone, tmp_path: Path
+    target_model: TargetModel, tmp_path: Path
 ) -> None:
     published = EAGLE3["specforge"]
     layer = {**published.layer, "model_type": "qwen3"}
     write_eagle3(tmp_path, replace(published, layer=layer), SIZES)
-    assert "qk_norm" not in load_draft(tmp_path, backbone).settings
+    assert "qk_norm" not in load_draft(tmp_path, target_model).settings
 
 
-def test_layers_that_the_backbone_does_not_have_are_refused(
-    backbone: Backbone, tmp_path: Path
+def test_layers_that_the_target_model_does_not_have_are_refused(
+    target_model: TargetModel, tmp_path: Path
 ) -> None:
     write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
     eagle = config["eagle_config"]
     eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 7]  # the last one
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_eagle3(tmp_path, backbone).state_layers == (2, 4, 8)
+    assert load_eagle3(tmp_path, target_model).state_layers == (2, 4, 8)
     eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 8]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"after 9 layers, the backbone has 8\)\. Name the"):
-        load_draft(tmp_path, backbone)
+    with pytest.raises(CheckpointError, match=r"after 9 layers, the base model has 8\)\. Name the"):
+        load_draft(tmp_path, target_model)
 
 
-def test_states_are_read_in_the_order_of_their_layers(backbone: Backbone, tmp_path: Path) -> None:
+def test_states_are_read_in_the_order_of_their_layers(
+    target_model: TargetModel, tmp_path: Path
+) -> None:
     write_eagle3(tmp_path, EAGLE3["modelopt"], SIZES)  # names [1, 5, 3]
-    assert load_eagle3(tmp_path, backbone).state_layers == (2, 4, 6)
+    assert load_eagle3(tmp_path, target_model).state_layers == (2, 4, 6)
 
 
-def test_a_layer_of_qwen3_has_the_defaults_of_qwen3(backbone: Backbone, tmp_path: Path) -> None:
+def test_a_layer_of_qwen3_has_the_defaults_of_qwen3(
+    target_model: TargetModel, tmp_path: Path
+) -> None:
     sizes = replace(SIZES, head_dim=128)
     write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], sizes)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("head_dim", "rms_norm_eps", "max_position_embeddings"):
         del config["transformer_layer_config"][key]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    attention = load_eagle3(tmp_path, backbone).midlayer.self_attn
+    attention = load_eagle3(tmp_path, target_model).midlayer.self_attn
     # of Llama: hidden_size / num_attention_heads and 2,048
     assert (attention.head_dim, attention.config.max_position_embeddings) == (128, 32768)
     assert attention.q_norm.variance_epsilon == 1e-6
@@ -220,43 +226,49 @@ def test_a_layer_of_qwen3_has_the_defaults_of_qwen3(backbone: Backbone, tmp_path
     ],
 )
 def test_an_entry_by_which_a_draft_may_compute_otherwise_is_named(
-    key: str, value: object, backbone: Backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    key: str,
+    value: object,
+    target_model: TargetModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     published = EAGLE3["modelopt"]
     eagle = {**published.config["eagle_config"], key: value}
     write_eagle3(
         tmp_path, replace(published, config={**published.config, "eagle_config": eagle}), SIZES
     )
-    load_draft(tmp_path, backbone)
+    load_draft(tmp_path, target_model)
     assert caplog.messages == [f"{tmp_path}: not read: eagle_config.{key}"]
 
 
-def test_a_missing_lm_head_is_the_backbone_s_only_for_all_tokens(
-    backbone: Backbone, tmp_path: Path
+def test_a_missing_lm_head_is_the_target_model_s_only_for_all_tokens(
+    target_model: TargetModel, tmp_path: Path
 ) -> None:
     tensors = write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight missing .* draft_vocab_size is 20"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
-def test_weights_in_several_files_are_read_together(backbone: Backbone, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_read_together(
+    target_model: TargetModel, tmp_path: Path
+) -> None:
     tensors = write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
     for number, part in enumerate((names[:5], names[5:]), 1):
         shard = {name: tensors[name] for name in part}
         save_file(shard, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    draft = load_draft(tmp_path, backbone)
+    draft = load_draft(tmp_path, target_model)
     assert torch.equal(draft.state_dict()["fc.weight"], tensors["fc.weight"].float())
 
 
-def test_a_draft_without_its_weights_is_named_so(backbone: Backbone, tmp_path: Path) -> None:
+def test_a_draft_without_its_weights_is_named_so(target_model: TargetModel, tmp_path: Path) -> None:
     write_eagle3(tmp_path, EAGLE3["authors"], SIZES)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="no weights beside it"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
 def test_published_medusa_heads_load_as_they_are(

@@ -26,15 +26,15 @@ from tests.checkpoint.others import D, V, vllm_config, vllm_tensors
 from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
 from tests.checkpoint.test_vllm_layout import same
 from tests.checkpoint.vllm_rules import loader_problems
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
 
 
 def draft(*, share: bool, dtype: torch.dtype = torch.float32) -> MedusaDraft:
-    backbone = random_backbone("llama", dtype=dtype)
-    original = MedusaDraft.from_backbone(
-        backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT
+    target_model = random_target_model("llama", dtype=dtype)
+    original = MedusaDraft.from_target_model(
+        target_model, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT
     )
     torch.manual_seed(0)
     with torch.no_grad():
@@ -57,11 +57,13 @@ def reduced(**more: Tensor | None) -> dict[str, Tensor]:
 def test_other_drafts_are_the_same_once_saved_and_loaded(
     tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
-    backbone = random_backbone("llama", dtype=dtype)
-    original = DRAFTS[kind].from_backbone(backbone, num_heads=2, vocab_size=8, token_map=KEPT)
+    target_model = random_target_model("llama", dtype=dtype)
+    original = DRAFTS[kind].from_target_model(
+        target_model, num_heads=2, vocab_size=8, token_map=KEPT
+    )
     save_draft(original, tmp_path, "m")
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 8
-    again = load_draft(tmp_path, backbone)
+    again = load_draft(tmp_path, target_model)
     assert again.settings == original.settings
     assert same(again.state_dict(), original.state_dict())
     assert again.lm_head(2).tokens_of(torch.tensor([4])).tolist() == [60]
@@ -73,7 +75,7 @@ def test_other_drafts_are_the_same_once_saved_and_loaded(
         (None, "token_map is missing, but .*config.json has vocab_size"),
         (
             torch.arange(54, 62),
-            r"token_map has the token 61, the backbone 61 tokens.*\(some/model\)",
+            r"token_map has the token 61, the base model 61 tokens.*\(some/model\)",
         ),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]), "duplicate or negative token ids"),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), "duplicate or negative token ids"),
@@ -84,12 +86,14 @@ def test_other_drafts_are_the_same_once_saved_and_loaded(
 def test_a_broken_token_map_of_other_drafts_is_named(
     tmp_path: Path, token_map: Tensor | None, words: str
 ) -> None:
-    backbone, settings = (
-        random_backbone("llama", dtype=torch.float32),
+    target_model, settings = (
+        random_target_model("llama", dtype=torch.float32),
         {"vocab_size": 8, "token_map": KEPT},
     )
     save_draft(
-        DRAFTS["hydra"].from_backbone(backbone, num_heads=1, **settings), tmp_path, "some/model"
+        DRAFTS["hydra"].from_target_model(target_model, num_heads=1, **settings),
+        tmp_path,
+        "some/model",
     )
     tensors = {
         name: tensor for name, tensor in load_file(tmp_path / DRAFT).items() if name != "token_map"
@@ -98,14 +102,14 @@ def test_a_broken_token_map_of_other_drafts_is_named(
         tensors if token_map is None else {**tensors, "token_map": token_map}, tmp_path / DRAFT
     )
     with pytest.raises(CheckpointError, match=words) as caught:
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
     assert DRAFT in str(caught.value)
 
 
 def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Path) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     save_draft(
-        DRAFTS["hydra"].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT),
+        DRAFTS["hydra"].from_target_model(target_model, num_heads=1, vocab_size=8, token_map=KEPT),
         tmp_path,
         "m",
     )
@@ -114,7 +118,7 @@ def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Pa
     with pytest.raises(
         CheckpointError, match="heads over 9 tokens need a token_map of that length"
     ):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
 def test_the_vocabulary_is_read_alone_from_every_layout(tmp_path: Path) -> None:
@@ -122,8 +126,10 @@ def test_the_vocabulary_is_read_alone_from_every_layout(tmp_path: Path) -> None:
     ours = save_draft(draft(share=False), tmp_path / "ours", "m")
     tensors, config = to_vllm(read_heads(ours), None)
     write_weights(tmp_path / "vllm", VLLM_WEIGHTS, tensors, config)
-    backbone = random_backbone("llama", dtype=torch.float32)
-    hydra = DRAFTS["hydra"].from_backbone(backbone, num_heads=2, vocab_size=8, token_map=KEPT)
+    target_model = random_target_model("llama", dtype=torch.float32)
+    hydra = DRAFTS["hydra"].from_target_model(
+        target_model, num_heads=2, vocab_size=8, token_map=KEPT
+    )
     save_draft(hydra, tmp_path / "hydra", "m")
     for name in ("ours", "vllm", "hydra"):
         found = read_token_map(tmp_path / name)
@@ -134,15 +140,15 @@ def test_the_vocabulary_is_read_alone_from_every_layout(tmp_path: Path) -> None:
     found = read_token_map(tmp_path / "eagle3")
     assert found is not None
     assert found.tolist() == (eagle3["d2t"] + torch.arange(20)).tolist()
-    save_draft(MedusaDraft.from_backbone(backbone, 2), tmp_path / "whole", "m")
+    save_draft(MedusaDraft.from_target_model(target_model, 2), tmp_path / "whole", "m")
     assert read_token_map(tmp_path / "whole") is None
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None:
-    original, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
+    original, target_model = draft(share=share), random_target_model("llama", dtype=torch.float32)
     heads = read_heads(save_draft(original, tmp_path / "ours", "m"))
-    tensors, config = to_vllm(heads, backbone.output_embeddings.weight if share else None)
+    tensors, config = to_vllm(heads, target_model.output_embeddings.weight if share else None)
     write_weights(tmp_path / "vllm", VLLM_WEIGHTS, tensors, config)
     assert (config["vocab_size"], config["truncated_vocab_size"], config["medusa_vocab_size"]) == (
         61,
@@ -153,7 +159,7 @@ def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None
     assert loader_problems(tensors, config) == []
     if share:
         assert torch.equal(
-            tensors["lm_heads.0.weight"][KEPT], backbone.output_embeddings.weight[KEPT]
+            tensors["lm_heads.0.weight"][KEPT], target_model.output_embeddings.weight[KEPT]
         )
     again = read_heads(tmp_path / "vllm")
     assert (again.shared, again.vocab_size) == (share, 61)
@@ -227,7 +233,7 @@ def test_an_unknown_vocabulary_size_is_an_error() -> None:
         to_vllm(heads)
 
 
-def test_heads_for_more_tokens_than_the_backbone_has_are_refused(tmp_path: Path) -> None:
+def test_heads_for_more_tokens_than_the_target_model_has_are_refused(tmp_path: Path) -> None:
     original = MedusaDraft(32, 90, 2, token_map=torch.tensor([3, 80]))
     with pytest.raises(CheckpointError, match="a vocabulary of 90"):
-        load_draft(save_draft(original, tmp_path, "m"), random_backbone("llama"))
+        load_draft(save_draft(original, tmp_path, "m"), random_target_model("llama"))

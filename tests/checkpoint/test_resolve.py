@@ -18,9 +18,9 @@ from medusa_train.checkpoint.resolve import (
     resolve_model,
 )
 from medusa_train.config.draft_sections import LookupChoice
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from tests.checkpoint.others import (
-    BACKBONE,
+    TARGET_MODEL,
     fake_run,
     reference_tensors,
     vllm_config,
@@ -47,7 +47,7 @@ def test_no_model_takes_the_newest_run_below_the_current_directory(
     assert resolve_model(None, None, None).home.resolve() == (tmp_path / "runs" / "only").resolve()
 
 
-def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
+def test_a_run_gives_target_model_heads_tree_and_template(tmp_path: Path) -> None:
     run = fake_run(
         tmp_path / "run", chat_template="chatml", chat_template_kwargs={"enable_thinking": False}
     )
@@ -92,7 +92,7 @@ def test_a_run_never_allows_code_and_says_so(tmp_path: Path) -> None:
         ({}, True, None, "adapter folded in"),
     ],
 )
-def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
+def test_heads_are_measured_over_the_target_model_that_they_were_trained_over(
     tmp_path: Path, keys: dict[str, bool], adapter: bool, quantization: str | None, form: str
 ) -> None:
     run = fake_run(tmp_path / "run", **keys)
@@ -100,7 +100,7 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
         (run / "adapter").mkdir()
         (run / "adapter" / "adapter_config.json").write_text("{}")
     paths = resolve_model(str(run), None, None)
-    assert (paths.quantization, paths.backbone_form) == (quantization, form)
+    assert (paths.quantization, paths.target_model_form) == (quantization, form)
     merged = run / "export" / "merged"
     merged.mkdir(parents=True)
     (merged / "README.md").write_text(f"# {MERGED_CARD} for some/model")
@@ -108,11 +108,11 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
     assert (theirs.adapter, theirs.quantization) == (None, None)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    # a backbone that the run itself trained
+    # a base model that the run itself trained
     assert resolve_model(str(run), None, None).quantization is None
 
 
-def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
+def test_heads_alone_name_their_target_model_in_config_json(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="base_model=NAME"):
         resolve_model(str(tmp_path), None, None)
@@ -183,28 +183,28 @@ def test_layouts_are_recognized_by_their_files(tmp_path: Path) -> None:
 def test_a_directory_without_heads_has_no_layout(tmp_path: Path, content: bytes) -> None:
     assert find_heads(tmp_path).layout is None
     assert find_heads(tmp_path / "absent").layout is None
-    backbone = write(
-        tmp_path / "model", dict(BACKBONE), {"model_type": "llama"}, "model.safetensors"
+    target_model = write(
+        tmp_path / "model", dict(TARGET_MODEL), {"model_type": "llama"}, "model.safetensors"
     )
-    assert find_heads(backbone).layout is None
+    assert find_heads(target_model).layout is None
     with pytest.raises(CheckpointError, match="no Medusa heads here"):
-        read_heads(backbone)
-    (backbone / "model.safetensors").write_bytes(content)  # damaged: not for this module to say
-    assert find_heads(backbone).layout is None
-    (backbone / "config.json").write_text("{")
-    assert find_heads(backbone).layout is None
+        read_heads(target_model)
+    (target_model / "model.safetensors").write_bytes(content)  # damaged: not for this module to say
+    assert find_heads(target_model).layout is None
+    (target_model / "config.json").write_text("{")
+    assert find_heads(target_model).layout is None
 
 
-def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_needed(
+def test_a_target_model_path_that_does_not_exist_is_refused_where_the_target_model_is_needed(
     tmp_path: Path,
 ) -> None:
     missing = str(tmp_path / "moved")
     run = str(fake_run(tmp_path / "run", base_model=missing))
-    with pytest.raises(BackboneError, match=r"no such directory.*--base-model"):
+    with pytest.raises(TargetModelError, match=r"no such directory.*--base-model"):
         resolve_model(run, None, None)
-    with pytest.raises(BackboneError, match=r"no such directory$"):
+    with pytest.raises(TargetModelError, match=r"no such directory$"):
         resolve_model(None, missing, None)
-    assert resolve_model(run, None, None, needs_backbone=False).base_model == missing
+    assert resolve_model(run, None, None, needs_target_model=False).base_model == missing
     assert resolve_model(run, "other/model", None).base_model == "other/model"
 
 
@@ -332,5 +332,5 @@ def test_odd_values_in_json_are_refused_or_not_heads(
     for file in (None, "draft.safetensors"):
         if file is not None:
             (tmp_path / file).touch()
-        with suppress(CheckpointError, BackboneError):
+        with suppress(CheckpointError, TargetModelError):
             resolve_model(str(tmp_path), None, None)

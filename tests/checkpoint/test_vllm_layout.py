@@ -75,7 +75,7 @@ def test_words_in_the_path_choose_another_method(path: str, method: str | None) 
     assert method_in_path(path) == method
 
 
-def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
+def test_heads_that_share_the_target_model_s_lm_head(tmp_path: Path) -> None:
     tensors = {name: t for name, t in reference_tensors(3, 1).items() if "linear" in name}
     heads, lm_head = from_files(tensors), torch.randn(V, D)
     with pytest.raises(CheckpointError, match="share"):

@@ -14,13 +14,13 @@ from medusa_train.cli.evaluate import app
 from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import Step
 from medusa_train.inference.model import Model, Reply
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     home: Path = tmp_path_factory.mktemp("model")
-    return load(write_run(home / "run", write_backbone(home / "backbone")), dtype="float32")
+    return load(write_run(home / "run", write_target_model(home / "backbone")), dtype="float32")
 
 
 def _talk(model: Model, monkeypatch: pytest.MonkeyPatch, *lines: str, color: bool = False) -> str:
@@ -51,7 +51,7 @@ def test_an_answer_with_its_figures(model: Model, monkeypatch: pytest.MonkeyPatc
 
 
 def test_accepted_draft_tokens_are_green(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = model.backbone.tokenizer
+    tokenizer = model.target_model.tokenizer
     a, b, c, d = tokenizer("abcd")["input_ids"]
 
     def reply(*_: object, **__: object) -> Reply:
@@ -88,9 +88,9 @@ def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPa
         "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{"
         " messages[0].content }}"
     )
-    backbone = model.backbone
-    monkeypatch.setattr(backbone.tokenizer, "chat_template", once)
-    out = _talk(Model(backbone), monkeypatch, "Hi?", "And?", "/new", "Hi?")
+    target_model = model.target_model
+    monkeypatch.setattr(target_model.tokenizer, "chat_template", once)
+    out = _talk(Model(target_model), monkeypatch, "Hi?", "And?", "/new", "Hi?")
     assert out.count("one turn only\n/new starts a new chat") == 1
     assert out.count("tokens per step") == 2
 
@@ -104,7 +104,7 @@ def test_control_characters_are_replaced() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path / "runs" / "one", write_backbone(tmp_path / "backbone"))
+    write_run(tmp_path / "runs" / "one", write_target_model(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
     arguments = ["--interactive", "--dtype", "float32", "--max-new-tokens", "8"]
     result = CliRunner().invoke(app, arguments, input="Hi?\n/exit\n")

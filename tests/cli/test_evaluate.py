@@ -10,16 +10,16 @@ from medusa_train.cli.evaluate import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
 from medusa_train.models.precision import emulates
-from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
+from tests.evaluation.tiny_model import write_bench, write_run, write_target_model
 
 runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a backbone, one run under runs/ and a bench file."""
+    """A directory with a base model, one run under runs/ and a bench file."""
     home = tmp_path_factory.mktemp("workplace")
-    write_run(home / "runs" / "first", write_backbone(home / "backbone"))
+    write_run(home / "runs" / "first", write_target_model(home / "backbone"))
     write_bench(home / "small.jsonl")
     return home
 
@@ -49,7 +49,7 @@ def test_without_a_model_the_newest_run_is_evaluated(
 def test_flags_override_the_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     (workplace / "eval.yaml").write_text(
-        "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup:"
+        "bench: absent\nbase_model: base model\ndtype: float32\nmax_new_tokens: 4\nwarmup:"
         " 0\noutput_dir: out\n"
     )
     result = runner.invoke(app, ["eval.yaml", "--bench", "small.jsonl", "limit=1"])

@@ -21,16 +21,16 @@ FILES = ["README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safete
 def make_run(
     directory: Path, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False
 ) -> Path:
-    backbone = directory.parent / "backbone"
-    backbone.mkdir(parents=True, exist_ok=True)
+    target_model = directory.parent / "backbone"
+    target_model.mkdir(parents=True, exist_ok=True)
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(f"base_model: {backbone}\n")
+    (directory / "config.yaml").write_text(f"base_model: {target_model}\n")
     torch.manual_seed(0)
     draft = MedusaDraft(D, V, num_heads, num_layers, bias=bias)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.normal_()
-    save_draft(draft, directory / "heads", str(backbone))
+    save_draft(draft, directory / "heads", str(target_model))
     return directory
 
 
@@ -55,7 +55,7 @@ def test_a_run_becomes_a_directory_for_others(tmp_path: Path) -> None:
     }
 
 
-def test_a_backbone_that_has_moved_is_named_by_base_model(tmp_path: Path) -> None:
+def test_a_target_model_that_has_moved_is_named_by_base_model(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "backbone").rename(tmp_path / "moved")
     code, output = call(str(run), "--to", "merged", f"base_model={tmp_path / 'moved'}")

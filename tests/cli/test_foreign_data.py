@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from medusa_train.cli import evaluate, selfdistill, train
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 LETTERS = string.ascii_lowercase + "_àßжλ名"
 ENDINGS = [".txt", ".md", ".csv", ".jsonl.bak", ".json.lock", ""]
@@ -94,7 +94,7 @@ def test_each_command_names_what_it_does_not_read(
     print(f"seed of the names: {seed}")  # shown if the test fails
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    write_backbone(tmp_path / "backbone")
+    write_target_model(tmp_path / "backbone")
 
     # 1. data in a directory, beside files that are no data, another split and a directory
     data = Foreign(seed)
@@ -135,7 +135,7 @@ def test_each_command_names_what_it_does_not_read(
     records = [prompts.chat(number, has_answer=False) for number in range(8)]
     Path("prompts").mkdir()
     write(Path("prompts", "chats.jsonl"), records)
-    answering = ["base_model=backbone", "temperature=0", "dtype=float32", "max_new_tokens=6"]
+    answering = ["base_model=base model", "temperature=0", "dtype=float32", "max_new_tokens=6"]
     answering += ["drop_truncated=false", "drop_looping=false"]
     source = ["--prompts", "prompts/chats.jsonl", "--output", "own.jsonl"]
     prompts.assert_named(invoke(selfdistill.app, *source, *answering))

@@ -16,7 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from medusa_train.cli import evaluate, export, selfdistill, train
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 from tests.fake_server import FakeServer, Reply, completion, error, serving, stream
 from tests.server_bench.servers import write_questions
 from tests.server_bench.test_serve import Vllm
@@ -34,7 +34,12 @@ TRACE = re.compile("Planted|1234567")
 PROMPTS = [{"id": f"s{n}", "turns": [f"what is {n} + {n}"]} for n in range(3)]
 ASK = ["--seed", "prompts.jsonl", "--model", "m", "retry_seconds=0"]
 TRAIN = [
-    *("base_model=backbone", "datasets=[{path: chats.jsonl}]", "output_dir=trained", "bf16=false"),
+    *(
+        "base_model=base model",
+        "datasets=[{path: chats.jsonl}]",
+        "output_dir=trained",
+        "bf16=false",
+    ),
     *("medusa_num_heads=1", "max_steps=1", "sequence_len=64", "calibration_tokens=60"),
 ]
 EVAL = ["--bench", "few.jsonl", "dtype=float32", "max_new_tokens=4", "warmup=0", "exactness=false"]
@@ -43,9 +48,9 @@ EVAL += ["generate=false", "prompt_lookup=false"]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a backbone, a run, prompts, chats and questions."""
+    """A directory with a base model, a run, prompts, chats and questions."""
     home = tmp_path_factory.mktemp("keys")
-    write_run(home / "run", write_backbone(home / "backbone"))
+    write_run(home / "run", write_target_model(home / "backbone"))
     write_questions(home / "few.jsonl", 2)
     lines = "".join(json.dumps(prompt) + "\n" for prompt in PROMPTS)
     (home / "prompts.jsonl").write_text(lines)

@@ -25,10 +25,10 @@ from medusa_train.errors import MedusaError
 from medusa_train.training.process_info import ProcessInfo, free_port
 from tests.training.conftest import (  # noqa: F401 (fixtures)
     LORA,
-    backbone_dir,
     chats,
     figures,
     metrics,
+    target_model_dir,
 )
 from tests.training.mishap import Mishap, forks, run_command, wait
 from tests.training.mishap import start as fork
@@ -231,9 +231,9 @@ def test_no_processes_are_refused(tmp_path):
 
 
 @pytest.fixture
-def config_file(backbone_dir, chats, tmp_path):  # noqa: F811
+def config_file(target_model_dir, chats, tmp_path):  # noqa: F811
     keys = {
-        "base_model": str(backbone_dir),
+        "base_model": str(target_model_dir),
         "datasets": [{"path": str(chats), "type": "sharegpt"}],
         "output_dir": str(tmp_path / "run"),
         "recipe": "medusa1",

@@ -13,13 +13,13 @@ import pytest
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
-from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
+from tests.evaluation.tiny_model import write_bench, write_run, write_target_model
 from tests.training.conftest import (  # noqa: F401 (fixtures)
-    backbone_dir,
     base_keys,
     chats,
     make_config,
     metrics,
+    target_model_dir,
 )
 from tests.training.mishap import Mishap, command, forks, start, wait
 
@@ -100,7 +100,7 @@ def test_training_goes_on_and_says_once_why_it_is_silent(
 def test_self_distillation_and_evaluation_go_on(
     console: Callable[[], tuple[int, Callable[[], None]]], tmp_path: Path
 ) -> None:
-    write_run(tmp_path / "runs" / "first", write_backbone(tmp_path / "backbone"))
+    write_run(tmp_path / "runs" / "first", write_target_model(tmp_path / "backbone"))
     write_bench(tmp_path / "small.jsonl")
     words = ["--seed", "small.jsonl", "--model", "backbone", "--output", "out.jsonl"]
     words += ["--limit", "2", "--max-new-tokens", "6", "dtype=float32", "drop_truncated=false"]

@@ -11,7 +11,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli import evaluate, selfdistill, train
 from medusa_train.export.write import export_run
 from tests import chatml
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 SEEDS = [
     {"id": f"s{n}", "turns": [f"what is {n} + {n}", "and once more"][: n % 2 + 1]}
@@ -29,12 +29,12 @@ def test_seeds_become_heads_that_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_backbone(tmp_path / "backbone")
+    write_target_model(tmp_path / "backbone")
     Path("seeds.jsonl").write_text(
         "".join(json.dumps(seed) + "\n" for seed in SEEDS), encoding="utf-8"
     )
     answering = [
-        "base_model=backbone",
+        "base_model=base model",
         "temperature=0",
         "dtype=float32",
         "max_new_tokens=24",
@@ -96,11 +96,11 @@ def test_answers_end_at_the_end_token_of_the_chat_template(
     so once.
     """
     monkeypatch.chdir(tmp_path)
-    chatml.write_backbone(tmp_path / "backbone")
+    chatml.write_target_model(tmp_path / "backbone")
     Path("seeds.jsonl").write_text(
         "".join(json.dumps(seed) + "\n" for seed in SEEDS), encoding="utf-8"
     )
-    options = ["base_model=backbone", "temperature=0", "dtype=float32", "max_new_tokens=60"]
+    options = ["base_model=base model", "temperature=0", "dtype=float32", "max_new_tokens=60"]
     printed = [invoke(selfdistill.app, "--seed", "seeds.jsonl", "--output", "own.jsonl", *options)]
     own = [json.loads(line) for line in Path("own.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {record["messages"][1]["content"] for record in own} == {chatml.ANSWER}

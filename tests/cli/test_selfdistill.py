@@ -19,7 +19,7 @@ from medusa_train.data import sources
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError
 from medusa_train.selfdistill import prompts as distill_prompts
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 from tests.fake_server import Reply, error, serving
 
 runner = CliRunner()
@@ -38,9 +38,9 @@ def read(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a backbone and a file of seeds."""
+    """A directory with a base model and a file of seeds."""
     home = tmp_path_factory.mktemp("workplace")
-    write_backbone(home / "backbone")
+    write_target_model(home / "backbone")
     seeds = [
         {"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(4)
     ]
@@ -61,7 +61,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     result = succeed([*flags, "--limit", "2"])
     out = at_work / "runs" / "selfdistill" / "mine.jsonl"
     assert (
-        "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl"
+        "model base model, prompts mine.jsonl; output runs/selfdistill/mine.jsonl"
         in result.output.splitlines()[0]
     )
     two = out.read_text(encoding="utf-8")
@@ -201,7 +201,7 @@ def test_models_in_directories_of_the_same_name_are_told_apart(
 ) -> None:
     flags = ["--seed", "mine.jsonl", "--output", "same.jsonl", "limit=1", *SHORT, "--model"]
     for parent in "ab":
-        write_backbone(tmp_path / parent / "hf")
+        write_target_model(tmp_path / parent / "hf")
     (tmp_path / "b" / "hf" / "more.bin").write_bytes(b"1")
     succeed([*flags, str(tmp_path / "a" / "hf")])
     succeed([*flags, str(tmp_path / "a" / "hf")])
@@ -236,7 +236,7 @@ def test_an_odd_record_of_a_public_data_set_is_skipped(
 
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
-        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype:"
+        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/base model\ndtype:"
         " float32\nmax_new_tokens: 4\ntemperature: 0.7\ndrop_truncated: false\noutput:"
         " never.jsonl\nchat_template: zephyr\n"
     )
@@ -265,7 +265,7 @@ def test_a_missing_data_set_says_where_to_put_it(
 
 def test_only_its_own_prompts_are_answered_by_the_test_model(at_work: Path) -> None:
     result = succeed(["--prompts", "tiny", "--output", "tiny.jsonl", "limit=1", *SHORT])
-    assert "data/tiny (the embedded tiny backbone), prompts tiny" in result.output.splitlines()[0]
+    assert "data/tiny (the embedded tiny base model), prompts tiny" in result.output.splitlines()[0]
     for words in (["--prompts", "sharegpt"], ["--seed", "mine.jsonl", "--mode", "selftalk"]):
         result = runner.invoke(app, words)
         assert result.exit_code == 2
@@ -334,7 +334,7 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
             last = succeed([*words, *model, "--output", output]).stdout.splitlines()[-1]
             command = f"'datasets=[{{path: {output}, type: messages}}]' chat_template=zephyr"
             assert last.startswith("next: medusa-train configs/any_m1.yaml base_model=")
-            assert last.endswith(f"backbone {command}")
+            assert last.endswith(f"base model {command}")
         arguments = shlex.split(last.removeprefix("next: "))
         config = load_config(TrainConfig, Path(arguments[1]), arguments[2:])
         assert config.datasets[0].path == output
@@ -422,11 +422,11 @@ def test_self_talk_writes_both_roles(at_work: Path) -> None:
     assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
 
 
-def test_a_run_answers_with_its_backbone_and_its_heads_speculate(at_work: Path) -> None:
+def test_a_run_answers_with_its_target_model_and_its_heads_speculate(at_work: Path) -> None:
     write_run(at_work / "fast", at_work / "backbone")
     flags = ["--seed", "mine.jsonl", *SHORT]
     result = succeed([*flags, "heads=fast", "--output", "fast.jsonl"])
-    assert "model backbone with the heads of fast" in result.output.splitlines()[0]
+    assert "model base model with the heads of fast" in result.output.splitlines()[0]
     assert "tokens per step" in result.output
     succeed([*flags, "--model", "backbone", "--output", "slow.jsonl"])
     assert (at_work / "fast.jsonl").read_bytes() == (at_work / "slow.jsonl").read_bytes()

@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from medusa_train.cli import evaluate, export, selfdistill
 from tests.cli.test_export import make_run
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 from tests.slow import slow_down
 
-LOADING = "medusa_train.checkpoint.load_model.load_backbone"
+LOADING = "medusa_train.checkpoint.load_model.load_target_model"
 DISTILL = ["--prompts", "mine.jsonl", "--model", "backbone", "dtype=float32", "max_new_tokens=4"]
 
 
@@ -40,8 +40,8 @@ DISTILL = ["--prompts", "mine.jsonl", "--model", "backbone", "dtype=float32", "m
     ids=["selfdistill", "chat", "calibrate", "export"],
 )
 def test_a_command_names_what_it_waits_for(app, words, place, said, tmp_path, monkeypatch):
-    backbone = write_backbone(tmp_path / "backbone")
-    write_run(tmp_path / "run", backbone)
+    target_model = write_target_model(tmp_path / "backbone")
+    write_run(tmp_path / "run", target_model)
     make_run(tmp_path / "exported")
     (tmp_path / "mine.jsonl").write_text('{"id": "a", "turns": ["Hi?"]}\n')
     (tmp_path / "bench.jsonl").write_text('{"question_id": 1, "turns": ["Hi?"]}\n')

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
+from tests.evaluation.tiny_model import write_bench, write_run, write_target_model
 from tests.training.mishap import Mishap, forks, start, terminate_twice, wait
 
 pytestmark = forks
@@ -30,7 +30,7 @@ def result(
 
 
 def test_self_distillation_says_how_to_go_on(tmp_path: Path) -> None:
-    write_backbone(tmp_path / "backbone")
+    write_target_model(tmp_path / "backbone")
     write_bench(tmp_path / "small.jsonl")
     words = ["--seed", "small.jsonl", "--model", "backbone", "--output", "out.jsonl"]
     words += ["--limit", "2", "--max-new-tokens", "6", "dtype=float32", "drop_truncated=false"]
@@ -43,7 +43,7 @@ def test_self_distillation_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_keeps_what_it_measured(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "first", write_backbone(tmp_path / "backbone"))
+    write_run(tmp_path / "runs" / "first", write_target_model(tmp_path / "backbone"))
     write_bench(tmp_path / "small.jsonl")
     words = ["--bench", "small.jsonl", "--max-new-tokens", "6", "--limit", "2"]
     words += ["dtype=float32", "warmup=0", "exactness=false"]

@@ -90,18 +90,20 @@ STAGE_2 = (
 
 
 @pytest.fixture
-def write(tmp_path: Path, bare_backbone: Path, chats: Path):  # type: ignore[no-untyped-def]
+def write(tmp_path: Path, bare_target_model: Path, chats: Path):  # type: ignore[no-untyped-def]
     """Write a YAML of a stage whose run goes to `name`."""
 
     def make(stage: str, name: str) -> Path:
         text = (
-            f"base_model: {bare_backbone}\ndatasets:\n  - path: {chats}\n    type:"
+            f"base_model: {bare_target_model}\ndatasets:\n  - path: {chats}\n    type:"
             " sharegpt\nval_set_size: 0.2\n"
         )
         text += f"output_dir: {tmp_path / name}\n{COMMON}{stage}"
         path = tmp_path / f"{name}.yml"
         path.write_text(
-            text.replace("{base}", str(bare_backbone)).replace("{first}", str(tmp_path / "first"))
+            text.replace("{base}", str(bare_target_model)).replace(
+                "{first}", str(tmp_path / "first")
+            )
         )
         return path
 

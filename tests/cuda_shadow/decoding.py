@@ -21,15 +21,15 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
 from medusa_train.tree_search import time_steps
 from medusa_train.tree_search.traces import trace_conversations
 from medusa_train.trees.kv_slots import Slots
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
-from tests.families import NoTokenizer, random_backbone
+from tests.families import NoTokenizer, random_target_model
 from tests.inference.test_drafts import PROMPTS, REPLAYED_KINDS, TREE, random_draft
 from tests.inference.test_refill import make_draft
 
@@ -62,8 +62,8 @@ class CheckedRunner(FixedShapeRunner):
         graphs.setdefault(key, Captured(step)).replay()
 
 
-def on_gpu(family: str) -> Backbone:
-    return Backbone(random_backbone(family).model.to("cuda"), NoTokenizer(), family)
+def on_gpu(family: str) -> TargetModel:
+    return TargetModel(random_target_model(family).model.to("cuda"), NoTokenizer(), family)
 
 
 @pytest.fixture
@@ -87,17 +87,19 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
     return counts
 
 
-def alone(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
-    decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, 16))
+def alone(target_model: TargetModel, draft: Proposer | None, rule: Rule) -> list[Generation]:
+    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, 16))
     return [
         decoder.generate(prompt, TOKENS, (), rule, torch.Generator().manual_seed(5))
         for prompt in PROMPTS[:2]
     ]
 
 
-def together(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
+def together(target_model: TargetModel, draft: Proposer | None, rule: Rule) -> list[Generation]:
     generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
-    return BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, TOKENS, (), rule, generators)
+    return BatchDecoder(target_model, draft, TREE).generate_batch(
+        PROMPTS, TOKENS, (), rule, generators
+    )
 
 
 LOOPS: dict[str, tuple[Callable[..., list[Generation]], bool]] = {
@@ -114,15 +116,15 @@ LOOPS: dict[str, tuple[Callable[..., list[Generation]], bool]] = {
 def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Transfers]) -> None:
     if family != "llama" and rule != "greedy":
         pytest.skip("the rules read logits, of which families differ in nothing")
-    backbone = on_gpu(family)
-    draft = None if kind == "plain" else random_draft(kind, backbone)
+    target_model = on_gpu(family)
+    draft = None if kind == "plain" else random_draft(kind, target_model)
     texts = []
     for loop, (answers, static) in LOOPS.items():
-        backbone.step_runner = CheckedRunner() if static else None
+        target_model.step_runner = CheckedRunner() if static else None
         steps.clear()
         # of Kangaroo, for which the host waits
         with nullcontext() if draft is None else draft.no_early_exit():
-            texts.append([one.tokens for one in answers(backbone, draft, RULES[rule])[:2]])
+            texts.append([one.tokens for one in answers(target_model, draft, RULES[rule])[:2]])
         assert steps
         uploads, downloads = WAITS[rule]
         for step in steps:
@@ -136,9 +138,9 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
 
 @pytest.mark.parametrize("rule", RULES)
 def test_logits_of_all_nodes_stay_where_a_greedy_rule_reads_none(rule: str) -> None:
-    backbone = on_gpu("llama")
-    backbone.step_runner = CheckedRunner()
-    decoder = BatchDecoder(backbone, random_draft("medusa", backbone), TREE)
+    target_model = on_gpu("llama")
+    target_model.step_runner = CheckedRunner()
+    decoder = BatchDecoder(target_model, random_draft("medusa", target_model), TREE)
     generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
     decoder.generate_batch(PROMPTS, TOKENS, (), RULES[rule], generators)
     assert decoder._idle_steps is not None
@@ -150,7 +152,7 @@ def test_logits_of_all_nodes_stay_where_a_greedy_rule_reads_none(rule: str) -> N
 
 
 def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
-    backbone = on_gpu("llama")
+    target_model = on_gpu("llama")
     captured: list[Step] = []
 
     class Counting(CheckedRunner):
@@ -159,12 +161,12 @@ def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
                 captured.append(step)
             super().run(graphs, key, step)
 
-    backbone.step_runner = Counting()
-    decoder = Decoder(backbone, None, None, Slots(backbone.num_layers, 120, 16))
+    target_model.step_runner = Counting()
+    decoder = Decoder(target_model, None, None, Slots(target_model.num_layers, 120, 16))
     counts = []
     for moved in (False, False, True, False):
         if moved:
-            head = backbone.model.get_output_embeddings()
+            head = target_model.model.get_output_embeddings()
             weight = head.weight.cpu().clone()
             head.weight = torch.nn.Parameter(weight.to("cuda"), requires_grad=False)
         decoder.generate(PROMPTS[0], TOKENS, ())
@@ -187,11 +189,11 @@ def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
     ],
 )
 def test_trees_that_differ_from_step_to_step(name: str) -> None:
-    backbone = on_gpu("llama")
-    draft = make_draft(name, backbone)
-    plain = [one.tokens for one in together(backbone, None, None)]
-    assert [one.tokens for one in together(backbone, draft, None)] == plain
-    assert [one.tokens for one in alone(backbone, draft, None)] == plain[:2]
+    target_model = on_gpu("llama")
+    draft = make_draft(name, target_model)
+    plain = [one.tokens for one in together(target_model, None, None)]
+    assert [one.tokens for one in together(target_model, draft, None)] == plain
+    assert [one.tokens for one in alone(target_model, draft, None)] == plain[:2]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "kangaroo"])
@@ -199,19 +201,19 @@ def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIZES", (0, 1, 4))
     monkeypatch.setattr(time_steps, "TIMED_TOKENS", 6)
     monkeypatch.setattr(module, "THOROUGH", time_steps.Effort(rounds=1, steps=2))
-    backbone = on_gpu("llama")
-    draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
+    target_model = on_gpu("llama")
+    draft, prompts = random_draft(kind, target_model), [[4 + i, 20, 30 + i] for i in range(4)]
     traces = trace_conversations(
-        backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32
+        target_model, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32
     )
-    assert module.choose_tree(backbone, draft, traces, RunProgress(Console(file=io.StringIO())))
+    assert module.choose_tree(target_model, draft, traces, RunProgress(Console(file=io.StringIO())))
 
 
 @pytest.mark.parametrize("draft", [None, "prompt_lookup"])
 def test_a_loaded_model_answers(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "CudaGraphRunner", lambda device: CheckedRunner())
     model = medusa_train.load(base_model="data/tiny", dtype="float32", draft=draft)
-    assert model.backbone.device.type == "cuda"
+    assert model.target_model.device.type == "cuda"
     assert model.generate("Write the word yes three times.", 12)
 
 

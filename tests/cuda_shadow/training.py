@@ -90,7 +90,7 @@ def test_a_step_a_validation_and_a_checkpoint(
     console = Console(file=io.StringIO(), width=200)
     cfg = TrainConfig.model_validate(keys)
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
-    assert trainer.recipe.backbone.device.type == "cuda"
+    assert trainer.recipe.target_model.device.type == "cuda"
     trainer.recipe.train()
     trainer.draft.train()
     batches = iter(trainer.loader)

@@ -302,7 +302,7 @@ def test_a_judge_that_takes_no_temperature_is_asked_without_before_anything_is_d
 
 def test_a_question_is_one_line_with_all_its_turns() -> None:
     answer = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
-    # an eos among the drafted tokens ends a step before the backbone's own one
+    # an eos among the drafted tokens ends a step before the target model's own one
     cut = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
     made = [
         make_turn(81, "writing", turn, (1,), one, cut, cut, str(turn))

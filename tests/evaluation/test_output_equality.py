@@ -16,10 +16,10 @@ from medusa_train.evaluation.output_equality import (
 from medusa_train.evaluation.turns import Answer, Turn, Verdict
 from medusa_train.trees.tree import Tree
 from tests.evaluation.make_turn import make_turn
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 
-class StubBackbone:
+class StubTargetModel:
     """Tokens 6 and 9 lead, `margin` apart after a prefix of `at` tokens and 1 apart elsewhere; the
     others are far.
     """
@@ -70,15 +70,17 @@ PLAIN = (5, 6, 7)
     ],
 )
 def test_verdicts(tree: tuple[int, ...], margin: float, ties: bool, expected: Verdict) -> None:
-    backbone: Any = StubBackbone(at=len(PROMPT) + 1, margin=margin)
-    assert compare_answers(backbone, PROMPT, tree, PLAIN, ties=ties) is expected
+    target_model: Any = StubTargetModel(at=len(PROMPT) + 1, margin=margin)
+    assert compare_answers(target_model, PROMPT, tree, PLAIN, ties=ties) is expected
 
 
 def test_logits_are_compared_where_the_token_was_chosen() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    logits = backbone.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[0, len(PROMPT) + 1]
+    target_model = random_target_model("llama", dtype=torch.float32)
+    logits = target_model.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[
+        0, len(PROMPT) + 1
+    ]
     expected = [float(logits.max() - logits[token]) for token in (4, int(logits.argmax()))]
-    assert logit_gaps(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(
+    assert logit_gaps(target_model, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(
         expected, abs=1e-4
     )
     assert expected[0] > 1e-2
@@ -91,8 +93,8 @@ def record(tree: tuple[int, ...]) -> Turn:
 
 def test_timed_answers_are_compared_without_decoding() -> None:
     records = [record(PLAIN), record((5, 9, 7))]
-    backbone: Any = StubBackbone(at=0, margin=0.0)
-    compare_timed_answers(records, backbone, "bfloat16")
+    target_model: Any = StubTargetModel(at=0, margin=0.0)
+    compare_timed_answers(records, target_model, "bfloat16")
     assert [found.exact for found in records] == [
         {"bfloat16": Verdict.EQUAL},
         {"bfloat16": Verdict.DIFFERENT},
@@ -102,9 +104,11 @@ def test_timed_answers_are_compared_without_decoding() -> None:
 def test_answers_are_generated_again_from_the_same_prompts() -> None:
     from medusa_train.models.drafts.medusa import MedusaDraft
 
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     subject = LoadedModel(
-        backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2])
+        target_model,
+        MedusaDraft.from_target_model(target_model, num_heads=2),
+        Tree.cartesian([3, 2]),
     )
     records = [record((9, 9, 9)), record((8, 8, 8))]
     counted: list[int] = []
@@ -132,9 +136,9 @@ def test_a_long_comparison_takes_as_many_answers_as_fit_into_its_seconds(
     times = itertools.count(0.0, tick)
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr("medusa_train.evaluation.output_equality.time", clock)
-    backbone = random_backbone("llama", dtype=torch.float32)
-    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
-    subject = LoadedModel(backbone, draft, Tree.cartesian([2, 1]))
+    target_model = random_target_model("llama", dtype=torch.float32)
+    draft = MedusaDraft.from_target_model(target_model, num_heads=2)
+    subject = LoadedModel(target_model, draft, Tree.cartesian([2, 1]))
     records = [record((9, 9, 9)) for _ in range(30)]
     compare_regenerated_answers(
         records, subject, "float32", 2, on_turn=lambda tokens: None, seconds=seconds

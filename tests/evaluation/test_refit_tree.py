@@ -23,7 +23,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 
 
 def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[list[Path], str]:
@@ -72,16 +72,16 @@ def test_the_tree_is_chosen_among_candidates_and_written(
 def test_heads_without_a_tree_are_told_how_to_fit_one(run_dir: Path, tmp_path: Path) -> None:
     heads = tmp_path / "heads"
     shutil.copytree(run_dir / "heads", heads)
-    backbone = resolve_model(str(run_dir), None, None).base_model
+    target_model = resolve_model(str(run_dir), None, None).base_model
     progress = RunProgress(Console(file=io.StringIO(), width=1000))
-    load_with_progress(resolve_model(str(heads), backbone, None), "float32", progress)
+    load_with_progress(resolve_model(str(heads), target_model, None), "float32", progress)
     shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"--calibrate --model {heads} --base-model {backbone}" in shown
+    assert f"--calibrate --model {heads} --base-model {target_model}" in shown
 
 
 def write_run_with_data(home: Path) -> Path:
     """A run whose config.yaml names chats to fit a tree to."""
-    directory = write_run(home / "run", write_backbone(home / "backbone"))
+    directory = write_run(home / "run", write_target_model(home / "backbone"))
     data = home / "chats.jsonl"
     turn = [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Well, {}."}]
     lines = [
@@ -147,9 +147,11 @@ def misfit(directory: Path, dtype: str = "float32", **keys: object) -> str | Non
 @pytest.fixture
 def fitted(tmp_path: Path) -> tuple[Path, DecodingSettings]:
     """A run, and the settings in which it decodes here."""
-    directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    directory = write_run(tmp_path / "run", write_target_model(tmp_path / "backbone"))
     paths = resolve_model(str(directory), None, None)
-    return directory, DecodingSettings.of(load_with_progress(paths, "float32", quiet()).backbone)
+    return directory, DecodingSettings.of(
+        load_with_progress(paths, "float32", quiet()).target_model
+    )
 
 
 def test_a_tree_that_fits_needs_no_line(fitted: tuple[Path, DecodingSettings]) -> None:
@@ -230,7 +232,7 @@ def test_calibrating_uncompiled_after_a_compiled_fit_is_said(
     run_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
     settings = DecodingSettings.of(
-        load_with_progress(resolve_model(str(run_dir), None, None), "float32", quiet()).backbone
+        load_with_progress(resolve_model(str(run_dir), None, None), "float32", quiet()).target_model
     )
     tree = tmp_path / "tree.json"
     Tree.chain(2).save(tree, **replace(settings, compiled=True).record())
@@ -240,11 +242,11 @@ def test_calibrating_uncompiled_after_a_compiled_fit_is_said(
 
 
 def test_calibration_errors(
-    run_dir: Path, backbone_dir: Path, bench_file: Path, questions: Path, tmp_path: Path
+    run_dir: Path, target_model_dir: Path, bench_file: Path, questions: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(MedusaError, match="answered chats, got 2"):
         run(run_dir, bench_file, tmp_path)
-    alone = resolve_model(None, str(backbone_dir), None)
+    alone = resolve_model(None, str(target_model_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):
         calibrate(
             EvalConfig(),

@@ -124,8 +124,8 @@ def test_it_compares_the_decoders() -> None:
 
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
     one = answer(record(1, "math"))
-    # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1
-    # space, backbone c
+    # prefill a | step 1: head 1 <, head 2 i>, target model b | step 2: target model & | step 3: head 1
+    # space, target model c
     assert colored_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
     assert colored_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
     ended = {**one, "pieces": [*one["pieces"], "</s>"], "accepted": [2, 0, 1, 0]}
@@ -171,7 +171,7 @@ def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
         (3, [0, 0], [0, 0, 0]),
     ],
 )
-def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_backbone(
+def test_accepted_tokens_are_the_heads_in_order_and_then_one_of_the_target_model(
     tokens: int, accepted: list[int], heads: list[int]
 ) -> None:
     assert proposing_heads(tokens, accepted) == heads

@@ -16,7 +16,7 @@ from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import BackboneError, CheckpointError, ConfigError
+from medusa_train.errors import CheckpointError, ConfigError, TargetModelError
 from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
 from medusa_train.evaluation.questions import load_bench
@@ -24,7 +24,7 @@ from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Turn
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_run
@@ -186,11 +186,11 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
     tree: str,
     batch_size: int,
     draft: str | None,
-    backbone_dir: Path,
+    target_model_dir: Path,
     bench_file: Path,
     tmp_path: Path,
 ) -> None:
-    model = write_run(tmp_path / "run", backbone_dir, draft="eagle3")
+    model = write_run(tmp_path / "run", target_model_dir, draft="eagle3")
     keys = {
         "tree": tree,
         "dtype": "float32",
@@ -224,18 +224,20 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
 
 
 def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
-    backbone_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target_model_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        load_model, "use_cuda_graphs", lambda backbone: pytest.fail("a graph cannot stop early")
+        load_model, "use_cuda_graphs", lambda target_model: pytest.fail("a graph cannot stop early")
     )
-    backbone = load_backbone(str(backbone_dir), dtype="float32")
+    target_model = load_target_model(str(target_model_dir), dtype="float32")
     save_draft(
-        KangarooDraft(backbone, num_heads=3, exit_layer=1),
+        KangarooDraft(target_model, num_heads=3, exit_layer=1),
         tmp_path / "run" / "heads",
-        str(backbone_dir),
+        str(target_model_dir),
     )
-    (tmp_path / "run" / "config.yaml").write_text(f"base_model: {backbone_dir}\n", encoding="utf-8")
+    (tmp_path / "run" / "config.yaml").write_text(
+        f"base_model: {target_model_dir}\n", encoding="utf-8"
+    )
     Tree.chain(2).save(tmp_path / "two.json")
     asked = {
         "bench": str(bench_file),
@@ -361,9 +363,11 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     assert "equal to plain" not in text
 
 
-def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+def test_an_empty_tree_is_no_speedup(
+    target_model_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
     """Both sides would be the same loop, and their ratio noise."""
-    model = write_run(tmp_path / "run", backbone_dir)
+    model = write_run(tmp_path / "run", target_model_dir)
     Tree.empty().save(model / "tree.json")
     report, shown = run(bench_file, model, tmp_path / "out", dtype="float32")
     overall = report["overall"]
@@ -380,10 +384,12 @@ def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_p
     assert load["cores"] + 1 >= load["other_cores"] >= 0  # of a moment: accurate to some ticks
 
 
-def test_a_backbone_alone_gives_baselines(
-    backbone_dir: Path, bench_file: Path, tmp_path: Path
+def test_a_target_model_alone_gives_baselines(
+    target_model_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
-    report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
+    report, shown = run(
+        bench_file, None, tmp_path, base_model=str(target_model_dir), dtype="float32"
+    )
     overall, meta = report["overall"], report["meta"]
     assert overall["speedup"] is None
     assert overall["generate_tokens_per_s"] > 0
@@ -528,12 +534,12 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A large backbone fits into the memory of a GPU once."""
+    """A large target model fits into the memory of a GPU once."""
     loaded, alive = [], []
 
     def load_with_progress(*args: Any, **keys: Any) -> Any:
         model = refit_tree.load_with_progress(*args, **keys)
-        loaded.append(weakref.ref(model.backbone.model))
+        loaded.append(weakref.ref(model.target_model.model))
         return model
 
     def fit(self: object, dtype: str) -> bool:
@@ -572,6 +578,7 @@ def test_without_memory_for_timing_the_error_says_what_to_set(
 ) -> None:
     monkeypatch.setattr("medusa_train.evaluation.refit_tree.load_for_decoding", no_memory)
     with pytest.raises(
-        BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"
+        TargetModelError,
+        match=r"not enough memory to decode with it in float32\.\nSet another dtype",
     ):
         run(bench_file, run_dir, tmp_path, dtype="float32")

@@ -6,10 +6,10 @@ import pytest
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder, extra_baselines
 from medusa_train.inference.generate import Decoder, Generation
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 
 @pytest.fixture(scope="module")
@@ -18,30 +18,30 @@ def subject(run_dir: Path) -> LoadedModel:
 
 
 def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
-    output = GenerateDecoder(subject.backbone).answer([[1, 50, 60]], 16)[0]
+    output = GenerateDecoder(subject.target_model).answer([[1, 50, 60]], 16)[0]
     stop = output.tokens[5]
     stopping = SimpleNamespace(
-        device=subject.backbone.device,
-        model=subject.backbone.model,
-        tokenizer=subject.backbone.tokenizer,
+        device=subject.target_model.device,
+        model=subject.target_model.model,
+        tokenizer=subject.target_model.tokenizer,
         eos_ids=(stop,),
     )
     again = GenerateDecoder(stopping).answer([[1, 50, 60]], 16)[0]  # type: ignore[arg-type]
     assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
-    GenerateDecoder(subject.backbone)  # puts the backbone's own eos back
+    GenerateDecoder(subject.target_model)  # puts the target model's own eos back
 
 
 def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(
-    subject: LoadedModel, backbone_dir: Path
+    subject: LoadedModel, target_model_dir: Path
 ) -> None:
     notes: list[str] = []
     baselines = extra_baselines(
-        subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append
+        subject.target_model, str(target_model_dir), prompt_lookup=True, note=notes.append
     )
     assert list(baselines) == ["prompt_lookup", "assisted"]
     assert notes == []
     prompt = [1, 50, 60, 50, 60, 50]
-    plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
+    plain = Decoder(subject.target_model).generate(list(prompt), 24).tokens
     for decoder in baselines.values():
         answer = decoder.answer([prompt], 24)[0]
         assert list(answer.tokens) == plain
@@ -51,20 +51,20 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(
             nonlocal passes
             passes += 1
 
-        hook = subject.backbone.model.register_forward_hook(count)
+        hook = subject.target_model.model.register_forward_hook(count)
         decoder.answer([prompt], 24)[0]
         hook.remove()
         assert answer.steps == passes - 1
         assert 1 <= answer.prefill_tokens <= 11
-    assert GenerateDecoder(subject.backbone).answer([prompt], 24)[0].steps == 0
+    assert GenerateDecoder(subject.target_model).answer([prompt], 24)[0].steps == 0
 
 
 def test_tokens_of_the_prefill_do_not_count_as_steps(
-    subject: LoadedModel, backbone_dir: Path
+    subject: LoadedModel, target_model_dir: Path
 ) -> None:
-    """The backbone as its own assistant: every pass accepts all guesses, the first one included."""
+    """The target model as its own assistant: every pass accepts all guesses, the first one included."""
     assistant = extra_baselines(
-        subject.backbone, str(backbone_dir), prompt_lookup=False, note=print
+        subject.target_model, str(target_model_dir), prompt_lookup=False, note=print
     )["assisted"]
     answer = assistant.answer([[1, 50, 60]], 24)[0]
     assert answer.prefill_tokens > 1
@@ -79,9 +79,9 @@ def test_an_unsupported_baseline_is_left_out_with_a_note(
     def refuses(*args: object, **how: object) -> None:
         raise ValueError("this cache can't be cut back")
 
-    monkeypatch.setattr(subject.backbone.model, "generate", refuses)
+    monkeypatch.setattr(subject.target_model.model, "generate", refuses)
     notes: list[str] = []
-    assert extra_baselines(subject.backbone, None, prompt_lookup=True, note=notes.append) == {}
+    assert extra_baselines(subject.target_model, None, prompt_lookup=True, note=notes.append) == {}
     assert "prompt_lookup" in notes[0]
     assert "can't be cut back" in notes[0]
 
@@ -89,11 +89,11 @@ def test_an_unsupported_baseline_is_left_out_with_a_note(
 def test_a_draft_model_with_another_tokenizer_is_an_error(
     subject: LoadedModel, tmp_path: Path
 ) -> None:
-    other = write_backbone(tmp_path / "other")
+    other = write_target_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
-    with pytest.raises(BackboneError, match="its tokenizer differs"):
-        extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+    with pytest.raises(TargetModelError, match="its tokenizer differs"):
+        extra_baselines(subject.target_model, str(other), prompt_lookup=False, note=print)
 
 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:

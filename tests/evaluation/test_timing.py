@@ -8,13 +8,13 @@ import pytest
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, DataError
+from medusa_train.errors import DataError, TargetModelError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Answer, Turn
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.runners import FixedShapeRunner
-from medusa_train.models.backbone import Backbone
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from tests.inference.tape import TapeRunner
 
@@ -25,7 +25,7 @@ def subject(run_dir: Path) -> LoadedModel:
 
 
 def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
-    return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens)
+    return SpeedTest(subject, ChatEncoder(subject.target_model.tokenizer), max_new_tokens)
 
 
 def split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
@@ -66,7 +66,7 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(
     first, second = speed_test(subject, 12).run(
         load_bench(str(bench_file)).questions[:1], lambda turn: None
     )
-    tokenizer = subject.backbone.tokenizer
+    tokenizer = subject.target_model.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
     assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(
         list(second.prompt_ids)
@@ -107,7 +107,9 @@ def stub_test(
     special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
     tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)
     test: Any = SpeedTest.__new__(SpeedTest)
-    test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context, eos_ids=frozenset())
+    test._target_model = SimpleNamespace(
+        tokenizer=tokenizer, max_context=context, eos_ids=frozenset()
+    )
     test._chat, test._max_new_tokens = StubChat(), 4
     test._decoders, test._batch_size = {name: Stub(name) for name in names}, 1
     return test
@@ -126,7 +128,7 @@ def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() 
     """All decoders get the same prompts; the reported text is that of the tree."""
     answers = {"plain": (1, 2, 3), "tree": (4,), "generate": (5, 6), "other": (7,)}
     test = stub_test(99, [], tuple(answers), answers)
-    test._backbone.tokenizer.decode = lambda tokens, **options: "".join(map(str, tokens))
+    test._target_model.tokenizer.decode = lambda tokens, **options: "".join(map(str, tokens))
     seen: list[list[str]] = []
     prompt = StubChat.prompt
 
@@ -202,7 +204,9 @@ def bench_questions(count: int) -> list[Question]:
 
 
 def mode_test(subject: LoadedModel, mode: DecodingMode, max_new_tokens: int = 24) -> SpeedTest:
-    return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens, None, mode)
+    return SpeedTest(
+        subject, ChatEncoder(subject.target_model.tokenizer), max_new_tokens, None, mode
+    )
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -211,7 +215,7 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
 ) -> None:
     questions = bench_questions(5)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)
-    monkeypatch.setattr(subject.backbone, "step_runner", FixedShapeRunner() if static else None)
+    monkeypatch.setattr(subject.target_model, "step_runner", FixedShapeRunner() if static else None)
     test = mode_test(subject, DecodingMode(batch_size=3))
     assert test.names == ["generate", "plain", "tree"]
     test.warm_up(questions)
@@ -252,13 +256,13 @@ def test_no_graph_is_captured_while_answers_are_timed(
     """The warm-up's answers are shorter, its prompts those of the first turns; batches of three
     leave a last one.
     """
-    backbone, runner = subject.backbone, TapeRunner()
-    monkeypatch.setattr(backbone, "step_runner", runner)
-    context = backbone.max_context + 16
+    target_model, runner = subject.target_model, TapeRunner()
+    monkeypatch.setattr(target_model, "step_runner", runner)
+    context = target_model.max_context + 16
     monkeypatch.setattr(
-        Backbone,
+        TargetModel,
         "new_slots",
-        lambda backbone, capacity=0: Slots(backbone.num_layers, max(capacity, context), 16),
+        lambda target_model, capacity=0: Slots(target_model.num_layers, max(capacity, context), 16),
     )
     questions = bench_questions(4)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)
@@ -323,6 +327,6 @@ def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: L
 def test_longrope_models_are_refused_in_batches(
     subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject.backbone, "rope_switch", 64)
-    with pytest.raises(BackboneError, match="set batch_size: 1"):
+    monkeypatch.setattr(subject.target_model, "rope_switch", 64)
+    with pytest.raises(TargetModelError, match="set batch_size: 1"):
         mode_test(subject, DecodingMode(batch_size=2))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.trees.tree import Tree
 from tests.families import random_model
 
@@ -40,7 +40,7 @@ def write_tokenizer(directory: Path) -> None:
     wrapped.save_pretrained(directory)
 
 
-def write_backbone(directory: Path) -> Path:
+def write_target_model(directory: Path) -> Path:
     shape = {
         "vocab_size": 300,
         "hidden_size": 64,
@@ -55,14 +55,16 @@ def write_backbone(directory: Path) -> Path:
     return directory
 
 
-def write_run(run: Path, backbone_dir: Path, num_heads: int = 3, draft: str = "medusa") -> Path:
-    backbone = load_backbone(str(backbone_dir), dtype="float32")
+def write_run(run: Path, target_model_dir: Path, num_heads: int = 3, draft: str = "medusa") -> Path:
+    target_model = load_target_model(str(target_model_dir), dtype="float32")
     (run / "heads").mkdir(parents=True)
     save_draft(
-        DRAFTS[draft].from_backbone(backbone, num_heads=num_heads), run / "heads", str(backbone_dir)
+        DRAFTS[draft].from_target_model(target_model, num_heads=num_heads),
+        run / "heads",
+        str(target_model_dir),
     )
     (run / "config.yaml").write_text(
-        yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8"
+        yaml.safe_dump({"base_model": str(target_model_dir)}), encoding="utf-8"
     )
     Tree.cartesian([2, 2]).save(run / "tree.json")
     return run

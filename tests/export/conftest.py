@@ -10,10 +10,10 @@ import yaml
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 REPORT = {
     "meta": {"bench": "mtbench", "device": "a GPU", "dtype": "bfloat16", "tree_nodes": 16},
@@ -31,13 +31,13 @@ REPORT = {
 
 
 @pytest.fixture(scope="session")
-def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_backbone(tmp_path_factory.mktemp("owner") / "small-llama")
+def target_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target_model(tmp_path_factory.mktemp("owner") / "small-llama")
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
-    """Write a run whose heads are no longer what they began as; `shared`: on the backbone's
+def make_run(tmp_path: Path, target_model_dir: Path) -> Callable[..., Path]:
+    """Write a run whose heads are no longer what they began as; `shared`: on the target model's
     lm_head.
     """
 
@@ -46,15 +46,17 @@ def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
     ) -> Path:
         run = tmp_path / "run"
         quantization = "nf4" if keys.get("load_in_4bit") else None
-        backbone = load_backbone(str(backbone_dir), device="cpu", quantization=quantization)
-        draft = MedusaDraft.from_backbone(backbone, num_heads, share_lm_head=shared)
+        target_model = load_target_model(
+            str(target_model_dir), device="cpu", quantization=quantization
+        )
+        draft = MedusaDraft.from_target_model(target_model, num_heads, share_lm_head=shared)
         torch.manual_seed(1)
         with torch.no_grad():
             for parameter in draft.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-        save_draft(draft, run / "heads", str(backbone_dir))
+        save_draft(draft, run / "heads", str(target_model_dir))
         config = {
-            "base_model": str(backbone_dir),
+            "base_model": str(target_model_dir),
             "datasets": [{"path": "/home/me/chats.jsonl"}],
             **keys,
         }
@@ -63,7 +65,7 @@ def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
         (run / "eval" / "mtbench").mkdir(parents=True)
         (run / "eval" / "mtbench" / "report.json").write_text(json.dumps(REPORT))
         if adapter:
-            lora = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0))
+            lora = Adapter.attach(target_model, LoraSpec(r=4, dropout=0.0))
             with torch.no_grad():
                 for parameter in lora.parameters():
                     parameter.normal_(0, 0.1)

@@ -36,7 +36,7 @@ def test_the_card_lists_settings_data_and_measurements(
     for words in (
         "# Medusa heads for `small-llama`",
         "5 draft heads with 1 residual block each",
-        "python -m vllm.entrypoints.openai.api_server --model BACKBONE --speculative-config",
+        "python -m vllm.entrypoints.openai.api_server --model TARGET_MODEL --speculative-config",
         '"num_speculative_tokens": N}',
         "N (1 to 5) is fixed",
         (
@@ -218,7 +218,7 @@ def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path:
         "merged",
         None,
     )
-    assert "# Backbone trained with Medusa heads" in merged
+    assert "# Target model trained with Medusa heads" in merged
 
 
 def test_a_run_without_a_tree_has_no_speedup_in_its_card(make_run: Callable[..., Path]) -> None:
@@ -241,7 +241,7 @@ def test_a_run_without_a_tree_has_no_speedup_in_its_card(make_run: Callable[...,
     assert "no tree is used" in text
 
 
-def test_the_card_of_a_merged_backbone_serves_it_and_data_of_the_hub_have_their_names(
+def test_the_card_of_a_merged_target_model_serves_it_and_data_of_the_hub_have_their_names(
     make_run: Callable[..., Path],
 ) -> None:
     run = make_run(adapter=True, recipe="medusa2", datasets=[{"path": "sharegpt"}, {"path": "a/b"}])

@@ -34,12 +34,12 @@ from medusa_train.export import custom_generate
 from medusa_train.export.targets import CUSTOM_GENERATE_REQUIREMENTS
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 from tests import chatml
-from tests.families import FAMILIES, random_backbone
-from tests.inference.chi_square import five_token_backbone, p_value
+from tests.families import FAMILIES, random_target_model
+from tests.inference.chi_square import five_token_target_model, p_value
 
 BUSHY = Tree.cartesian([12, 4])
 TREES = {
@@ -63,15 +63,15 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.undo()
 
 
-def model_of(backbone: Backbone, attention: str = "sdpa") -> Any:
+def model_of(target_model: TargetModel, attention: str = "sdpa") -> Any:
     """The transformers model, with the attention that it has outside this project."""
-    backbone.model.set_attn_implementation(attention)
-    return backbone.model
+    target_model.model.set_attn_implementation(attention)
+    return target_model.model
 
 
-def trained_like(backbone: Backbone, **settings: Any) -> MedusaDraft:
+def trained_like(target_model: TargetModel, **settings: Any) -> MedusaDraft:
     """Heads whose guesses are sometimes right."""
-    draft = MedusaDraft.from_backbone(backbone, num_heads=3, **settings)
+    draft = MedusaDraft.from_target_model(target_model, num_heads=3, **settings)
     torch.manual_seed(1)
     with torch.no_grad():
         for block in draft.blocks.parameters():
@@ -82,22 +82,22 @@ def trained_like(backbone: Backbone, **settings: Any) -> MedusaDraft:
 def write(directory: Path, draft: MedusaDraft, tree: Tree) -> str:
     save_draft(draft, directory / "heads", str(directory))
     tree.save(directory / "heads" / "tree.json")
-    paths = resolve_model(str(directory / "heads"), None, None, needs_backbone=False)
+    paths = resolve_model(str(directory / "heads"), None, None, needs_target_model=False)
     return str(export_run(paths, "transformers", directory / "export").target)
 
 
 @pytest.fixture(scope="module")
-def llama() -> Backbone:
-    return random_backbone("llama")
+def llama() -> TargetModel:
+    return random_target_model("llama")
 
 
 @pytest.fixture(scope="module")
-def model(llama: Backbone) -> Any:
+def model(llama: TargetModel) -> Any:
     return model_of(llama)
 
 
 @pytest.fixture(scope="module")
-def directory(llama: Backbone, tmp_path_factory: pytest.TempPathFactory) -> str:
+def directory(llama: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("llama"), trained_like(llama), BUSHY)
 
 
@@ -133,7 +133,7 @@ def passes(model: Any, call: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_tokens_equal_plain_generate_and_our_loop(
-    llama: Backbone, model: Any, tmp_path: Path, tree: str
+    llama: TargetModel, model: Any, tmp_path: Path, tree: str
 ) -> None:
     draft = trained_like(llama)
     directory = write(tmp_path, draft, TREES[tree])
@@ -156,10 +156,10 @@ def test_every_family(tmp_path: Path, family: str, attention: str) -> None:
         if family in ("mistral-window", "gemma2", "gemma3", "mimo-v2")
         else {}
     )
-    backbone = random_backbone(family, **changes)
-    model = model_of(backbone, "eager" if backbone.attention == "eager" else attention)
+    target_model = random_target_model(family, **changes)
+    model = model_of(target_model, "eager" if target_model.attention == "eager" else attention)
     count = 20 - len(PROMPT) if family == "phi3-longrope" else LENGTH
-    directory = write(tmp_path, trained_like(backbone), BUSHY)
+    directory = write(tmp_path, trained_like(target_model), BUSHY)
     assert torch.equal(
         with_heads(model, directory, max_new_tokens=count), plain(model, max_new_tokens=count)
     )
@@ -175,14 +175,16 @@ def test_forms_of_heads(
     """Matrices of their own or the shared lm_head, with the whole or a reduced vocabulary, two
     blocks or none.
     """
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     if bias:
-        backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(61, dtype=torch.float64))
+        target_model.output_embeddings.bias = torch.nn.Parameter(
+            torch.randn(61, dtype=torch.float64)
+        )
     tokens = {"vocab_size": 40, "token_map": torch.randperm(61)[:40]} if reduced else {}
-    draft = trained_like(backbone, num_layers=layers, share_lm_head=shared, **tokens)
-    model, directory = model_of(backbone), write(tmp_path, draft, BUSHY)
+    draft = trained_like(target_model, num_layers=layers, share_lm_head=shared, **tokens)
+    model, directory = model_of(target_model), write(tmp_path, draft, BUSHY)
     assert torch.equal(with_heads(model, directory), plain(model))
-    steps = Decoder(backbone, draft, BUSHY).generate(PROMPT, LENGTH, ()).steps
+    steps = Decoder(target_model, draft, BUSHY).generate(PROMPT, LENGTH, ()).steps
     assert passes(model, lambda: with_heads(model, directory)) == 1 + steps < LENGTH
 
 
@@ -203,10 +205,10 @@ def test_answers_end_at_any_end_token_inside_a_path(model: Any, directory: str) 
         assert direct(model, directory, **options) == plain(model, **options)[0].tolist()
 
 
-def test_stop_strings(make_run: Callable[..., Path], backbone_dir: Path) -> None:
+def test_stop_strings(make_run: Callable[..., Path], target_model_dir: Path) -> None:
     directory = str(export_run(resolve_model(str(make_run()), None, None), "transformers").target)
-    model = AutoModelForCausalLM.from_pretrained(backbone_dir, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
+    model = AutoModelForCausalLM.from_pretrained(target_model_dir, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(target_model_dir)
     free = {"repetition_penalty": 1.0, "eos_token_id": None, "tokenizer": tokenizer}
     answer = plain(model, repetition_penalty=1.0, eos_token_id=None)[0, len(PROMPT) + 5 :].tolist()
     stop = next(
@@ -260,10 +262,10 @@ def test_a_dictionary_is_returned_on_request(model: Any, directory: str) -> None
 
 
 def test_samples_follow_the_model_s_distribution(tmp_path: Path) -> None:
-    backbone = five_token_backbone()
+    target_model = five_token_target_model()
     model, directory = (
-        model_of(backbone),
-        write(tmp_path, trained_like(backbone), Tree.cartesian([2, 2])),
+        model_of(target_model),
+        write(tmp_path, trained_like(target_model), Tree.cartesian([2, 2])),
     )
     heads = custom_generate.load_heads(model, directory, {})
     tree = custom_generate.Tree([[0], [1], [0, 0], [0, 1], [1, 0]], directory, model.device)
@@ -366,15 +368,15 @@ def test_texts_that_may_get_too_long_are_refused(
     """Dynamic rotary embeddings change at every position, also of a prompt that is too long
     already.
     """
-    backbone = random_backbone(family, **changes)
+    target_model = random_target_model(family, **changes)
     with pytest.raises(ValueError, match=message):
-        with_heads(model_of(backbone), write(tmp_path, trained_like(backbone), BUSHY))
+        with_heads(model_of(target_model), write(tmp_path, trained_like(target_model), BUSHY))
 
 
 def test_heads_and_trees_that_do_not_fit_are_refused(
-    model: Any, llama: Backbone, tmp_path: Path
+    model: Any, llama: TargetModel, tmp_path: Path
 ) -> None:
-    other = random_backbone("llama", vocab_size=50)
+    other = random_target_model("llama", vocab_size=50)
     with pytest.raises(
         ValueError, match=r"not the heads of this model \(hidden size 32, 61 tokens"
     ):
@@ -405,7 +407,7 @@ def test_heads_are_loaded_once_per_model_and_dtype(
         return real(path)
 
     monkeypatch.setattr(custom_generate, "load_file", load_file)
-    model = model_of(random_backbone("llama"))
+    model = model_of(random_target_model("llama"))
     prompt = torch.tensor([PROMPT])
     for _ in range(2):
         custom_generate.generate(prompt, model=model, medusa_heads=directory, max_new_tokens=2)
@@ -443,7 +445,7 @@ def test_heads_that_no_argument_names_are_asked_for() -> None:
 
 
 def test_answers_end_at_the_end_token_of_the_chat_template(tmp_path: Path) -> None:
-    run = chatml.write_run(tmp_path / "run", chatml.write_backbone(tmp_path / "backbone"))
+    run = chatml.write_run(tmp_path / "run", chatml.write_target_model(tmp_path / "backbone"))
     exported = str(export_run(resolve_model(str(run), None, None), "transformers").target)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "backbone")

@@ -16,23 +16,23 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli.export import app
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
-from medusa_train.models.loading import load_backbone
-from tests.families import random_backbone
+from medusa_train.models.loading import load_target_model
+from medusa_train.models.target_model import TargetModel
+from tests.families import random_target_model
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5]])
 VOCABULARY = torch.tensor([40, 3, 14, 15, 9, 26, 5, 0, 1, 2, 35, 8, 20, 30, 33, 60])
 
 
 @pytest.fixture
-def backbone(backbone_dir: Path) -> Backbone:
-    return load_backbone(str(backbone_dir), dtype="float32", device="cpu")
+def target_model(target_model_dir: Path) -> TargetModel:
+    return load_target_model(str(target_model_dir), dtype="float32", device="cpu")
 
 
-def new_draft(backbone: Backbone, **settings: object) -> Eagle3Draft:
-    draft = Eagle3Draft.from_backbone(backbone, **settings)
+def new_draft(target_model: TargetModel, **settings: object) -> Eagle3Draft:
+    draft = Eagle3Draft.from_target_model(target_model, **settings)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -40,10 +40,10 @@ def new_draft(backbone: Backbone, **settings: object) -> Eagle3Draft:
     return draft.eval()
 
 
-def outputs(draft: Eagle3Draft, backbone: Backbone) -> list[torch.Tensor]:
+def outputs(draft: Eagle3Draft, target_model: TargetModel) -> list[torch.Tensor]:
     """The tokens of the best guesses in each step, which no order of the vocabulary changes."""
     states = draft.teacher_forced_states(
-        backbone.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS)
+        target_model.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS)
     )
     head = draft.lm_head(1)
     return [head.tokens_of(head.logits(state).topk(5).indices) for state in states]
@@ -52,31 +52,33 @@ def outputs(draft: Eagle3Draft, backbone: Backbone) -> list[torch.Tensor]:
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
 def test_an_export_read_back_drafts_the_same(
-    to, reduced, backbone_dir, backbone, tmp_path: Path
+    to, reduced, target_model_dir, target_model, tmp_path: Path
 ) -> None:
     draft = new_draft(
-        backbone, **{"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {}
+        target_model, **{"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {}
     )
-    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    heads = save_draft(draft, tmp_path / "heads", str(target_model_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     served = next(fact for fact in exported.facts if fact.startswith("serve it"))
     # as docs/how-to/serve-with-vllm.md and README say: with 3 a CPU was no faster
     assert ('"num_speculative_tokens": 2}' in served) == (to == "vllm")
     # vLLM refuses it for all tokens
     assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced
-    loaded = load_draft(exported.target, backbone)
+    loaded = load_draft(exported.target, target_model)
     assert isinstance(loaded, Eagle3Draft)
     assert loaded.state_layers == draft.state_layers
-    for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
+    for mine, theirs in zip(
+        outputs(draft, target_model), outputs(loaded, target_model), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("trained", "proposed"), [(1, 1), (2, 2), (3, 3), (5, 3)])
 def test_speculators_propose_at_most_three_tokens_and_no_more_than_were_trained(
-    trained: int, proposed: int, backbone_dir: Path, backbone: Backbone, tmp_path: Path
+    trained: int, proposed: int, target_model_dir: Path, target_model: TargetModel, tmp_path: Path
 ) -> None:
-    draft = new_draft(backbone, num_heads=trained)
-    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    draft = new_draft(target_model, num_heads=trained)
+    heads = save_draft(draft, tmp_path / "heads", str(target_model_dir))
     exported = export_run(resolve_model(str(heads), None, None), "speculators", tmp_path / "out")
     config = json.loads((exported.target / "config.json").read_text())["speculators_config"]
     (method,) = config["proposal_methods"]
@@ -85,35 +87,37 @@ def test_speculators_propose_at_most_three_tokens_and_no_more_than_were_trained(
 
 
 def test_speculators_propose_three_tokens_where_the_draft_does_not_say_how_many(
-    backbone_dir: Path, backbone: Backbone, tmp_path: Path
+    target_model_dir: Path, target_model: TargetModel, tmp_path: Path
 ) -> None:
-    heads = save_draft(new_draft(backbone), tmp_path / "heads", str(backbone_dir))
+    heads = save_draft(new_draft(target_model), tmp_path / "heads", str(target_model_dir))
     served = export_run(resolve_model(str(heads), None, None), "sglang", tmp_path / "sglang").target
     config = json.loads((served / "config.json").read_text())
     assert not {"num_heads", "speculative_tokens"} & config.keys()
-    paths = resolve_model(str(served), str(backbone_dir), None)
+    paths = resolve_model(str(served), str(target_model_dir), None)
     exported = export_run(paths, "speculators", tmp_path / "out").target
     config = json.loads((exported / "config.json").read_text())["speculators_config"]
     assert config["proposal_methods"][0]["speculative_tokens"] == 3
 
 
 def test_names_and_shapes_are_those_that_servers_read(
-    backbone_dir, backbone, tmp_path: Path
+    target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    draft = new_draft(backbone, vocab_size=len(VOCABULARY), token_map=VOCABULARY)
-    paths = resolve_model(str(save_draft(draft, tmp_path / "heads", str(backbone_dir))), None, None)
+    draft = new_draft(target_model, vocab_size=len(VOCABULARY), token_map=VOCABULARY)
+    paths = resolve_model(
+        str(save_draft(draft, tmp_path / "heads", str(target_model_dir))), None, None
+    )
     (paths.home / "config.yaml").write_text("datasets: [{path: chats.jsonl}]\nlearning_rate: 0.5\n")
     export_run(paths, "vllm", tmp_path / "vllm")
     card = (tmp_path / "vllm/README.md").read_text()
     assert [
-        text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(backbone_dir))
+        text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(target_model_dir))
     ] == [True, True, False]
     tensors = load_file(tmp_path / "vllm/model.safetensors")
     config = json.loads((tmp_path / "vllm/config.json").read_text())
-    d, layer = backbone.hidden_size, backbone.config
+    d, layer = target_model.hidden_size, target_model.config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     sizes = [config[name] for name in ("num_hidden_layers", "draft_vocab_size", "vocab_size")]
-    assert sizes == [1, 16, backbone.vocab_size]
+    assert sizes == [1, 16, target_model.vocab_size]
     assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
     assert tensors["fc.weight"].shape == (d, 3 * d)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
@@ -139,19 +143,19 @@ def test_names_and_shapes_are_those_that_servers_read(
         del config[key]
     config["architectures"] = ["LlamaForCausalLM"]  # of the authors' own
     (tmp_path / "vllm/config.json").write_text(json.dumps(config))
-    keys = [f"base_model={backbone_dir}", f"output_dir={tmp_path / 'again'}"]
+    keys = [f"base_model={target_model_dir}", f"output_dir={tmp_path / 'again'}"]
     assert CliRunner().invoke(app, [str(tmp_path / "vllm"), "--to", "vllm", *keys]).exit_code == 0
     again = json.loads((tmp_path / "again/config.json").read_text())
     assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
 
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
-    """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of
+    """Its layer is wider than the target model's, its residual normalised, and it has its own copy of
     the embeddings.
     """
     # the draft has Llama's, which its config.json omits
     angles = {"rope_type": "default", "rope_theta": 5e5}
-    backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
+    target_model = random_target_model("llama", dtype=torch.float32, rope_parameters=angles)
     layer = {
         "intermediate_size": 96,
         "num_attention_heads": 2,
@@ -160,7 +164,7 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     }
     rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}
     draft = new_draft(
-        backbone, layer={**layer, **rope}, norm_before_residual=True, own_embeddings=True
+        target_model, layer={**layer, **rope}, norm_before_residual=True, own_embeddings=True
     )
     draft.embed_tokens.weight.normal_()
     tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
@@ -174,22 +178,24 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
         "transformer_layer_config": sizes,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_draft(tmp_path, backbone)
+    loaded = load_draft(tmp_path, target_model)
     assert isinstance(loaded, Eagle3Draft)
-    for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
+    for mine, theirs in zip(
+        outputs(draft, target_model), outputs(loaded, target_model), strict=True
+    ):
         assert torch.equal(mine, theirs)
     assert (
-        load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone).settings
+        load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), target_model).settings
         == loaded.settings
     )
     del config["norm_before_residual"]  # servers take it as set in this layout
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_draft(tmp_path, backbone).settings == loaded.settings
+    assert load_draft(tmp_path, target_model).settings == loaded.settings
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}})
     )
     with pytest.raises(CheckpointError, match="not a valid configuration of a layer"):
-        load_draft(tmp_path, backbone)
+        load_draft(tmp_path, target_model)
 
 
 NARROW = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
@@ -202,17 +208,17 @@ VARIANTS = {
 }
 
 
-def variant(backbone: Backbone) -> Eagle3Draft:
-    """A draft narrower than its backbone, with all norms that trainers add."""
+def variant(target_model: TargetModel) -> Eagle3Draft:
+    """A draft narrower than its target model, with all norms that trainers add."""
     draft = new_draft(
-        backbone, layer=NARROW, vocab_size=len(VOCABULARY), token_map=VOCABULARY, **VARIANTS
+        target_model, layer=NARROW, vocab_size=len(VOCABULARY), token_map=VOCABULARY, **VARIANTS
     )
     draft.embed_tokens.weight.normal_()
     return draft
 
 
-def written(draft: Eagle3Draft, backbone_dir: Path, tmp_path: Path, to: str = "vllm") -> Path:
-    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+def written(draft: Eagle3Draft, target_model_dir: Path, tmp_path: Path, to: str = "vllm") -> Path:
+    heads = save_draft(draft, tmp_path / "heads", str(target_model_dir))
     return export_run(resolve_model(str(heads), None, None), to, tmp_path / to).target
 
 
@@ -227,28 +233,34 @@ def rewrite(directory: Path, change_tensors: dict[str, object], **entries: objec
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_norms_embeddings_and_width_of_other_trainers_come_back(
-    to, backbone_dir, backbone, tmp_path: Path
+    to, target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    draft = variant(backbone)
-    target = written(draft, backbone_dir, tmp_path, to)
+    draft = variant(target_model)
+    target = written(draft, target_model_dir, tmp_path, to)
     config = json.loads((target / "config.json").read_text())
-    assert config["target_hidden_size"] == backbone.hidden_size
+    assert config["target_hidden_size"] == target_model.hidden_size
     assert {"input_norm.weight", "fc_norm.2.weight", "embed_tokens.weight"} < set(
         load_file(target / "model.safetensors")
     )
-    again = load_draft(tmp_path / "heads", backbone)
-    loaded = load_draft(target, backbone)
+    again = load_draft(tmp_path / "heads", target_model)
+    loaded = load_draft(target, target_model)
     for other in (again, loaded):
         assert {name: other.settings[name] for name in VARIANTS} == VARIANTS
-        for mine, theirs in zip(outputs(draft, backbone), outputs(other, backbone), strict=True):
+        for mine, theirs in zip(
+            outputs(draft, target_model), outputs(other, target_model), strict=True
+        ):
             assert torch.equal(mine, theirs)
     with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_fc"):
-        export_run(resolve_model(str(target), str(backbone_dir), None), "sglang", tmp_path / "s")
+        export_run(
+            resolve_model(str(target), str(target_model_dir), None), "sglang", tmp_path / "s"
+        )
 
 
-def test_a_draft_with_the_layer_of_qwen3_names_it(backbone_dir, backbone, tmp_path: Path) -> None:
-    draft = new_draft(backbone, qk_norm=True)
-    vllm = written(draft, backbone_dir, tmp_path)
+def test_a_draft_with_the_layer_of_qwen3_names_it(
+    target_model_dir, target_model, tmp_path: Path
+) -> None:
+    draft = new_draft(target_model, qk_norm=True)
+    vllm = written(draft, target_model_dir, tmp_path)
     config = json.loads((vllm / "config.json").read_text())
     assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
     paths = resolve_model(str(tmp_path / "heads"), None, None)
@@ -260,21 +272,21 @@ def test_a_draft_with_the_layer_of_qwen3_names_it(backbone_dir, backbone, tmp_pa
 
 
 def test_flags_in_eagle_config_and_an_older_name_are_read(
-    backbone_dir, backbone, tmp_path: Path
+    target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     flags = {"norm_before_fc": True, "norm_output": True}
     rewrite(target, {}, **dict.fromkeys(flags, False), eagle_config=flags)
     rewrite(target, {}, fc_norm=False, use_aux_norm=True)
-    assert load_draft(target, backbone).settings.items() >= VARIANTS.items()
+    assert load_draft(target, target_model).settings.items() >= VARIANTS.items()
 
 
 def test_tokens_follow_from_t2d_where_d2t_is_missing(
-    backbone_dir, backbone, tmp_path: Path
+    target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     rewrite(target, {"d2t": None})
-    assert torch.equal(load_draft(target, backbone).token_map, VOCABULARY.sort().values)
+    assert torch.equal(load_draft(target, target_model).token_map, VOCABULARY.sort().values)
 
 
 @pytest.mark.parametrize(
@@ -301,28 +313,28 @@ def test_tokens_follow_from_t2d_where_d2t_is_missing(
     ],
 )
 def test_what_a_draft_lacks_or_has_too_much_is_named(
-    tensors, entries, message, backbone_dir, backbone, tmp_path: Path
+    tensors, entries, message, target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     rewrite(target, tensors, **entries)
     with pytest.raises(CheckpointError, match=message) as error:
-        load_draft(target, backbone)
-    assert "Name the backbone" not in str(error.value)
+        load_draft(target, target_model)
+    assert "Name the target model" not in str(error.value)
 
 
 @pytest.mark.parametrize("layers", ["x", 3, -2, {"a": 1}, [1, 2], [2, "4", 6], [2, 4, True]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_layers_that_are_not_three_numbers_are_refused(
-    layers, first, backbone_dir, backbone, tmp_path: Path
+    layers, first, target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     layers_entry = {"eagle_aux_hidden_state_layer_ids": layers}
     if first == 0:
         layers_entry = {"eagle_config": layers_entry}
     rewrite(target, {}, **layers_entry)
     message = f"{layers!r} in config.json are not three layers, counted from {first}"
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        load_draft(target, backbone)
+        load_draft(target, target_model)
 
 
 @pytest.mark.parametrize(
@@ -333,27 +345,29 @@ def test_layers_that_are_not_three_numbers_are_refused(
     ],
 )
 def test_layers_before_the_first_are_refused(
-    entries, message, backbone_dir, backbone, tmp_path: Path
+    entries, message, target_model_dir, target_model, tmp_path: Path
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     rewrite(target, {}, **entries)
     with pytest.raises(CheckpointError, match=message):
-        load_draft(target, backbone)
+        load_draft(target, target_model)
 
 
-def test_a_draft_of_another_backbone_is_told_so(backbone_dir, backbone, tmp_path: Path) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
-    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the backbone"):
-        load_draft(target, random_backbone("llama", dtype=torch.float32, hidden_size=96))
+def test_a_draft_of_another_target_model_is_told_so(
+    target_model_dir, target_model, tmp_path: Path
+) -> None:
+    target = written(variant(target_model), target_model_dir, tmp_path)
+    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the target model"):
+        load_draft(target, random_target_model("llama", dtype=torch.float32, hidden_size=96))
 
 
 def test_entries_and_tensors_that_are_not_read_are_named_once(
-    backbone_dir, backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target_model_dir, target_model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = written(variant(backbone), backbone_dir, tmp_path)
+    target = written(variant(target_model), target_model_dir, tmp_path)
     rewrite(target, {"rotary_emb.inv_freq": torch.ones(4)}, zyxw=3)
-    load_draft(target, backbone)
-    load_draft(target, backbone)
+    load_draft(target, target_model)
+    load_draft(target, target_model)
     assert caplog.messages == [f"{target}: not read: rotary_emb.inv_freq, zyxw"]
 
 
@@ -368,13 +382,13 @@ def test_entries_and_tensors_that_are_not_read_are_named_once(
         ("vllm", "MixtralForCausalLM", True),
     ],
 )
-def test_a_backbone_without_states_in_vllm_is_named(
-    to, architecture, warned, backbone, backbone_dir, tmp_path: Path
+def test_a_target_model_without_states_in_vllm_is_named(
+    to, architecture, warned, target_model, target_model_dir, tmp_path: Path
 ) -> None:
-    base = Path(shutil.copytree(backbone_dir, tmp_path / "base"))
+    base = Path(shutil.copytree(target_model_dir, tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
-    heads = save_draft(new_draft(backbone), tmp_path / "heads", str(base))
+    heads = save_draft(new_draft(target_model), tmp_path / "heads", str(base))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     said = [w for w in exported.warnings if f"cannot draft with EAGLE-3 for {architecture}" in w]
     assert len(said) == warned

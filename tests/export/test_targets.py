@@ -1,4 +1,4 @@
-"""Merged backbones: what a joint run decodes with is what plain transformers loads."""
+"""Merged target models: what a joint run decodes with is what plain transformers loads."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.export.merged_model import untie_config
 from medusa_train.export.write import export_run
 from medusa_train.models.lora import Adapter, LoraSpec
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 TOKENS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 
@@ -32,15 +32,15 @@ def logits(where: Path) -> torch.Tensor:
 
 
 def of_the_run(run: Path) -> torch.Tensor:
-    """Of the backbone that the run is evaluated with."""
-    backbone = load_for_decoding(resolve_model(str(run), None, None), "float32").backbone
+    """Of the target model that the run is evaluated with."""
+    target_model = load_for_decoding(resolve_model(str(run), None, None), "float32").target_model
     with torch.no_grad():
-        return backbone.logits(backbone.run(TOKENS).hidden)
+        return target_model.logits(target_model.run(TOKENS).hidden)
 
 
 @pytest.mark.parametrize("load_in_4bit", [False, True])
 def test_plain_transformers_loads_what_the_run_decodes_with(
-    make_run: Callable[..., Path], backbone_dir: Path, load_in_4bit: bool
+    make_run: Callable[..., Path], target_model_dir: Path, load_in_4bit: bool
 ) -> None:
     if load_in_4bit:
         pytest.importorskip("bitsandbytes")
@@ -50,13 +50,15 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     done = export_run(resolve_model(str(run), None, None), "merged")
     merged = logits(done.target)
     assert torch.allclose(merged, of_the_run(run), atol=1e-4)
-    assert not torch.allclose(merged, logits(backbone_dir), atol=1e-2)  # the adapter did change it
+    assert not torch.allclose(
+        merged, logits(target_model_dir), atol=1e-2
+    )  # the adapter did change it
     assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
     assert tokenizer.chat_template == get_template("zephyr").source  # with which it was trained
 
 
-def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(
+def test_heads_of_a_joint_run_name_the_merged_target_model_once_there_is_one(
     make_run: Callable[..., Path],
 ) -> None:
     run = make_run(adapter=True, recipe="medusa2")
@@ -79,23 +81,23 @@ def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(
     assert "--to merged" in export_run(paths, "vllm").warnings[0]
 
 
-def test_a_backbone_that_was_trained_itself_is_copied(
-    make_run: Callable[..., Path], backbone_dir: Path
+def test_a_target_model_that_was_trained_itself_is_copied(
+    make_run: Callable[..., Path], target_model_dir: Path
 ) -> None:
     run = make_run(recipe="medusa2")
     with pytest.raises(CheckpointError, match="nothing to merge"):
         export_run(resolve_model(str(run), None, None), "merged")
-    shutil.copytree(backbone_dir, run / "model")
-    tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
+    shutil.copytree(target_model_dir, run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(target_model_dir)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(run / "model")
     (run / "model" / "chat_template.jinja").unlink(missing_ok=True)
     done = export_run(
         replace(resolve_model(str(run), None, None), chat_template="zephyr"), "merged"
     )
-    assert torch.equal(logits(done.target), logits(backbone_dir))
+    assert torch.equal(logits(done.target), logits(target_model_dir))
     assert "trained" in done.facts[0]
-    # its backbone would be its own result
+    # its target model would be its own result
     with pytest.raises(CheckpointError, match="holds other files"):
         export_run(
             replace(resolve_model(str(run), None, None), base_model=str(done.target)),
@@ -121,27 +123,27 @@ def test_a_failing_write_leaves_nothing_half_done(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
-    with pytest.raises(CheckpointError, match="could not write the merged backbone"):
+    with pytest.raises(CheckpointError, match="could not write the merged target model"):
         export_run(resolve_model(str(run), None, None), "merged")
     assert not (run / "export").exists()
 
 
 def test_a_merge_that_unties_lm_head_says_so(tmp_path: Path) -> None:
     """Older PEFT leaves `tie_word_embeddings: true`, with which lm_head would be the embeddings."""
-    backbone = random_backbone("llama-bias-tied", dtype=torch.float32)
+    target_model = random_target_model("llama-bias-tied", dtype=torch.float32)
     adapter = Adapter.attach(
-        backbone, LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
+        target_model, LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
     )
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.add_(0.1)
     adapter.merge()
-    tokens = TOKENS % backbone.vocab_size
+    tokens = TOKENS % target_model.vocab_size
     with torch.no_grad():
-        expected = backbone.logits(backbone.run(tokens).hidden)
-    backbone.model.config.tie_word_embeddings = True  # as PEFT 0.18 leaves it
-    untie_config(backbone)
-    backbone.model.save_pretrained(tmp_path)
+        expected = target_model.logits(target_model.run(tokens).hidden)
+    target_model.model.config.tie_word_embeddings = True  # as PEFT 0.18 leaves it
+    untie_config(target_model)
+    target_model.model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.allclose(loaded(tokens).logits, expected, atol=1e-5)

@@ -21,7 +21,7 @@ from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export import write
 from medusa_train.export.write import export_run, local_base_model, push, warnings_for
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.vllm_rules import loader_problems
 from tests.full_disk import full_disk
@@ -32,7 +32,7 @@ PROMPT = [1, 40, 50, 60, 70]
 
 @pytest.mark.parametrize("to", HEADS_TARGETS)
 def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
-    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path
+    make_run: Callable[..., Path], to: ExportTarget, target_model_dir: Path
 ) -> None:
     run = make_run()
     done = export_run(resolve_model(str(run), None, None), to)
@@ -42,30 +42,30 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     ours, again = read_heads(run / "heads"), read_heads(done.target)
     assert set(ours.state) == set(again.state)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
-    assert again.base_model == str(backbone_dir.resolve())
-    # heads, tree and backbone from there
+    assert again.base_model == str(target_model_dir.resolve())
+    # heads, tree and target model from there
     subject = load_for_decoding(resolve_model(str(done.target), None, None), "float32")
     assert subject.tree == Tree.cartesian([2, 2])
-    plain = Decoder(subject.backbone).generate(PROMPT, 20)
+    plain = Decoder(subject.target_model).generate(PROMPT, 20)
     assert (
-        Decoder(subject.backbone, subject.draft, subject.tree).generate(PROMPT, 20).tokens
+        Decoder(subject.target_model, subject.draft, subject.tree).generate(PROMPT, 20).tokens
         == plain.tokens
     )
 
 
 @pytest.mark.parametrize("to", [*HEADS_TARGETS, "reference-v2"])
 def test_heads_on_a_shared_lm_head(
-    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path
+    make_run: Callable[..., Path], to: ExportTarget, target_model_dir: Path
 ) -> None:
-    """Readers that know sharing get it, the others a copy of the backbone's matrix for each head."""
+    """Readers that know sharing get it, the others a copy of the target model's matrix for each head."""
     run = make_run(shared=True)
     done = export_run(resolve_model(str(run), None, None), to)
     again = read_heads(done.target)
     assert again.shared == (to in ("tgi", "vllm", "transformers", "reference-v2"))
     assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
-    backbone = load_backbone(str(backbone_dir))
-    states = torch.randn(4, backbone.hidden_size)
-    ours, theirs = load_draft(run / "heads", backbone), load_draft(done.target, backbone)
+    target_model = load_target_model(str(target_model_dir))
+    states = torch.randn(4, target_model.hidden_size)
+    ours, theirs = load_draft(run / "heads", target_model), load_draft(done.target, target_model)
     assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))
 
 
@@ -73,12 +73,12 @@ def test_heads_on_a_shared_lm_head(
 def test_a_bias_of_the_shared_lm_head_is_warned_of(
     make_run: Callable[..., Path],
     to: ExportTarget,
-    backbone_dir: Path,
+    target_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backbone = load_backbone(str(backbone_dir))
-    backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(backbone.vocab_size))
-    monkeypatch.setattr("medusa_train.export.write.load_for_export", lambda paths: backbone)
+    target_model = load_target_model(str(target_model_dir))
+    target_model.output_embeddings.bias = torch.nn.Parameter(torch.randn(target_model.vocab_size))
+    monkeypatch.setattr("medusa_train.export.write.load_for_export", lambda paths: target_model)
     (warning,) = export_run(resolve_model(str(make_run(shared=True)), None, None), to).warnings
     assert "have a bias" in warning
 
@@ -138,14 +138,14 @@ def test_only_an_earlier_export_is_written_over(to, held, make_run, tmp_path):
         export_run(resolve_model(str(tmp_path / "again"), None, None), "tgi", run / "heads")
 
 
-def test_tensorrt_gets_the_backbone_s_config_and_the_tree(
-    make_run: Callable[..., Path], backbone_dir: Path
+def test_tensorrt_gets_the_target_model_s_config_and_the_tree(
+    make_run: Callable[..., Path], target_model_dir: Path
 ) -> None:
     run = make_run()
     done = export_run(resolve_model(str(run), None, None), "trtllm")
     config = json.loads((done.target / "config.json").read_text())
-    config_of_backbone = json.loads((backbone_dir / "config.json").read_text())
-    assert {key: config[key] for key in config_of_backbone} == config_of_backbone
+    config_of_target_model = json.loads((target_model_dir / "config.json").read_text())
+    assert {key: config[key] for key in config_of_target_model} == config_of_target_model
     assert (
         config["num_medusa_heads"],
         config["medusa_num_heads"],
@@ -258,7 +258,7 @@ def test_what_cannot_be_uploaded_says_what_to_do(
 def test_a_local_base_model_is_detected(
     tmp_path: Path, base: str | None, expected: str | None
 ) -> None:
-    assert local_base_model(tmp_path) is None  # a merged backbone names none
+    assert local_base_model(tmp_path) is None  # a merged target model names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert local_base_model(tmp_path) == expected
 

@@ -85,7 +85,7 @@ def measure(keys: dict[str, Any]) -> Measured:
         trainer.train_step(iter([batch]))
     peak = held_bytes(trainer) + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
     rows, width = batches[-1].tokens.shape
-    estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
+    estimate = Estimate(cfg, trainer.recipe.target_model.config).memory(
         rows=rows,
         width=width,
         dtype=trainer.recipe.precision.dtype,
@@ -120,7 +120,7 @@ def held_bytes(trainer: Trainer) -> int:
     """Return the bytes of weights and optimizer states between two steps."""
     if trainer.recipe.precision.device.type == "cuda":
         return torch.cuda.memory_allocated()
-    modules = (trainer.recipe.backbone.model, trainer.draft)
+    modules = (trainer.recipe.target_model.model, trainer.draft)
     seen = {tensor.data_ptr(): tensor.nbytes for module in modules for tensor in tensors_of(module)}
     states = (
         value for state in trainer.strategy.optimizer.state.values() for value in state.values()

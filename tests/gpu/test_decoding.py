@@ -10,10 +10,10 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.attention import folded_head_attention
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import NoTokenizer, random_backbone
+from tests.families import NoTokenizer, random_target_model
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
 from tests.models.test_attention import random_states, reference, tree_mask
 
@@ -21,8 +21,8 @@ from tests.models.test_attention import random_states, reference, tree_mask
 SHAPE = (1024, 2816, 8, 16, 4, 32_000)
 
 
-def on(device: torch.device, family: str) -> Backbone:
-    return Backbone(random_backbone(family).model.to(device), NoTokenizer(), family)
+def on(device: torch.device, family: str) -> TargetModel:
+    return TargetModel(random_target_model(family).model.to(device), NoTokenizer(), family)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
@@ -30,14 +30,14 @@ def on(device: torch.device, family: str) -> Backbone:
 def test_greedy_text_equals_plain_decoding(device: torch.device, kind: str, family: str) -> None:
     if device.type == "cpu" and family != "llama":
         pytest.skip("tests/inference has all families on a CPU")
-    backbone = on(device, family)
+    target_model = on(device, family)
     with device:
-        draft = random_draft(kind, backbone)
-    plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    decoder = Decoder(backbone, draft, TREE)
+        draft = random_draft(kind, target_model)
+    plain = [Decoder(target_model).generate(prompt, 24).tokens for prompt in PROMPTS]
+    decoder = Decoder(target_model, draft, TREE)
     assert [decoder.generate(prompt, 24).tokens for prompt in PROMPTS] == plain
     assert [
-        out.tokens for out in BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)
+        out.tokens for out in BatchDecoder(target_model, draft, TREE).generate_batch(PROMPTS, 24)
     ] == plain
 
 
@@ -53,14 +53,16 @@ def test_the_text_of_a_gpu_is_the_text_of_a_cpu(cuda: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> None:
-    backbone = on(cuda, family)
+    target_model = on(cuda, family)
     with cuda:
-        draft = random_draft("medusa", backbone)
-    expected = [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS]
-    use_cuda_graphs(backbone)
-    backbone.compile_passes()
+        draft = random_draft("medusa", target_model)
+    expected = [
+        Decoder(target_model, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS
+    ]
+    use_cuda_graphs(target_model)
+    target_model.compile_passes()
     assert [
-        Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS
+        Decoder(target_model, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS
     ] == expected
 
 
@@ -89,10 +91,10 @@ def test_memory_is_the_cache_and_does_not_grow(cuda: torch.device) -> None:
     libraries.
     """
     config = llama_config(*SHAPE)
-    backbone = Backbone(random_model(config, torch.bfloat16, cuda), NoTokenizer(), "random")
+    target_model = TargetModel(random_model(config, torch.bfloat16, cuda), NoTokenizer(), "random")
     with cuda:
-        draft = MedusaDraft.from_backbone(backbone, 3, share_lm_head=True)
-    decoder = Decoder(backbone, draft, Tree.cartesian([4, 3, 2]))
+        draft = MedusaDraft.from_target_model(target_model, 3, share_lm_head=True)
+    decoder = Decoder(target_model, draft, Tree.cartesian([4, 3, 2]))
     prompt = list(range(1, 513))
 
     def peak(tokens: int) -> int:

@@ -13,10 +13,10 @@ from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.cuda_graphs import CudaGraphRunner, use_cuda_graphs
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.runners import FixedShapeRunner
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.inference.test_batch_decoder import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
 from tests.inference.test_static_steps import PROMPTS, answers, paths
@@ -27,20 +27,20 @@ pytestmark = [
 ]
 
 
-def backbone_on_gpu(family: str) -> Backbone:
-    backbone = random_backbone(family, dtype=torch.float64)
-    return Backbone(backbone.model.cuda(), backbone.tokenizer, family)
+def target_model_on_gpu(family: str) -> TargetModel:
+    target_model = random_target_model(family, dtype=torch.float64)
+    return TargetModel(target_model.model.cuda(), target_model.tokenizer, family)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 def test_graphs_give_the_tokens_of_steps(kind: str, family: str) -> None:
-    backbone = backbone_on_gpu(family)
-    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = FixedShapeRunner()
-    expected = answers(backbone, draft, tree)
-    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
-    assert paths(answers(backbone, draft, tree)) == paths(expected)
+    target_model = target_model_on_gpu(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, target_model), TREE)
+    target_model.step_runner = FixedShapeRunner()
+    expected = answers(target_model, draft, tree)
+    runner = target_model.step_runner = CudaGraphRunner(target_model.device)
+    assert paths(answers(target_model, draft, tree)) == paths(expected)
     assert runner.works
 
 
@@ -48,12 +48,12 @@ def test_graphs_give_the_tokens_of_steps(kind: str, family: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 def test_graphs_of_batches_give_the_tokens_of_steps(kind: str, family: str) -> None:
     """Rows end and join; with five rows all buffers grow and graphs are captured again."""
-    backbone = backbone_on_gpu(family)
-    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = FixedShapeRunner()
-    expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
-    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
-    decoder = BatchDecoder(backbone, draft, tree)
+    target_model = target_model_on_gpu(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, target_model), TREE)
+    target_model.step_runner = FixedShapeRunner()
+    expected, _ = streamed(BatchDecoder(target_model, draft, tree), 24, [7, 9])
+    runner = target_model.step_runner = CudaGraphRunner(target_model.device)
+    decoder = BatchDecoder(target_model, draft, tree)
     for rows, first in ((3, None), (5, None), (5, 1)):
         replayed, _ = streamed(decoder, 24, [7, 9], rows=rows, first=first)
         assert paths(replayed) == paths(expected)
@@ -61,33 +61,33 @@ def test_graphs_of_batches_give_the_tokens_of_steps(kind: str, family: str) -> N
 
 
 def test_graphs_are_captured_after_all_earlier_ones_are_gone() -> None:
-    backbone = backbone_on_gpu("llama")
-    runner = backbone.step_runner = CudaGraphRunner(backbone.device)
-    first = answers(backbone)
+    target_model = target_model_on_gpu("llama")
+    runner = target_model.step_runner = CudaGraphRunner(target_model.device)
+    first = answers(target_model)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert paths(answers(backbone)) == paths(first)
+    assert paths(answers(target_model)) == paths(first)
     assert runner.works
 
 
 def test_a_model_in_four_bits_is_captured() -> None:
-    backbone = load_backbone(
+    target_model = load_target_model(
         str(PROJECT_ROOT / "data" / "tiny"), dtype="bfloat16", quantization="nf4"
     )
-    backbone.step_runner = FixedShapeRunner()
-    expected = answers(backbone)
-    backbone.step_runner = None
-    use_cuda_graphs(backbone)
-    assert isinstance(backbone.step_runner, CudaGraphRunner)
-    assert paths(answers(backbone)) == paths(expected)
-    assert backbone.step_runner.works
+    target_model.step_runner = FixedShapeRunner()
+    expected = answers(target_model)
+    target_model.step_runner = None
+    use_cuda_graphs(target_model)
+    assert isinstance(target_model.step_runner, CudaGraphRunner)
+    assert paths(answers(target_model)) == paths(expected)
+    assert target_model.step_runner.works
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
 def test_compiled_passes_are_captured(tree: Tree, rows: int) -> None:
-    backbone = backbone_on_gpu("llama")
-    draft = random_draft("medusa", backbone)
+    target_model = target_model_on_gpu("llama")
+    draft = random_draft("medusa", target_model)
 
     def texts(decoder: Decoder | BatchDecoder) -> list[list[int]]:
         if isinstance(decoder, Decoder):
@@ -95,13 +95,13 @@ def test_compiled_passes_are_captured(tree: Tree, rows: int) -> None:
         return [out.tokens for out in streamed(decoder, 24, [7, 9], rows=rows)[0]]
 
     decoder_class = Decoder if rows == 1 else BatchDecoder
-    expected = texts(decoder_class(backbone, draft, tree))
-    use_cuda_graphs(backbone)
-    backbone.compile_passes(rows)
-    assert isinstance(backbone.step_runner, CudaGraphRunner)
-    decoder = decoder_class(backbone, draft, tree)
+    expected = texts(decoder_class(target_model, draft, tree))
+    use_cuda_graphs(target_model)
+    target_model.compile_passes(rows)
+    assert isinstance(target_model.step_runner, CudaGraphRunner)
+    decoder = decoder_class(target_model, draft, tree)
     assert [texts(decoder) for _ in range(2)] == [expected] * 2
-    assert backbone.step_runner.works
+    assert target_model.step_runner.works
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -110,15 +110,15 @@ def test_replays_reserve_no_memory(tree: Tree, rows: int) -> None:
     """Replayed kernels use the memory of the capture; what is left are a few numbers of the
     acceptance rule.
     """
-    backbone = backbone_on_gpu("gemma3")
-    draft = random_draft("medusa", backbone)
-    backbone.step_runner = CudaGraphRunner(backbone.device)
+    target_model = target_model_on_gpu("gemma3")
+    draft = random_draft("medusa", target_model)
+    target_model.step_runner = CudaGraphRunner(target_model.device)
     if rows == 1:
-        decoder = Decoder(backbone, draft, tree)
+        decoder = Decoder(target_model, draft, tree)
         decoder.generate(PROMPTS[0], 40, ())
         step = decoder.stream(PROMPTS[0], 40, ()).__next__
     else:
-        batch = BatchDecoder(backbone, draft, tree).begin(40, ())
+        batch = BatchDecoder(target_model, draft, tree).begin(40, ())
         batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
         step = batch.step  # type: ignore[assignment]
     for _ in range(3):

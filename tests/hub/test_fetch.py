@@ -21,7 +21,7 @@ from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.others import vllm_config, vllm_tensors, write
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.hub.server import StandInHub, serve
 
 REPO, FILE = "somebody/chats", "chats.json"
@@ -37,14 +37,14 @@ except FetchError as error:
 """
 LOAD = """
 import sys
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.hub import FetchError, fetch_dataset_file
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import resolve_target_model
 for name in sys.argv[1:]:
-    for call, *arguments in ((resolve_backbone, name), (fetch_dataset_file, name, "chats.json")):
+    for call, *arguments in ((resolve_target_model, name), (fetch_dataset_file, name, "chats.json")):
         try:
             call(*arguments)
-        except (BackboneError, FetchError) as error:
+        except (TargetModelError, FetchError) as error:
             print(error)
 """
 #: Answers of the hub, and what they mean; {0} is the repository, {1} its page.
@@ -225,9 +225,9 @@ def test_heads_of_the_hub_are_found_by_their_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     folder = tmp_path / "hub" / "models" / "somebody" / "heads"
-    draft = DRAFTS["hydra"].from_backbone(backbone, num_heads=2, num_layers=1)
+    draft = DRAFTS["hydra"].from_target_model(target_model, num_heads=2, num_layers=1)
     save_draft(draft, folder, "somebody/model")
     (folder / "code.py").write_text("raise SystemExit")
     Tree.chain(2).save(folder / "tree.json")
@@ -245,7 +245,7 @@ def test_heads_of_the_hub_are_found_by_their_name(
     assert run(FITTED) == f"runs/hub/somebody--heads/tree.json {arguments}\n"
 
     # the same heads as the public code's pickle, which is fetched only without safetensors
-    draft = DRAFTS["medusa"].from_backbone(backbone, num_heads=2)
+    draft = DRAFTS["medusa"].from_target_model(target_model, num_heads=2)
     heads = HeadTensors(2, 1, dict(draft.state_dict()), "somebody/model")
     folder = tmp_path / "hub" / "models" / "somebody" / "pickled"
     write_heads(heads, folder, pickled=True)

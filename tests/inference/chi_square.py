@@ -1,4 +1,4 @@
-"""Test that sampled text follows the backbone's distribution: Pearson's chi-square test on a model
+"""Test that sampled text follows the target model's distribution: Pearson's chi-square test on a model
 of five tokens.
 """
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
-from tests.families import random_backbone
+from medusa_train.models.target_model import TargetModel
+from tests.families import random_target_model
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
@@ -31,7 +31,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
-def five_token_backbone() -> Backbone:
+def five_token_target_model() -> TargetModel:
     """A real model with a vocabulary of five tokens, so that all texts of three tokens can be
     counted.
     """
@@ -43,7 +43,7 @@ def five_token_backbone() -> Backbone:
         "eos_token_id": 2,
     }
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    return random_backbone(
+    return random_target_model(
         "llama", dtype=torch.float32, std=0.6, max_position_embeddings=16, **shape, **heads
     )
 
@@ -56,7 +56,7 @@ def check_lossless(
     other_below: float,
     prompt: Sequence[int] = (1, 2),
 ) -> int:
-    """Sample three tokens after `prompt` in each row and compare their counts with the backbone's
+    """Sample three tokens after `prompt` in each row and compare their counts with the target model's
     joint distribution.
 
     Args:
@@ -75,7 +75,7 @@ def check_lossless(
     every = torch.cartesian_prod(*[torch.arange(5)] * 3)
     whole = torch.cat([torch.tensor([list(prompt)]).expand(125, -1), every], dim=1)
     with torch.no_grad():
-        log_p = rule.warp(decoder.backbone.model(whole).logits.double()).log_softmax(-1)
+        log_p = rule.warp(decoder.target_model.model(whole).logits.double()).log_softmax(-1)
     joint = log_p[:, len(prompt) - 1 : -1].gather(-1, every[..., None]).sum((1, 2)).exp()
     assert torch.allclose(joint.sum(), torch.ones((), dtype=torch.float64))
     assert p_value(counts, joint) > 1e-4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from medusa_train.inference.step import Steps
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 
@@ -17,18 +17,18 @@ from medusa_train.trees.tree import Tree
 def small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Let slots grow by few columns, so that answers cross several borders."""
 
-    def new_slots(backbone: Backbone, capacity: int = 0) -> Slots:
-        return Slots(backbone.num_layers, max(capacity, 120), block)
+    def new_slots(target_model: TargetModel, capacity: int = 0) -> Slots:
+        return Slots(target_model.num_layers, max(capacity, 120), block)
 
-    monkeypatch.setattr(Backbone, "new_slots", new_slots)
+    monkeypatch.setattr(TargetModel, "new_slots", new_slots)
 
 
 @torch.inference_mode()
 def begun(
-    backbone: Backbone, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
+    target_model: TargetModel, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
 ) -> Steps:
     """Return the steps of rows with these prompts, which the draft has read."""
-    steps = Steps(backbone, draft, tree.to(backbone.device), backbone.new_slots())
+    steps = Steps(target_model, draft, tree.to(target_model.device), target_model.new_slots())
     steps.make_room(len(prompts), max(map(len, prompts)) + 64)
     steps.prefill(prompts)
     steps.start_draft()
@@ -37,14 +37,14 @@ def begun(
 
 @torch.inference_mode()
 def proposal_after(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Proposer,
     tree: Tree,
     prompts: Sequence[list[int]],
     roots: Sequence[int],
 ) -> Proposal:
     """Return what the draft proposes below `roots`, the next tokens after the prompts."""
-    steps = begun(backbone, draft, tree, prompts)
+    steps = begun(target_model, draft, tree, prompts)
     proposals: list[Proposal] = []
     guess = draft.guess
 

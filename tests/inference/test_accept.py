@@ -1,6 +1,6 @@
 """The acceptance rules: small trees by hand, and a test that sampling with any tree is lossless.
 
-The backbone of this test is a table: the logits of the first, second and third token given those
+The target model of this test is a table: the logits of the first, second and third token given those
 before. Its joint distribution of three tokens is known exactly, and 20,000 rows at a time are
 decoded by the rule under test.
 """
@@ -128,7 +128,7 @@ def test_mistakes_are_named() -> None:
 
 
 class Table:
-    """A backbone as a table: `logits[i]` of token i given the i before it, [VOCAB] * (i + 1)."""
+    """A target model as a table: `logits[i]` of token i given the i before it, [VOCAB] * (i + 1)."""
 
     def __init__(self, seed: int, spread: float = 1.5) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -169,7 +169,9 @@ def _guesses(
         logits.append(table.after(text, counts + len(path)))
         draw = torch.Generator().manual_seed(node)
         orders = {
-            "good": logits[-1].argsort(-1, descending=True),  # the backbone's most probable tokens
+            "good": logits[-1].argsort(
+                -1, descending=True
+            ),  # the target model's most probable tokens
             "adversarial": logits[-1].argsort(-1),  # its least probable tokens
             "bad": torch.rand(VOCAB, generator=draw).argsort().expand(len(text), -1),
             "random": torch.rand(len(text), VOCAB, generator=draw).argsort(-1),
@@ -212,7 +214,7 @@ KINDS = ["good", "bad", "adversarial", "random"]
     ("tree", "kind"),
     [*itertools.product((name for name in TREES if name != "empty"), KINDS), ("empty", "good")],
 )
-def test_three_tokens_follow_the_backbones_joint_distribution(tree: str, kind: str) -> None:
+def test_three_tokens_follow_the_target_models_joint_distribution(tree: str, kind: str) -> None:
     """The p-values of right rules are spread over [0, 1]; one below 1e-4 happens once in ten
     thousand tests.
     """

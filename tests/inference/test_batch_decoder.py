@@ -15,12 +15,12 @@ from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest, group_prompts
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 
 PROMPTS = [
     [3, 14, 15, 9, 2, 6, 5, 35, 8, 9],
@@ -49,8 +49,8 @@ class OracleHeads(MedusaDraft):
         return proposal
 
 
-def _draft(backbone: Backbone, answers: Sequence[list[int]] = ()) -> MedusaDraft:
-    draft = OracleHeads.from_backbone(backbone, num_heads=4)
+def _draft(target_model: TargetModel, answers: Sequence[list[int]] = ()) -> MedusaDraft:
+    draft = OracleHeads.from_target_model(target_model, num_heads=4)
     assert isinstance(draft, OracleHeads)
     draft.truth = {}
     for answer in answers:
@@ -66,9 +66,11 @@ def _draft(backbone: Backbone, answers: Sequence[list[int]] = ()) -> MedusaDraft
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["empty", "sparse"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_gets_the_tokens_that_it_gets_alone(family: str, tree: Tree) -> None:
-    backbone = random_backbone(family)
-    alone = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    together = BatchDecoder(backbone, _draft(backbone, alone), tree).generate_batch(PROMPTS, 24)
+    target_model = random_target_model(family)
+    alone = [Decoder(target_model).generate(prompt, 24).tokens for prompt in PROMPTS]
+    together = BatchDecoder(target_model, _draft(target_model, alone), tree).generate_batch(
+        PROMPTS, 24
+    )
     assert [out.tokens for out in together] == alone
     assert all(1 + out.steps + sum(out.accepted) >= 24 for out in together)
     if tree.size:
@@ -81,13 +83,13 @@ def test_every_row_gets_the_tokens_that_it_gets_alone(family: str, tree: Tree) -
 
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["empty", "sparse"])
 def test_rows_end_at_different_times(tree: Tree) -> None:
-    backbone = random_backbone("llama")
-    backbone.max_context = 26
-    alone = [Decoder(backbone).generate(prompt, 18, ()) for prompt in PROMPTS]
+    target_model = random_target_model("llama")
+    target_model.max_context = 26
+    alone = [Decoder(target_model).generate(prompt, 18, ()) for prompt in PROMPTS]
     eos = [alone[1].tokens[0], alone[2].tokens[4], alone[3].tokens[7]]
-    expected = [Decoder(backbone).generate(prompt, 18, eos) for prompt in PROMPTS]
+    expected = [Decoder(target_model).generate(prompt, 18, eos) for prompt in PROMPTS]
     assert len({out.finish for out in expected}) > 1
-    decoder = BatchDecoder(backbone, _draft(backbone, [out.tokens for out in alone]), tree)
+    decoder = BatchDecoder(target_model, _draft(target_model, [out.tokens for out in alone]), tree)
     for _ in range(2):
         together = decoder.generate_batch(PROMPTS, 18, eos)
         assert [(out.tokens, out.finish) for out in together] == [
@@ -100,9 +102,9 @@ def test_rows_end_at_different_times(tree: Tree) -> None:
 
 
 def test_the_end_of_the_context_and_errors() -> None:
-    backbone = random_backbone("qwen3")
-    backbone.max_context = 12
-    out = BatchDecoder(backbone, _draft(backbone), TREE).generate_batch(
+    target_model = random_target_model("qwen3")
+    target_model.max_context = 12
+    out = BatchDecoder(target_model, _draft(target_model), TREE).generate_batch(
         [PROMPTS[0], [4], list(range(2, 14))], 30
     )
     assert [(len(row.tokens), row.finish) for row in out] == [
@@ -110,7 +112,7 @@ def test_the_end_of_the_context_and_errors() -> None:
         (12, "context"),
         (1, "context"),
     ]
-    decoder = BatchDecoder(backbone)
+    decoder = BatchDecoder(target_model)
     assert decoder.generate_batch([], 5) == []
     with pytest.raises(MedusaError, match="13 tokens, but the model's context is 12"):
         decoder.generate_batch([[1], list(range(13))], 5)
@@ -164,13 +166,13 @@ def streamed(
 @pytest.mark.parametrize("wanted", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3-longrope"])
 def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wanted: int) -> None:
-    backbone = random_backbone(family)
-    free = [Decoder(backbone).generate(prompt, 14, ()).tokens for prompt in QUEUE]
+    target_model = random_target_model(family)
+    free = [Decoder(target_model).generate(prompt, 14, ()).tokens for prompt in QUEUE]
     eos = [free[0][2], free[3][5], free[5][9]]
-    alone = [Decoder(backbone).generate(prompt, 14, eos) for prompt in QUEUE]
+    alone = [Decoder(target_model).generate(prompt, 14, eos) for prompt in QUEUE]
     # so that rows join others of different length
     assert len({len(out.tokens) for out in alone}) > 3
-    answers, sizes = streamed(BatchDecoder(backbone), 14, eos, wanted=wanted)
+    answers, sizes = streamed(BatchDecoder(target_model), 14, eos, wanted=wanted)
     assert [(out.tokens, out.finish, out.steps) for out in answers] == [
         (o.tokens, o.finish, o.steps) for o in alone
     ]
@@ -181,21 +183,21 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
 
 @pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Sampling(1.2, top_k=20)])
 def test_samples_do_not_depend_on_when_a_row_joined(rule: Rule) -> None:
-    backbone = random_backbone("mistral-window")
-    one = Decoder(backbone)
+    target_model = random_target_model("mistral-window")
+    one = Decoder(target_model)
     alone = [
         one.generate(prompt, 12, (7, 9), rule, torch.Generator().manual_seed(seed)).tokens
         for seed, prompt in enumerate(QUEUE)
     ]
     for rows, wanted in ((3, 1), (4, 2)):
-        answers, _ = streamed(BatchDecoder(backbone), 12, (7, 9), rule, rows, wanted)
+        answers, _ = streamed(BatchDecoder(target_model), 12, (7, 9), rule, rows, wanted)
         assert [out.tokens for out in answers] == alone
 
 
 def test_requests_that_cannot_be_added() -> None:
-    backbone = random_backbone("qwen3")
-    backbone.max_context = 12
-    batch = BatchDecoder(backbone).begin(4, ())
+    target_model = random_target_model("qwen3")
+    target_model.max_context = 12
+    batch = BatchDecoder(target_model).begin(4, ())
     batch.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(MedusaError, match="13 tokens, but the model's context is 12"):
         batch.add_requests([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
@@ -205,10 +207,10 @@ def test_requests_that_cannot_be_added() -> None:
         (request_id, out.tokens)
         for request_id, out in [step for _ in range(3) for step in batch.step()]
     ] == [
-        (request_id, Decoder(backbone).generate(prompt, 4, ()).tokens)
+        (request_id, Decoder(target_model).generate(prompt, 4, ()).tokens)
         for request_id, prompt in ((0, [1, 2]), (3, [3]))
     ]
-    longrope = BatchDecoder(random_backbone("phi3-longrope")).begin(4)
+    longrope = BatchDecoder(random_target_model("phi3-longrope")).begin(4)
     longrope.add_requests([PendingRequest(0, [1, 2])])
     with pytest.raises(ValueError, match="can't decode in batches"):
         longrope.add_requests([PendingRequest(1, [3])])
@@ -237,16 +239,16 @@ class SingleRowPass:
 
 
 def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row() -> None:
-    backbone = random_backbone("llama")
-    alone = [Decoder(backbone).generate(prompt, 12, ()).tokens for prompt in PROMPTS[:2]]
+    target_model = random_target_model("llama")
+    alone = [Decoder(target_model).generate(prompt, 12, ()).tokens for prompt in PROMPTS[:2]]
     # the first row ends before the second
     eos = [next(token for token in alone[0] if token not in alone[1])]
-    expected = [Decoder(backbone).generate(prompt, 12, eos).tokens for prompt in PROMPTS[:2]]
+    expected = [Decoder(target_model).generate(prompt, 12, eos).tokens for prompt in PROMPTS[:2]]
     assert len(expected[0]) < len(expected[1])
     compiled = SingleRowPass()
-    backbone.compiled = compiled  # type: ignore[assignment]
+    target_model.compiled = compiled  # type: ignore[assignment]
     assert [
-        out.tokens for out in BatchDecoder(backbone).generate_batch(PROMPTS[:2], 12, eos)
+        out.tokens for out in BatchDecoder(target_model).generate_batch(PROMPTS[:2], 12, eos)
     ] == expected
     assert compiled.calls == 0
 
@@ -260,12 +262,12 @@ def test_memory_goes_with_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
         init(self, *args)
 
     monkeypatch.setattr(Slots, "__init__", noted)
-    backbone = random_backbone("llama")
-    draft = _draft(backbone)
+    target_model = random_target_model("llama")
+    draft = _draft(target_model)
     gc.disable()
     try:
-        BatchDecoder(backbone, draft, TREE).generate_batch([[1, 2], [3, 4, 5]], 4)
-        Decoder(backbone, draft, TREE).generate([1, 2], 4)
+        BatchDecoder(target_model, draft, TREE).generate_batch([[1, 2], [3, 4, 5]], 4)
+        Decoder(target_model, draft, TREE).generate([1, 2], 4)
         assert [slots() for slots in alive] == [None] * len(alive) != []
     finally:
         gc.enable()

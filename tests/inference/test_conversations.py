@@ -14,11 +14,11 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.lookahead import LookaheadDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
 from tests.inference.test_drafts import KINDS, TREE, random_draft
@@ -55,28 +55,28 @@ def outcome(answers: Iterator[Generation]) -> list[tuple[list[int], list[int]]]:
     return [(answer.tokens, answer.accepted) for answer in answers]
 
 
-def make_draft(kind: str, backbone: Backbone) -> Proposer | None:
+def make_draft(kind: str, target_model: TargetModel) -> Proposer | None:
     if kind == "plain":
         return None
     if kind == "lookahead":
         return LookaheadDraft(window=4, ngram=4, guesses=3)
-    return random_draft(kind, backbone)
+    return random_draft(kind, target_model)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("kind", ["plain", "lookahead", *KINDS])
 def test_turns_have_the_tokens_and_paths_of_a_fresh_start(kind: str, family: str) -> None:
-    backbone = random_backbone(family)
-    draft = make_draft(kind, backbone)
-    expected = outcome(chat(Decoder(backbone, draft, TREE)))
-    assert outcome(chat(Decoder(backbone, draft, TREE, continues=True))) == expected
+    target_model = random_target_model(family)
+    draft = make_draft(kind, target_model)
+    expected = outcome(chat(Decoder(target_model, draft, TREE)))
+    assert outcome(chat(Decoder(target_model, draft, TREE, continues=True))) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_turns_of_every_family(family: str) -> None:
-    backbone = random_backbone(family)
-    expected = outcome(chat(Decoder(backbone)))
-    assert outcome(chat(Decoder(backbone, continues=True))) == expected
+    target_model = random_target_model(family)
+    expected = outcome(chat(Decoder(target_model)))
+    assert outcome(chat(Decoder(target_model, continues=True))) == expected
 
 
 @pytest.mark.parametrize("runner", [FixedShapeRunner, TapeRunner])
@@ -85,19 +85,19 @@ def test_turns_in_steps_of_fixed_shape(
     kind: str, runner: type[FixedShapeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_blocks(monkeypatch, 16)
-    backbone = random_backbone("llama")
-    draft = make_draft(kind, backbone)
-    backbone.step_runner = runner()
-    expected = outcome(chat(Decoder(backbone, draft, TREE)))
-    assert outcome(chat(Decoder(backbone, draft, TREE, continues=True))) == expected
+    target_model = random_target_model("llama")
+    draft = make_draft(kind, target_model)
+    target_model.step_runner = runner()
+    expected = outcome(chat(Decoder(target_model, draft, TREE)))
+    assert outcome(chat(Decoder(target_model, draft, TREE, continues=True))) == expected
 
 
 def test_only_what_is_new_is_read() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    answer = Decoder(backbone, draft, TREE).generate(FIRST, 10, ()).tokens
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    answer = Decoder(target_model, draft, TREE).generate(FIRST, 10, ()).tokens
     text = FIRST + answer
-    decoder = Decoder(backbone, draft, TREE, continues=True)
+    decoder = Decoder(target_model, draft, TREE, continues=True)
     first, second, again, shorter, other, fresh = read_tokens(
         decoder, [FIRST, [*text, 11, 12], [*text, 11, 12], text[:12], [*text[:4], 30], [8, 9]]
     )
@@ -108,16 +108,16 @@ def test_only_what_is_new_is_read() -> None:
     assert shorter == 1
     assert other == 2  # the last common token again, and the new one
     assert fresh == 2
-    assert read_tokens(Decoder(backbone, draft, TREE), [FIRST, [*text, 11]]) == [10, 21]
+    assert read_tokens(Decoder(target_model, draft, TREE), [FIRST, [*text, 11]]) == [10, 21]
 
 
 def test_slots_that_others_used_hold_nothing_of_the_chat() -> None:
-    backbone = random_backbone("llama")
-    slots = backbone.new_slots()
-    draft = random_draft("eagle3", backbone)
-    decoder = Decoder(backbone, draft, TREE, slots, continues=True)
-    plain = Decoder(backbone, slots=slots, continues=True)
-    expected = outcome(chat(Decoder(backbone, draft, TREE)))
+    target_model = random_target_model("llama")
+    slots = target_model.new_slots()
+    draft = random_draft("eagle3", target_model)
+    decoder = Decoder(target_model, draft, TREE, slots, continues=True)
+    plain = Decoder(target_model, slots=slots, continues=True)
+    expected = outcome(chat(Decoder(target_model, draft, TREE)))
     turns = chat(decoder)
     answers = []
     for answer in turns:
@@ -128,23 +128,23 @@ def test_slots_that_others_used_hold_nothing_of_the_chat() -> None:
 
 def test_an_answer_that_was_left_is_continued_up_to_its_last_step() -> None:
     """As when a stop string ends an answer."""
-    backbone = random_backbone("llama")
-    decoder = Decoder(backbone, random_draft("hydra++", backbone), TREE, continues=True)
+    target_model = random_target_model("llama")
+    decoder = Decoder(target_model, random_draft("hydra++", target_model), TREE, continues=True)
     steps = list(islice(decoder.stream(FIRST, 20, ()), 5))
     text = FIRST + [token for step in steps for token in step.tokens]
-    expected = Decoder(backbone, decoder.draft, TREE).generate([*text, 11], 10, ())
+    expected = Decoder(target_model, decoder.draft, TREE).generate([*text, 11], 10, ())
     assert read_tokens(decoder, [[*text, 11]])[0] < 8
     list(islice(decoder.stream(FIRST, 20, ()), 5))
     assert decoder.generate([*text, 11], 10, ()).tokens == expected.tokens
 
 
 def test_an_interrupted_step_leaves_nothing_to_continue() -> None:
-    backbone = random_backbone("llama")
-    decoder = Decoder(backbone, continues=True)
+    target_model = random_target_model("llama")
+    decoder = Decoder(target_model, continues=True)
     stream = decoder.stream(FIRST, 20, ())
     tokens = next(stream).tokens + next(stream).tokens
     with (
-        patch.object(Backbone, "run_nodes", side_effect=KeyboardInterrupt),
+        patch.object(TargetModel, "run_nodes", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         next(stream)
@@ -152,17 +152,17 @@ def test_an_interrupted_step_leaves_nothing_to_continue() -> None:
 
 
 def test_angles_that_change_with_the_length_start_anew() -> None:
-    backbone = random_backbone("phi3-longrope")
-    decoder = Decoder(backbone, continues=True)
+    target_model = random_target_model("phi3-longrope")
+    decoder = Decoder(target_model, continues=True)
     assert read_tokens(decoder, [FIRST, FIRST, FIRST[:5]]) == [10, 10, 5]
 
 
 def test_sampled_turns_are_the_same() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
     texts = []
     for continues in (False, True):
-        decoder = Decoder(backbone, draft, Tree.chain(3), continues=continues)
+        decoder = Decoder(target_model, draft, Tree.chain(3), continues=continues)
         prompt = FIRST
         for question in QUESTIONS:
             generator = torch.Generator().manual_seed(3)

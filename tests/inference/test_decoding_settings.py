@@ -1,4 +1,4 @@
-"""The settings of a backbone with their record in tree.json."""
+"""The settings of a target model with their record in tree.json."""
 
 import json
 from dataclasses import replace
@@ -13,11 +13,11 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.loading import quantization_of
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 
-def test_the_form_of_a_backbone_on_this_machine() -> None:
-    form = DecodingSettings.of(random_backbone("llama", dtype=torch.bfloat16))
+def test_the_form_of_a_target_model_on_this_machine() -> None:
+    form = DecodingSettings.of(random_target_model("llama", dtype=torch.bfloat16))
     assert (form.dtype, form.quantization, form.merged, form.compiled) == (
         "bfloat16",
         None,
@@ -30,12 +30,12 @@ def test_the_form_of_a_backbone_on_this_machine() -> None:
 
 
 def test_an_adapter_beside_the_weights_is_another_form_until_it_is_merged() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    plain = DecodingSettings.of(backbone)
-    adapter = Adapter.attach(backbone, LoraSpec(r=2))
-    assert DecodingSettings.of(backbone) == replace(plain, merged=False)
+    target_model = random_target_model("llama", dtype=torch.float32)
+    plain = DecodingSettings.of(target_model)
+    adapter = Adapter.attach(target_model, LoraSpec(r=2))
+    assert DecodingSettings.of(target_model) == replace(plain, merged=False)
     adapter.merge()
-    assert DecodingSettings.of(backbone) == plain
+    assert DecodingSettings.of(target_model) == plain
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ from medusa_train.errors import CheckpointError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.features import Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.traces import trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
-from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.families import random_target_model
+from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on
@@ -69,9 +69,9 @@ def draft_of(kind: str) -> str:
     return kind.partition("-")[0].strip("+")
 
 
-def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
+def random_draft(kind: str, target_model: TargetModel, spread: float = 0.03) -> Draft:
     """An untrained draft with noise in every weight, so that some of its guesses are right."""
-    draft = DRAFTS[draft_of(kind)].from_backbone(backbone, **SETTINGS[kind])
+    draft = DRAFTS[draft_of(kind)].from_target_model(target_model, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
         if isinstance(draft, Eagle3Draft):  # as sure as a trained one
@@ -82,24 +82,24 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
                 torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread)
             )
     if isinstance(draft, DFlashDraft):
-        train_briefly(draft, backbone)
+        train_briefly(draft, target_model)
     return draft.eval()
 
 
-def train_briefly(draft: Draft, backbone: Backbone) -> None:
+def train_briefly(draft: Draft, target_model: TargetModel) -> None:
     """Train a draft that begins at random on two greedy answers: without that nearly no guess is
     accepted.
     """
-    decoder = Decoder(backbone)
-    prompts = [[token % backbone.vocab_size for token in prompt] for prompt in PROMPTS[:2]]
+    decoder = Decoder(target_model)
+    prompts = [[token % target_model.vocab_size for token in prompt] for prompt in PROMPTS[:2]]
     rows = [prompt + decoder.generate(prompt, 24, ()).tokens for prompt in prompts]
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
     for _ in range(12):
         losses = []
         for row in rows:
-            batch = Rows.from_tokens(torch.tensor([row], device=backbone.device))
+            batch = Rows.from_tokens(torch.tensor([row], device=target_model.device))
             with torch.no_grad():
-                feats = backbone.run(batch.tokens, need=draft.needs)
+                feats = target_model.run(batch.tokens, need=draft.needs)
             for k, states in enumerate(draft.head_states(feats, batch), start=1):
                 targets = shift_labels(batch.tokens, k, batch.segments).flatten()
                 logits = draft.lm_head(k).logits(states).flatten(0, 1)
@@ -115,14 +115,14 @@ def train_briefly(draft: Draft, backbone: Backbone) -> None:
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
     kind: str, family: str, tree: Tree
 ) -> None:
-    backbone = random_backbone(family)
-    check_equals_plain(backbone, random_draft(kind, backbone), PROMPTS, tree)
+    target_model = random_target_model(family)
+    check_equals_plain(target_model, random_draft(kind, target_model), PROMPTS, tree)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampled_text_follows_the_backbones_distribution(kind: str) -> None:
-    backbone = five_token_backbone()
-    decoder = BatchDecoder(backbone, random_draft(kind, backbone), Tree.cartesian([2, 2]))
+def test_sampled_text_follows_the_target_models_distribution(kind: str) -> None:
+    target_model = five_token_target_model()
+    decoder = BatchDecoder(target_model, random_draft(kind, target_model), Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 500
 
 
@@ -131,11 +131,13 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
     """At the start of each step, the ranks of the following tokens are the path that a full tree
     accepts.
     """
-    backbone = random_backbone("llama")
-    draft = random_draft(kind, backbone)
+    target_model = random_target_model("llama")
+    draft = random_draft(kind, target_model)
     prompt = PROMPTS[0]
-    out = Decoder(backbone, draft, Tree.cartesian([3, 3])).generate(prompt, 30, ())
-    trace = trace_answer(backbone, draft, prompt, Decoder(backbone).generate(prompt, 40, ()).tokens)
+    out = Decoder(target_model, draft, Tree.cartesian([3, 3])).generate(prompt, 30, ())
+    trace = trace_answer(
+        target_model, draft, prompt, Decoder(target_model).generate(prompt, 40, ()).tokens
+    )
     position = 0
     for accepted in out.accepted[:-1]:
         depth = next(i for i, rank in enumerate([*trace.path(position)[:2], 3]) if rank >= 3)
@@ -152,9 +154,9 @@ def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
     kind: str, rule: Sampling | None
 ) -> None:
     """Cut last steps, answers that end with an end-of-text token, and sampled answers included."""
-    backbone = random_backbone("llama")
-    draft = random_draft(kind, backbone)
-    stops = Decoder(backbone).generate(PROMPTS[0], 8, ()).tokens[-1:]
+    target_model = random_target_model("llama")
+    draft = random_draft(kind, target_model)
+    stops = Decoder(target_model).generate(PROMPTS[0], 8, ()).tokens[-1:]
     endings, accepted = set(), 0
     for tree in (Tree.chain(3), TREE):
         lengths = AcceptedLength(tree)
@@ -164,11 +166,11 @@ def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
             else [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
         )
         with draft.no_early_exit():
-            outs = BatchDecoder(backbone, draft, tree).generate_batch(
+            outs = BatchDecoder(target_model, draft, tree).generate_batch(
                 PROMPTS, 30, stops, rule, generators
             )
         for prompt, out in zip(PROMPTS, outs, strict=True):
-            trace = trace_answer(backbone, draft, prompt, out.tokens)
+            trace = trace_answer(target_model, draft, prompt, out.tokens)
             assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
             endings.add(out.finish)
             accepted += sum(out.accepted)
@@ -179,11 +181,13 @@ def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_of_a_batch_have_the_traces_of_single_rows(kind: str) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft(kind, backbone)
-    alone = [Decoder(backbone).generate(prompt, 12).tokens for prompt in PROMPTS]
-    expected = [trace_answer(backbone, draft, PROMPTS[i], answer) for i, answer in enumerate(alone)]
-    traced = trace_conversations(backbone, draft, [PROMPTS[:2], PROMPTS[2:]], max_new_tokens=12)
+    target_model = random_target_model("llama")
+    draft = random_draft(kind, target_model)
+    alone = [Decoder(target_model).generate(prompt, 12).tokens for prompt in PROMPTS]
+    expected = [
+        trace_answer(target_model, draft, PROMPTS[i], answer) for i, answer in enumerate(alone)
+    ]
+    traced = trace_conversations(target_model, draft, [PROMPTS[:2], PROMPTS[2:]], max_new_tokens=12)
     assert traced.conversations == [expected[:2], expected[2:]]
     assert traced.prompt in PROMPTS
     assert any(rank > 0 for trace in expected for ranks in trace.ranks for rank in ranks)
@@ -191,10 +195,10 @@ def test_answers_of_a_batch_have_the_traces_of_single_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
-    backbone = random_backbone("qwen3", dtype=torch.float32)
-    draft = random_draft(kind, backbone).train()
+    target_model = random_target_model("qwen3", dtype=torch.float32)
+    draft = random_draft(kind, target_model).train()
     tokens = torch.arange(2, 14).view(2, 6)
-    feats = backbone.run(tokens, need=draft.needs)
+    feats = target_model.run(tokens, need=draft.needs)
     states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
     assert len(states) == draft.trained_heads
     assert (
@@ -213,8 +217,8 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str) -> None:
     """At all positions that have a target."""
-    backbone = random_backbone(family)
-    draft = random_draft(kind, backbone, spread=0.1)
+    target_model = random_target_model(family)
+    draft = random_draft(kind, target_model, spread=0.1)
     documents = [
         torch.arange(first, first + length)[None] for first, length in ((2, 9), (20, 4), (30, 6))
     ]
@@ -224,10 +228,14 @@ def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str)
     packed = Rows(
         torch.cat([*documents, torch.zeros(1, 2, dtype=torch.long)], dim=1), positions, segments
     )
-    feats = backbone.run(packed.tokens, positions=positions, segments=segments, need=draft.needs)
+    feats = target_model.run(
+        packed.tokens, positions=positions, segments=segments, need=draft.needs
+    )
     together = [states.split([*lengths, 2], dim=1) for states in draft.head_states(feats, packed)]
     for index, tokens in enumerate(documents):
-        alone = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
+        alone = draft.head_states(
+            target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens)
+        )
         for k, expected in enumerate(alone, start=1):
             torch.testing.assert_close(
                 together[k - 1][index][:, : -k - 1], expected[:, : -k - 1], atol=1e-6, rtol=0
@@ -235,14 +243,14 @@ def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_drafts_load_unchanged_and_without_backbone_weights(
+def test_saved_drafts_load_unchanged_and_without_target_model_weights(
     kind: str, tmp_path: Path
 ) -> None:
-    backbone = random_backbone("mistral", dtype=torch.float32)
-    draft = random_draft(kind, backbone)
+    target_model = random_target_model("mistral", dtype=torch.float32)
+    draft = random_draft(kind, target_model)
     trainable = sum(parameter.numel() for parameter in draft.parameters())
-    assert trainable == type(draft).count_parameters(backbone.model, **draft.settings)
-    loaded = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), backbone)
+    assert trainable == type(draft).count_parameters(target_model.model, **draft.settings)
+    loaded = load_draft(save_draft(draft, tmp_path / "heads", "somebody/model"), target_model)
     assert (draft_name(loaded), loaded.settings) == (draft_of(kind), draft.settings)
     expected = draft.state_dict()
     assert set(loaded.state_dict()) == set(expected)
@@ -252,4 +260,4 @@ def test_saved_drafts_load_unchanged_and_without_backbone_weights(
         < 4 * trainable + 20_000
     )
     with pytest.raises(CheckpointError, match="somebody/model"):
-        load_draft(tmp_path / "heads", random_backbone("llama", hidden_size=48))
+        load_draft(tmp_path / "heads", random_target_model("llama", hidden_size=48))

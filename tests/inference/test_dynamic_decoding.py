@@ -9,7 +9,6 @@ import torch
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch_decoder import BatchDecoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import dynamic_trees
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
@@ -17,9 +16,10 @@ from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.features import Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Ranks, Tree
-from tests.families import random_backbone
-from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.families import random_target_model
+from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 from tests.inference.steps import proposal_after
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
@@ -28,15 +28,19 @@ SIZE = Limits(9, 3)
 
 
 def dynamic_draft(
-    backbone: Backbone, size: Limits = SIZE, kind: str = "eagle3"
+    target_model: TargetModel, size: Limits = SIZE, kind: str = "eagle3"
 ) -> Eagle3Draft | DFlashDraft:
-    draft = random_draft(kind, backbone, spread=0.05)
+    draft = random_draft(kind, target_model, spread=0.05)
     assert isinstance(draft, (Eagle3Draft, DFlashDraft))
     return draft.with_dynamic_trees(size)
 
 
 def enumerated(
-    draft: Eagle3Draft | DFlashDraft, backbone: Backbone, text: list[int], size: Limits, k: int
+    draft: Eagle3Draft | DFlashDraft,
+    target_model: TargetModel,
+    text: list[int],
+    size: Limits,
+    k: int,
 ) -> dict[Ranks, float]:
     """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their
     probabilities.
@@ -45,7 +49,7 @@ def enumerated(
     def children(path: Ranks) -> dict[Ranks, float]:
         rows = Rows.from_tokens(torch.tensor([[*text, *path]]))
         states = list(
-            draft.teacher_forced_states(backbone.run(rows.tokens, need=draft.needs), rows)
+            draft.teacher_forced_states(target_model.run(rows.tokens, need=draft.needs), rows)
         )[len(path)]
         head = draft.lm_head(1)
         best = head.logits(states[0, len(text) - 2]).softmax(-1).topk(k)
@@ -72,24 +76,26 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
 ) -> None:
     """gemma2 caps its logits, which changes probabilities and not ranks."""
     monkeypatch.setattr(dynamic_trees, "EXPANDED", 3)
-    backbone = random_backbone(family)
-    draft = dynamic_draft(backbone, size)
+    target_model = random_target_model(family)
+    draft = dynamic_draft(target_model, size)
     if reduced:
         tokens = torch.arange(60, 3, -2)
         head = draft.lm_head(1).restrict_to(tokens)
-        draft = Eagle3Draft.from_backbone(backbone, 3, vocab_size=len(tokens), token_map=tokens)
+        draft = Eagle3Draft.from_target_model(
+            target_model, 3, vocab_size=len(tokens), token_map=tokens
+        )
         draft.lm_heads[0].weight.data.copy_(head.weight)
         draft = draft.with_dynamic_trees(size)
     prompts = [[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]
     roots = [5, 6, 8]
-    proposal = proposal_after(backbone, draft, TREE, prompts, roots)
+    proposal = proposal_after(target_model, draft, TREE, prompts, roots)
     shapes = set()
     for row, root in enumerate(roots):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         paths = [
             tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)
         ]
-        expected = enumerated(draft, backbone, [*prompts[row], root], size, min(3, size.size))
+        expected = enumerated(draft, target_model, [*prompts[row], root], size, min(3, size.size))
         assert tokens[0] == root
         assert set(paths) == set(expected)
         assert len(paths) == min(size.size, 3 + 9 * (size.depth - 1))
@@ -102,22 +108,22 @@ def test_trees_of_dflash_are_the_most_probable_paths(kind: str) -> None:
     """Of all paths, and with a Markov bias given each node's parent: with at most ten nodes none is
     missed.
     """
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     size = Limits(9, 3)
-    draft = dynamic_draft(backbone, size, kind)
-    proposal = proposal_after(backbone, draft, TREE, [[3, 14, 15, 9]], [5])
+    draft = dynamic_draft(target_model, size, kind)
+    proposal = proposal_after(target_model, draft, TREE, [[3, 14, 15, 9]], [5])
     tree, tokens = proposal.tree.row(0), proposal.tokens[0].tolist()
     paths = {tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, 10)}
-    expected = enumerated(draft, backbone, [3, 14, 15, 9, 5], size, backbone.vocab_size)
+    expected = enumerated(draft, target_model, [3, 14, 15, 9, 5], size, target_model.vocab_size)
     assert paths == set(expected)
 
 
 def test_equal_products_go_to_the_parent() -> None:
     """A draft that is certain of every token: a chain, of which no node is missing."""
-    backbone = random_backbone("llama")
-    draft = dynamic_draft(backbone, Limits(3, 3))
+    target_model = random_target_model("llama")
+    draft = dynamic_draft(target_model, Limits(3, 3))
     draft.lm_heads[0].weight.data.mul_(1e6)
-    proposal = proposal_after(backbone, draft, TREE, [[3, 14, 15]], [5])
+    proposal = proposal_after(target_model, draft, TREE, [[3, 14, 15]], [5])
     assert proposal.tree.row(0).parent_list == [-1, 0, 1, 2]
 
 
@@ -137,8 +143,8 @@ def test_equal_products_go_to_the_parent() -> None:
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
     merged: bool, kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = random_backbone(family)
-    heads = dynamic_draft(backbone, kind=kind)
+    target_model = random_target_model(family)
+    heads = dynamic_draft(target_model, kind=kind)
     proposals, guess = [], heads.guess
 
     def spy(*given: object) -> Proposal:
@@ -151,7 +157,7 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
         if merged
         else heads
     )
-    alone, _ = check_equals_plain(backbone, draft, PROMPTS, TREE, 30)
+    alone, _ = check_equals_plain(target_model, draft, PROMPTS, TREE, 30)
     assert sum(sum(out.accepted) for out in alone) > 5
     assert {one.tree.size for one in proposals} == {9}
     rows = itertools.chain.from_iterable(
@@ -161,10 +167,10 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash-markov"])
-def test_sampled_text_follows_the_backbones_distribution(kind: str) -> None:
-    backbone = five_token_backbone()
-    draft = dynamic_draft(backbone, Limits(6, 2), kind)
-    decoder = BatchDecoder(backbone, draft, Tree.cartesian([2, 2]))
+def test_sampled_text_follows_the_target_models_distribution(kind: str) -> None:
+    target_model = five_token_target_model()
+    draft = dynamic_draft(target_model, Limits(6, 2), kind)
+    decoder = BatchDecoder(target_model, draft, Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
 
 
@@ -172,4 +178,4 @@ def test_trees_deeper_than_the_draft_are_refused() -> None:
     with pytest.raises(
         MedusaError, match="the dynamic trees are 4 deep, but the draft has 3 heads"
     ):
-        dynamic_draft(random_backbone("llama"), Limits(9, 4))
+        dynamic_draft(random_target_model("llama"), Limits(9, 4))

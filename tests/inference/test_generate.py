@@ -11,12 +11,12 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, TokenRows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 
 TREES = {
     "cartesian": Tree.cartesian([3, 2, 2]),
@@ -63,9 +63,9 @@ class OracleDraft(Draft):
         return Proposal(torch.tensor([tokens]), tree)
 
 
-def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
-    """Heads with random blocks: their guesses differ from the backbone's and are sometimes right."""
-    draft = MedusaDraft.from_backbone(backbone, num_heads=4)
+def _trained_like(target_model: TargetModel, seed: int = 1) -> MedusaDraft:
+    """Heads with random blocks: their guesses differ from the target model's and are sometimes right."""
+    draft = MedusaDraft.from_target_model(target_model, num_heads=4)
     torch.manual_seed(seed)
     with torch.no_grad():
         for block in draft.blocks.parameters():
@@ -73,23 +73,23 @@ def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
     return draft
 
 
-def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
+def _plain(target_model: TargetModel, prompt: list[int], count: int) -> list[int]:
     """Greedy decoding by whole forward passes of the stock model, without a cache."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
             ids.append(
-                int(backbone.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+                int(target_model.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
             )
     return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_empty_tree_is_the_stock_models_greedy_decoding(family: str) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     prompt = [3, 14, 15, 9, 2, 6, 5, 35]
-    out = Decoder(backbone).generate(prompt, 24)
-    assert out.tokens == _plain(backbone, prompt, 24)
+    out = Decoder(target_model).generate(prompt, 24)
+    assert out.tokens == _plain(target_model, prompt, 24)
     assert (out.steps, out.finish) == (23, "length")
     assert len(set(out.tokens)) > 4  # the text varies, so that the comparison can fail
 
@@ -97,91 +97,91 @@ def test_the_empty_tree_is_the_stock_models_greedy_decoding(family: str) -> None
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tree_decoding_equals_plain_decoding(family: str, tree: str) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     prompt = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9]
-    plain = Decoder(backbone).generate(prompt, 40)
+    plain = Decoder(target_model).generate(prompt, 40)
     assert (
-        Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40).tokens
+        Decoder(target_model, _trained_like(target_model), TREES[tree]).generate(prompt, 40).tokens
         == plain.tokens
     )
-    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=5)
-    guided = Decoder(backbone, oracle, TREES[tree]).generate(prompt, 40)
+    oracle = OracleDraft(prompt, plain.tokens, target_model.vocab_size, wrong_every=5)
+    guided = Decoder(target_model, oracle, TREES[tree]).generate(prompt, 40)
     assert guided.tokens == plain.tokens
     assert guided.steps < plain.steps  # accepted nodes were moved in the cache
     assert 1 + guided.steps + sum(guided.accepted) >= 40
 
 
 def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     prompt = [7, 7, 30]
-    plain = Decoder(backbone).generate(prompt, 33)
+    plain = Decoder(target_model).generate(prompt, 33)
     out = Decoder(
-        backbone, OracleDraft(prompt, plain.tokens, backbone.vocab_size), Tree.chain(4)
+        target_model, OracleDraft(prompt, plain.tokens, target_model.vocab_size), Tree.chain(4)
     ).generate(prompt, 31)
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
 
 
 def test_nothing_leaks_past_an_eos_inside_an_accepted_path() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     prompt = [5, 17, 40]
-    plain = Decoder(backbone).generate(prompt, 30)
-    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    plain = Decoder(target_model).generate(prompt, 30)
+    oracle = OracleDraft(prompt, plain.tokens, target_model.vocab_size)
     for stop in range(1, 12):
         eos = plain.tokens[stop]
         expected = plain.tokens[: plain.tokens.index(eos) + 1]
-        out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, 30, [eos])
+        out = Decoder(target_model, oracle, Tree.chain(4)).generate(prompt, 30, [eos])
         assert (out.tokens, out.finish) == (expected, "eos")
-        assert Decoder(backbone).generate(prompt, 30, [eos]).tokens == expected
+        assert Decoder(target_model).generate(prompt, 30, [eos]).tokens == expected
 
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_max_new_tokens_inside_an_accepted_path(count: int) -> None:
-    backbone = random_backbone("qwen3")
+    target_model = random_target_model("qwen3")
     prompt = [5, 17, 40]
-    plain = Decoder(backbone).generate(prompt, 16)
-    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
-    out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, count)
+    plain = Decoder(target_model).generate(prompt, 16)
+    oracle = OracleDraft(prompt, plain.tokens, target_model.vocab_size)
+    out = Decoder(target_model, oracle, Tree.chain(4)).generate(prompt, count)
     assert (out.tokens, out.finish) == (plain.tokens[:count], "length")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_contexts_end(family: str) -> None:
-    backbone = random_backbone(family)
-    backbone.max_context = 24
+    target_model = random_target_model(family)
+    target_model.max_context = 24
     prompt = list(range(2, 17))
-    plain = Decoder(backbone).generate(prompt, 50)
+    plain = Decoder(target_model).generate(prompt, 50)
     assert (len(plain.tokens), plain.finish) == (10, "context")
-    assert plain.tokens == _plain(backbone, prompt, 10)
-    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
+    assert plain.tokens == _plain(target_model, prompt, 10)
+    oracle = OracleDraft(prompt, plain.tokens, target_model.vocab_size)
     for tree in TREES.values():
-        out = Decoder(backbone, oracle, tree).generate(prompt, 50)
+        out = Decoder(target_model, oracle, tree).generate(prompt, 50)
         assert (out.tokens, out.finish) == (plain.tokens, "context")
-    full = Decoder(backbone).generate(list(range(2, 26)), 5)
+    full = Decoder(target_model).generate(list(range(2, 26)), 5)
     assert (len(full.tokens), full.finish) == (1, "context")
     with pytest.raises(MedusaError, match="25 tokens"):
-        Decoder(backbone).generate(list(range(2, 27)), 5)
+        Decoder(target_model).generate(list(range(2, 27)), 5)
 
 
 def test_the_cache_is_reused_between_answers_without_effect() -> None:
-    backbone = random_backbone("llama")
-    decoder = Decoder(backbone, _trained_like(backbone), TREES["cartesian"])
+    target_model = random_target_model("llama")
+    decoder = Decoder(target_model, _trained_like(target_model), TREES["cartesian"])
     first = decoder.generate([1, 2, 3, 4, 5], 30).tokens
     second = decoder.generate([9, 8, 7], 12).tokens
     assert decoder.generate([1, 2, 3, 4, 5], 30).tokens == first
-    assert Decoder(backbone).generate([9, 8, 7], 12).tokens == second
+    assert Decoder(target_model).generate([9, 8, 7], 12).tokens == second
 
 
 def test_the_empty_tree_computes_no_heads() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
 
     class Untouchable(MedusaDraft):
         def read(self, *args: object):  # type: ignore[no-untyped-def]
             raise AssertionError("a head was computed")
 
-    draft = Untouchable(backbone.hidden_size, backbone.vocab_size)
-    assert Decoder(backbone, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(
-        backbone, [4, 5], 8
+    draft = Untouchable(target_model.hidden_size, target_model.vocab_size)
+    assert Decoder(target_model, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(
+        target_model, [4, 5], 8
     )
 
 
@@ -210,11 +210,11 @@ def test_a_step_waits_for_the_device_once(
     family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Top-p reads once more: whether the nucleus needs more than the largest logits."""
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     lists: list[Tensor] = []
     to_list = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
-    decoder = Decoder(backbone, _trained_like(backbone), TREES["sparse"])
+    decoder = Decoder(target_model, _trained_like(target_model), TREES["sparse"])
     steps = decoder.stream([3, 14, 15], 20, (), rule, torch.Generator().manual_seed(0))
     next(steps)
     for _ in range(3):
@@ -225,10 +225,10 @@ def test_a_step_waits_for_the_device_once(
 
 
 def test_usage_errors() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     with pytest.raises(MedusaError, match="empty"):
-        Decoder(backbone).generate([], 5)
+        Decoder(target_model).generate([], 5)
     with pytest.raises(MedusaError, match="max_new_tokens must be at least 1, got 0"):
-        Decoder(backbone).generate([1], 0)
+        Decoder(target_model).generate([1], 0)
     with pytest.raises(MedusaError, match="6 deep"):
-        Decoder(backbone, MedusaDraft.from_backbone(backbone), Tree.chain(6))
+        Decoder(target_model, MedusaDraft.from_target_model(target_model), Tree.chain(6))

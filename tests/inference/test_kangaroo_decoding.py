@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.time_steps import QUICK, time_steps
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
-from tests.families import FAMILIES, random_backbone
-from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.families import FAMILIES, random_target_model
+from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 from tests.inference.steps import begun
 from tests.inference.test_drafts import PROMPTS
@@ -37,14 +37,14 @@ TREES = {
 }
 
 
-def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
+def settled(family: str, first: int = 1, sharpness: float = 1.0) -> TargetModel:
     """A random model whose later layers add little, so that an early exit is often right and
     sometimes wrong.
     """
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     with torch.no_grad():
-        backbone.output_embeddings.weight.mul_(sharpness)
-        for layer in backbone.body.layers[first:]:
+        target_model.output_embeddings.weight.mul_(sharpness)
+        for layer in target_model.body.layers[first:]:
             for name, parameter in layer.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.mul_(0.25)
@@ -53,20 +53,20 @@ def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
                     and family == "olmo2"
                 ):
                     parameter.mul_(0.25)
-    return backbone
+    return target_model
 
 
 def early_exit(
-    backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **settings: Any
+    target_model: TargetModel, kind: type[KangarooDraft] = KangarooDraft, **settings: Any
 ) -> Any:
-    """A draft that predicts about what the backbone would predict without its later layers."""
-    draft = kind.from_backbone(backbone, **{"exit_layer": 1, "threshold": 0.0, **settings})
+    """A draft that predicts about what the target model would predict without its later layers."""
+    draft = kind.from_target_model(target_model, **{"exit_layer": 1, "threshold": 0.0, **settings})
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.adapter.body.layers.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
-        draft.adapter.body.norm.load_state_dict(backbone.body.norm.state_dict())
+        draft.adapter.body.norm.load_state_dict(target_model.body.norm.state_dict())
     return draft
 
 
@@ -76,9 +76,9 @@ def early_exit(
 def test_single_rows_and_batches_equal_plain_decoding(
     family: str, tree: str, threshold: float
 ) -> None:
-    backbone = settled(family)
+    target_model = settled(family)
     alone, together = check_equals_plain(
-        backbone, early_exit(backbone, threshold=threshold), PROMPTS, TREES[tree], 30
+        target_model, early_exit(target_model, threshold=threshold), PROMPTS, TREES[tree], 30
     )
     # guesses were accepted, so their states were moved and read again
     assert all(out.steps < 25 for out in alone)
@@ -88,9 +88,9 @@ def test_single_rows_and_batches_equal_plain_decoding(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_decodes_losslessly(family: str) -> None:
-    backbone = settled(family)
-    draft = early_exit(backbone, exit_layer=2, threshold=0.2)
-    alone, _ = check_equals_plain(backbone, draft, PROMPTS, Tree.cartesian([9, 4, 1]), 20)
+    target_model = settled(family)
+    draft = early_exit(target_model, exit_layer=2, threshold=0.2)
+    alone, _ = check_equals_plain(target_model, draft, PROMPTS, Tree.cartesian([9, 4, 1]), 20)
     assert sum(sum(out.accepted) for out in alone) > 10
 
 
@@ -113,8 +113,8 @@ class Recorder(KangarooDraft):
         return self.proposals[-1]
 
 
-def recorder(backbone: Backbone, **settings: Any) -> Recorder:
-    draft = early_exit(backbone, Recorder, **settings)
+def recorder(target_model: TargetModel, **settings: Any) -> Recorder:
+    draft = early_exit(target_model, Recorder, **settings)
     draft.log, draft.proposals = [], []
     return draft
 
@@ -123,25 +123,27 @@ def recorder(backbone: Backbone, **settings: Any) -> Recorder:
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_incremental_states_are_the_training_forms(family: str, tree: str) -> None:
     """After any step the adapter's cache holds what one pass over the whole text would give."""
-    backbone = settled(family)
-    draft = recorder(backbone, threshold=0.3)
+    target_model = settled(family)
+    draft = recorder(target_model, threshold=0.3)
 
     def expected(text: list[int]) -> Tensor:
         tokens = torch.tensor([text])
         with torch.no_grad():
-            return backbone.logits(
-                draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[0]
+            return target_model.logits(
+                draft.states(target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[
+                    0
+                ]
             )
 
     for prompt in PROMPTS:
         draft.log.clear()
-        out = Decoder(backbone, draft, TREES[tree]).generate(prompt, 30, ())
+        out = Decoder(target_model, draft, TREES[tree]).generate(prompt, 30, ())
         every = expected(prompt + out.tokens)
         assert len(draft.log) == out.steps
         for (length,), logits in draft.log:
             assert torch.allclose(logits[0], every[length], atol=1e-9)
     draft.log.clear()
-    together = BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
+    together = BatchDecoder(target_model, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
     texts = [expected(prompt + out.tokens) for prompt, out in zip(PROMPTS, together, strict=True)]
     for lengths, logits in draft.log:
         if len(lengths) == len(PROMPTS):  # before the first row is done, so that rows are in order
@@ -169,12 +171,12 @@ def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) 
     """For committed and drafted tokens, in one row or four; other layers run once per step, over
     the same tokens.
     """
-    backbone = settled("llama", first=2)
-    draft = recorder(backbone, exit_layer=2, threshold=threshold)
-    layers = [_Reads(layer) for layer in backbone.body.layers]
+    target_model = settled("llama", first=2)
+    draft = recorder(target_model, exit_layer=2, threshold=threshold)
+    layers = [_Reads(layer) for layer in target_model.body.layers]
     reads = _Reads(draft.adapter.body.layers[0])
     prompt = PROMPTS[0]
-    out = Decoder(backbone, draft, TREES[tree]).generate(prompt, 30, ())
+    out = Decoder(target_model, draft, TREES[tree]).generate(prompt, 30, ())
     nodes = sum(proposal.tokens.shape[1] for proposal in draft.proposals)
     assert [layer.positions for layer in layers] == [len(prompt) + nodes] * 3
     assert layers[2].passes == 1 + out.steps
@@ -185,20 +187,20 @@ def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) 
     for layer in layers:
         layer.positions = 0
     draft.proposals.clear()
-    BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
+    BatchDecoder(target_model, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
     nodes = sum(proposal.tokens.numel() for proposal in draft.proposals)
     assert [layer.positions for layer in layers] == [
         len(PROMPTS) * max(len(prompt) for prompt in PROMPTS) + nodes
     ] * 3
 
 
-def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) -> list[int]:
+def _chain_by_hand(target_model: TargetModel, draft: KangarooDraft, text: list[int]) -> list[int]:
     """The paper's draft of at most gamma tokens, by whole passes; the token that stops it is kept."""
     guesses: list[int] = []
     while len(guesses) < draft.num_heads:
         tokens = torch.tensor([text + guesses])
-        states = draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
-        p = backbone.logits(states[0, -1]).softmax(-1)
+        states = draft.states(target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
+        p = target_model.logits(states[0, -1]).softmax(-1)
         guesses.append(int(p.argmax()))
         if float(p.max()) <= draft.threshold:
             break
@@ -207,16 +209,18 @@ def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) ->
 
 def test_the_chain_is_the_papers() -> None:
     """Kangaroo, Eq. 4: at most gamma tokens, none after one with a confidence of eta or less."""
-    backbone = settled("llama", sharpness=3.0)
-    draft = recorder(backbone, num_heads=5, threshold=0.6)
+    target_model = settled("llama", sharpness=3.0)
+    draft = recorder(target_model, num_heads=5, threshold=0.6)
     prompt = PROMPTS[0]
-    out = Decoder(backbone, draft, Tree.chain(5)).generate(prompt, 40, ())
+    out = Decoder(target_model, draft, Tree.chain(5)).generate(prompt, 40, ())
     position, lengths = 1, set()
     with torch.no_grad():
         for proposal, accepted in zip(draft.proposals, out.accepted, strict=True):
             drafted = proposal.tokens[0].tolist()
             assert drafted[0] == out.tokens[position - 1]
-            assert drafted[1:] == _chain_by_hand(backbone, draft, prompt + out.tokens[:position])
+            assert drafted[1:] == _chain_by_hand(
+                target_model, draft, prompt + out.tokens[:position]
+            )
             assert proposal.tree.size == len(drafted) - 1
             lengths.add(len(drafted) - 1)
             position += accepted + 1
@@ -225,15 +229,15 @@ def test_the_chain_is_the_papers() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])
 def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshold: float) -> None:
-    backbone = settled("llama", sharpness=3.0)
+    target_model = settled("llama", sharpness=3.0)
     draft, lengths = (
-        early_exit(backbone, num_heads=5, threshold=threshold),
+        early_exit(target_model, num_heads=5, threshold=threshold),
         AcceptedLength(Tree.chain(4)),
     )
     stopped = 0
     for prompt in PROMPTS:
-        out = Decoder(backbone, draft, Tree.chain(4)).generate(prompt, 40, ())
-        whole = trace_answer(backbone, draft, prompt, out.tokens)
+        out = Decoder(target_model, draft, Tree.chain(4)).generate(prompt, 40, ())
+        whole = trace_answer(target_model, draft, prompt, out.tokens)
         trace = whole.stop_early(threshold)
         assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
         stopped += len(trace.simulate(lengths)) - len(whole.simulate(lengths))
@@ -241,7 +245,9 @@ def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshol
 
 
 def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
-    draft = KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=1, threshold=0.5)
+    draft = KangarooDraft.from_target_model(
+        random_target_model("llama"), exit_layer=1, threshold=0.5
+    )
     level = Level(1, 3, None, 1, 3, 2, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
     p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
     tokens, below, share = draft._guess(
@@ -254,30 +260,30 @@ def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
 
 
 def test_rows_of_a_batch_stop_drafting_when_the_last_would() -> None:
-    backbone = settled("qwen3", sharpness=3.0)
-    draft = recorder(backbone, threshold=0.6)
+    target_model = settled("qwen3", sharpness=3.0)
+    draft = recorder(target_model, threshold=0.6)
     for prompt in PROMPTS:
-        Decoder(backbone, draft, Tree.chain(5)).generate(prompt, 2, ())
+        Decoder(target_model, draft, Tree.chain(5)).generate(prompt, 2, ())
     alone = [proposal.tree.max_depth for proposal in draft.proposals]
     draft.proposals.clear()
-    BatchDecoder(backbone, draft, Tree.chain(5)).generate_batch(PROMPTS, 2, ())
+    BatchDecoder(target_model, draft, Tree.chain(5)).generate_batch(PROMPTS, 2, ())
     assert len(set(alone)) > 1
     assert draft.proposals[0].tree.max_depth == max(alone)
 
 
 def test_sampling_with_a_chain_is_lossless() -> None:
-    backbone = five_token_backbone()
+    target_model = five_token_target_model()
     decoder = BatchDecoder(
-        backbone, early_exit(backbone, num_heads=2, threshold=0.3), Tree.chain(2)
+        target_model, early_exit(target_model, num_heads=2, threshold=0.3), Tree.chain(2)
     )
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 1000
 
 
 def test_latency_is_measured_without_early_exit() -> None:
-    backbone = settled("llama")
-    draft = recorder(backbone, threshold=1.0)
+    target_model = settled("llama")
+    draft = recorder(target_model, threshold=1.0)
     time_steps(
-        backbone,
+        target_model,
         draft,
         [Tree.empty(), Tree.chain(3)],
         PROMPTS[0],
@@ -286,7 +292,7 @@ def test_latency_is_measured_without_early_exit() -> None:
     )
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
     draft.proposals.clear()
-    Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())
+    Decoder(target_model, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {1}
 
 
@@ -294,25 +300,25 @@ def test_steps_without_a_proposal() -> None:
     """As around the switch of a longrope model: the adapter reads positions that no tree was
     proposed at.
     """
-    backbone = settled("qwen2")
-    draft = recorder(backbone)
+    target_model = settled("qwen2")
+    draft = recorder(target_model)
     text = PROMPTS[0] + [21, 22, 23, 24]
-    steps = begun(backbone, draft, Tree.chain(2), [PROMPTS[0]])
+    steps = begun(target_model, draft, Tree.chain(2), [PROMPTS[0]])
     with torch.inference_mode():
         for root in text[10:13]:
             steps.step([root], roots_only=True)
         assert not draft.proposals
         steps.step(text[-1:])
         rows = Rows.from_tokens(torch.tensor([text]))
-        expected = backbone.logits(
-            draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1]
+        expected = target_model.logits(
+            draft.states(target_model.run(rows.tokens, need=draft.needs), rows)[0, -1]
         )
     assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
 
 
 def test_an_interrupted_answer_leaves_no_trace() -> None:
-    backbone = settled("llama")
-    decoder = Decoder(backbone, early_exit(backbone), TREES["wide"])
+    target_model = settled("llama")
+    decoder = Decoder(target_model, early_exit(target_model), TREES["wide"])
     expected = decoder.generate(PROMPTS[0], 20, ()).tokens
     calls = count()
 
@@ -320,7 +326,7 @@ def test_an_interrupted_answer_leaves_no_trace() -> None:
         if next(calls) == 3:  # a pass over the second level of the first tree
             raise KeyboardInterrupt
 
-    hook = backbone.layer(0).register_forward_pre_hook(interrupt)
+    hook = target_model.layer(0).register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         decoder.generate(PROMPTS[0], 20, ())
     hook.remove()

@@ -9,13 +9,13 @@ import torch
 
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
-from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.families import random_target_model
+from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 from tests.inference.steps import begun, proposal_after
 from tests.inference.test_drafts import TREE, random_draft
@@ -28,10 +28,10 @@ PROMPTS = [
 ]
 
 
-def make_draft(name: str, backbone: Backbone) -> Proposer:
+def make_draft(name: str, target_model: TargetModel) -> Proposer:
     lookahead = LookaheadDraft(window=4, ngram=4, guesses=3)
     heads, _, _ = name.rpartition("+")
-    return MergedDraft(random_draft(heads, backbone), lookahead) if heads else lookahead
+    return MergedDraft(random_draft(heads, target_model), lookahead) if heads else lookahead
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,10 @@ def make_draft(name: str, backbone: Backbone) -> Proposer:
     ],
 )
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
-    backbone = random_backbone(family)
-    alone, together = check_equals_plain(backbone, make_draft(name, backbone), PROMPTS, TREE, 32)
+    target_model = random_target_model(family)
+    alone, together = check_equals_plain(
+        target_model, make_draft(name, target_model), PROMPTS, TREE, 32
+    )
     assert sum(sum(out.accepted) for out in alone) > 10
     assert [out.accepted for out in together] == [out.accepted for out in alone]
 
@@ -60,8 +62,8 @@ class Reference:
     level by level.
     """
 
-    def __init__(self, backbone: Backbone, prompt: list[int], draft: LookaheadDraft) -> None:
-        self.backbone, self.text, self.draft = backbone, list(prompt), draft
+    def __init__(self, target_model: TargetModel, prompt: list[int], draft: LookaheadDraft) -> None:
+        self.target_model, self.text, self.draft = target_model, list(prompt), draft
         self.ngrams: list[tuple[int, ...]] = []  # by the time of their last occurrence
         self.levels = draft.text(prompt).levels
         self.passes = 0
@@ -72,7 +74,7 @@ class Reference:
     def following(self, tokens: Sequence[int]) -> int:
         """The token after the text and `tokens`."""
         with torch.no_grad():
-            logits = self.backbone.model(torch.tensor([[*self.text, *tokens]])).logits
+            logits = self.target_model.model(torch.tensor([[*self.text, *tokens]])).logits
         return int(logits[0, -1].argmax())
 
     def insert(self, ngram: Sequence[int]) -> None:
@@ -119,11 +121,11 @@ class Reference:
 def test_windows_pools_and_accepted_guesses_are_those_of_a_plain_reference(
     family: str, window: int, ngram: int, guesses: int, pool_from_prompt: bool
 ) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     draft = RecordedDraft(window, ngram, guesses, pool_from_prompt)
     for prompt in PROMPTS[:2]:
-        out = Decoder(backbone, draft).generate(prompt, 24, ())
-        reference = Reference(backbone, prompt, draft)
+        out = Decoder(target_model, draft).generate(prompt, 24, ())
+        reference = Reference(target_model, prompt, draft)
         tokens, accepted = out.tokens[:1], []
         for i, (levels, pool) in enumerate(draft.moves):
             new = reference.step(tokens[-1])
@@ -151,10 +153,10 @@ class RecordedDraft(LookaheadDraft):
 
 def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     """A step's proposal, and the cache after it, with as many positions as tokens were accepted."""
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     draft = LookaheadDraft(window=3, ngram=3, guesses=2)
     prompts = [PROMPTS[0], PROMPTS[0][:9]]
-    proposal = proposal_after(backbone, draft, Tree.empty(), prompts, [30, 2])
+    proposal = proposal_after(target_model, draft, Tree.empty(), prompts, [30, 2])
     assert proposal.branch is not None
     assert proposal.tree.size == 2  # after 30: 5 9
     assert proposal.branch.tokens.shape == (2, 5)
@@ -178,7 +180,7 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
         15,
     ]
     # the step counts as many positions as tokens were accepted
-    steps = begun(backbone, draft, Tree.empty(), [PROMPTS[0]])
+    steps = begun(target_model, draft, Tree.empty(), [PROMPTS[0]])
     root = 30
     committed = len(PROMPTS[0])
     for _ in range(24):
@@ -202,11 +204,13 @@ class WarmDraft(LookaheadDraft):
 
 
 @pytest.mark.parametrize("name", ["lookahead", "medusa+lookahead"])
-def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
-    backbone = five_token_backbone()
+def test_sampled_text_follows_the_target_models_distribution(name: str) -> None:
+    target_model = five_token_target_model()
     draft: Proposer = WarmDraft(window=3, ngram=3, guesses=2)
     if name != "lookahead":
-        draft = MergedDraft(random_draft("medusa", backbone), draft)  # type: ignore[arg-type]
-    decoder = BatchDecoder(backbone, draft, Tree.cartesian([2, 1]) if name != "lookahead" else None)
+        draft = MergedDraft(random_draft("medusa", target_model), draft)  # type: ignore[arg-type]
+    decoder = BatchDecoder(
+        target_model, draft, Tree.cartesian([2, 1]) if name != "lookahead" else None
+    )
     prompt = [1, 2, 3, 4, 1, 0, 2, 1]
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8, prompt=prompt) > 500

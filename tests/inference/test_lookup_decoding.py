@@ -9,13 +9,13 @@ from medusa_train.data.datastore import Datastore
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft, RestDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
-from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.families import random_target_model
+from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 from tests.inference.steps import proposal_after
 from tests.inference.test_drafts import TREE, random_draft
@@ -27,38 +27,43 @@ HEADS = ["medusa", "hydra", "hydra++", "amphista"]
 DRAFTS = ["prompt_lookup", *(f"{kind}+prompt_lookup" for kind in HEADS)]
 
 
-def make_draft(name: str, backbone: Backbone, lookup: PromptLookupDraft | None = None) -> Proposer:
+def make_draft(
+    name: str, target_model: TargetModel, lookup: PromptLookupDraft | None = None
+) -> Proposer:
     lookup = lookup or PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9)
     heads, _, _ = name.rpartition("+")
-    return MergedDraft(random_draft(heads, backbone), lookup) if heads else lookup
+    return MergedDraft(random_draft(heads, target_model), lookup) if heads else lookup
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "phi3-longrope"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
-    backbone = random_backbone(family)
-    alone, together = check_equals_plain(backbone, make_draft(name, backbone), PROMPTS, TREE, 40)
+    target_model = random_target_model(family)
+    alone, together = check_equals_plain(
+        target_model, make_draft(name, target_model), PROMPTS, TREE, 40
+    )
     assert max(max(out.accepted, default=0) for out in alone) >= (
         1 if family == "phi3-longrope" else 2
     )
     assert [out.accepted for out in together] == [out.accepted for out in alone]
 
 
-def test_samples_with_a_datastore_follow_the_backbones_distribution() -> None:
-    backbone = five_token_backbone()
+def test_samples_with_a_datastore_follow_the_target_models_distribution() -> None:
+    target_model = five_token_target_model()
     draft = RestDraft(
         Datastore([[1, 2, 3, 4, 0, 1, 3, 2], [2, 2, 4, 1]], 6), max_ngram=2, max_tokens=2, nodes=3
     )
     assert (
-        check_lossless(BatchDecoder(backbone, draft), rows=2500, batches=4, other_below=1e-8) > 500
+        check_lossless(BatchDecoder(target_model, draft), rows=2500, batches=4, other_below=1e-8)
+        > 500
     )
 
 
 def test_loops_are_copied_as_far_as_the_limit_allows() -> None:
-    """Once the text loops, a step takes max_tokens of the copy and one of the backbone."""
-    backbone = random_backbone("llama")
-    backbone.logits = lambda hidden: looping_logits(hidden)  # type: ignore[method-assign]
-    out = Decoder(backbone, PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=6)).generate(
+    """Once the text loops, a step takes max_tokens of the copy and one of the target model."""
+    target_model = random_target_model("llama")
+    target_model.logits = lambda hidden: looping_logits(hidden)  # type: ignore[method-assign]
+    out = Decoder(target_model, PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=6)).generate(
         [3], 60, ()
     )
     assert out.tokens == [0] * 60
@@ -72,21 +77,23 @@ def looping_logits(hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
-def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
+def test_sampled_text_follows_the_target_models_distribution(name: str) -> None:
     """Rows of this batch have different trees: what they copy depends on what they sampled, and on
     what was right.
     """
-    backbone = five_token_backbone()
+    target_model = five_token_target_model()
     lookup = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3, min_probability=0.3)
-    decoder = BatchDecoder(backbone, make_draft(name, backbone, lookup), Tree.cartesian([2, 1]))
+    decoder = BatchDecoder(
+        target_model, make_draft(name, target_model, lookup), Tree.cartesian([2, 1])
+    )
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 500
 
 
 def test_merged_drafts_verify_equal_guesses_once() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     lookup = PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9, min_probability=0)
-    draft = make_draft("medusa+prompt_lookup", backbone, lookup)
-    proposal = proposal_after(backbone, draft, TREE, [LOOP, LOOP[:9]], [30, 2])
+    draft = make_draft("medusa+prompt_lookup", target_model, lookup)
+    proposal = proposal_after(target_model, draft, TREE, [LOOP, LOOP[:9]], [30, 2])
     for row in range(2):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         for children in tree.children:
@@ -98,18 +105,18 @@ def test_merged_drafts_verify_equal_guesses_once() -> None:
 
 
 def test_heads_trees_stay_as_they_are_where_nothing_is_copied() -> None:
-    backbone = random_backbone("llama")
-    decoder = Decoder(backbone, make_draft("medusa+prompt_lookup", backbone), TREE)
-    alone = Decoder(backbone, random_draft("medusa", backbone), TREE)
+    target_model = random_target_model("llama")
+    decoder = Decoder(target_model, make_draft("medusa+prompt_lookup", target_model), TREE)
+    alone = Decoder(target_model, random_draft("medusa", target_model), TREE)
     draft = decoder.draft
     assert draft is not None
-    tree = proposal_after(backbone, draft, decoder.tree, [[3, 4]], [9]).tree
+    tree = proposal_after(target_model, draft, decoder.tree, [[3, 4]], [9]).tree
     assert isinstance(tree, Tree)
     assert tree.paths == TREE.paths
     assert alone.generate(PROMPTS[3], 5).tokens == decoder.generate(PROMPTS[3], 5).tokens
 
 
 def test_kangaroo_takes_no_other_guesses() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     with pytest.raises(MedusaError, match="first layers"):
-        make_draft("kangaroo+prompt_lookup", backbone)
+        make_draft("kangaroo+prompt_lookup", target_model)

@@ -24,19 +24,19 @@ from medusa_train.inference import generate as decoding
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.model import Model, Reply
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import CONTEXT, write_backbone, write_run
+from tests.evaluation.tiny_model import CONTEXT, write_run, write_target_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     home = tmp_path_factory.mktemp("model")
-    return load(write_run(home / "run", write_backbone(home / "backbone")), dtype="float32")
+    return load(write_run(home / "run", write_target_model(home / "backbone")), dtype="float32")
 
 
 def test_the_answer_is_the_loops_own(model: Model) -> None:
-    tokenizer = model.backbone.tokenizer
+    tokenizer = model.target_model.tokenizer
     tokens = (
-        Decoder(model.backbone)
+        Decoder(model.target_model)
         .generate(tokenizer("<bos><user>Hi?<assistant>")["input_ids"], 40)
         .tokens
     )
@@ -59,7 +59,7 @@ def test_the_answer_is_the_loops_own(model: Model) -> None:
 
 
 def test_a_loaded_run_decodes_with_its_heads(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    run = write_run(tmp_path / "run", write_target_model(tmp_path / "backbone"))
     Tree.cartesian([300]).save(run / "tree.json")  # of all tokens: every step accepts one
     reply = load(run, dtype="float32").reply("Hi?", 21, eos_ids=[])
     assert sum(piece.drafted for piece in reply)
@@ -101,7 +101,7 @@ def test_limits(model: Model) -> None:
     with pytest.raises(MedusaError, match="temperature must be at least 1e-6"):
         model.generate("Hi?", temperature=1e-40)
     with pytest.raises(MedusaError, match="the prompt has the token 99999, but the model only"):
-        Decoder(model.backbone).generate([1, 99999], 5)
+        Decoder(model.target_model).generate([1, 99999], 5)
     begun = iter(model.reply("Hi?", 30, raw=True))
     next(begun)
     model.generate("Hi?", 5)
@@ -272,11 +272,11 @@ def test_prompts_are_encoded_one_after_the_other(
 def test_a_raw_text_begins_with_one_bos_token(text: str, model: Model) -> None:
     """As with a text that a chat template rendered, for a tokenizer that adds BOS by itself."""
     expected = model.generate("Hi?", 20)
-    backend = model.backbone.tokenizer.backend_tokenizer
+    backend = model.target_model.tokenizer.backend_tokenizer
     before = backend.post_processor
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     try:
-        assert model.backbone.tokenizer("Hi?")["input_ids"][0] == 1
+        assert model.target_model.tokenizer("Hi?")["input_ids"][0] == 1
         assert model.generate(text, 20, raw=True) == expected
     finally:
         backend.post_processor = before
@@ -286,14 +286,14 @@ def test_a_raw_text_begins_with_all_tokens_that_the_tokenizer_puts_before_texts(
     model: Model,
 ) -> None:
     """Some put several there, as GLM's `[gMASK]<sop>`."""
-    backend = model.backbone.tokenizer.backend_tokenizer
+    backend = model.target_model.tokenizer.backend_tokenizer
     before = backend.post_processor
     backend.post_processor = TemplateProcessing(
         single="<pad> <bos> $A", special_tokens=[("<pad>", 0), ("<bos>", 1)]
     )
     try:
         expected = model.generate(
-            [0, 1, *model.backbone.tokenizer("Hi?")["input_ids"][2:]], 20, raw=True
+            [0, 1, *model.target_model.tokenizer("Hi?")["input_ids"][2:]], 20, raw=True
         )
         assert model.generate("Hi?", 20, raw=True) == expected
         assert model.generate("<pad><bos>Hi?", 20, raw=True) == expected
@@ -312,7 +312,7 @@ def test_an_answer_without_a_limit_ends_with_the_context(model: Model) -> None:
 
 def prompt_length(model: Model, characters: int) -> int:
     prompt = "<bos><user>" + "x" * characters + "<assistant>"
-    return len(model.backbone.tokenizer(prompt)["input_ids"])
+    return len(model.target_model.tokenizer(prompt)["input_ids"])
 
 
 SAMPLED = {"temperature": 0.9, "seed": 3}
@@ -366,12 +366,14 @@ def test_eos_ids_are_one_token_or_any_collection(kind: Callable[[Any], Any], mod
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_a_raw_prompt_may_be_token_ids(kind: Callable[[Any], Any], model: Model) -> None:
-    ids = model.backbone.tokenizer("<bos><user>Hi?<assistant>")["input_ids"]
+    ids = model.target_model.tokenizer("<bos><user>Hi?<assistant>")["input_ids"]
     assert model.generate(kind(ids), 20, raw=True) == model.generate("Hi?", 20)
 
 
-def test_a_backbone_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
-    reply = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32").reply("Hi?", 20)
+def test_a_target_model_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
+    reply = load(base_model=write_target_model(tmp_path / "backbone"), dtype="float32").reply(
+        "Hi?", 20
+    )
     assert reply.read() == model.generate("Hi?", 20)
     assert reply.tokens_per_step == 1.0
 
@@ -397,10 +399,10 @@ def test_contents_are_text_or_parts_of_text(model: Model) -> None:
 
 
 def test_a_script_that_ends_within_an_answer_prints_no_traceback(tmp_path: Path) -> None:
-    write_backbone(tmp_path / "backbone")
+    write_target_model(tmp_path / "backbone")
     script = (
         "from medusa_train import load\n"
-        "model = load(base_model='backbone', dtype='float32')\n"
+        "model = load(base_model='target model', dtype='float32')\n"
         "text = model.generate('Hi?', 20)\n"
         "stopped = model.reply('Hi?', 20, stop=text[2:4])\n"
         "print(repr(stopped.read()), stopped.finish)\n"
@@ -480,16 +482,16 @@ def test_prompts_and_options_of_another_type_are_refused(
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("run")
-    return write_run(home / "run", write_backbone(home / "backbone"))
+    return write_run(home / "run", write_target_model(home / "backbone"))
 
 
 def test_load_takes_torchs_dtypes_and_paths(run_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "short.jinja"
     template.write_text("{{ messages[0].content }}", encoding="utf-8")
     model = load(run_dir, dtype=torch.float32, chat_template=template)
-    assert model.backbone.dtype == torch.float32
+    assert model.target_model.dtype == torch.float32
     assert model.generate("Hi?", 5) == load(run_dir, dtype="float32").generate("Hi?", 5, raw=True)
-    assert load(run_dir, dtype=None).backbone.dtype == load(run_dir).backbone.dtype
+    assert load(run_dir, dtype=None).target_model.dtype == load(run_dir).target_model.dtype
 
 
 @pytest.mark.parametrize(
@@ -514,7 +516,7 @@ def test_arguments_of_load_of_another_type_are_errors(
 def test_what_has_no_effect_on_a_loaded_model_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    run = write_run(tmp_path / "run", write_target_model(tmp_path / "backbone"))
     with pytest.raises(MedusaError, match="draft_settings are those of a draft without training"):
         load(run, draft_settings={"max_ngram": 3})
     with pytest.raises(MedusaError, match="cannot be read: Is a directory"):

@@ -17,12 +17,12 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.features import Features
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import SlotCache
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch_decoder import streamed
@@ -62,12 +62,12 @@ def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, BLOCK)
 
 
-def draft_of(kind: str, backbone: Backbone) -> tuple[Proposer | None, Tree | None]:
-    return (None, None) if kind == "plain" else (make_draft(kind, backbone), TREE)
+def draft_of(kind: str, target_model: TargetModel) -> tuple[Proposer | None, Tree | None]:
+    return (None, None) if kind == "plain" else (make_draft(kind, target_model), TREE)
 
 
 def alone(
-    backbone: Backbone,
+    target_model: TargetModel,
     draft: Proposer | None,
     tree: Tree | None,
     length: int,
@@ -77,9 +77,9 @@ def alone(
     """Answers to the queue, one by one, without fixed memory; trees are always whole, as on fixed
     memory.
     """
-    assert backbone.step_runner is None
+    assert target_model.step_runner is None
     with nullcontext() if draft is None else draft.no_early_exit():
-        return answers_alone(Decoder(backbone, draft, tree), length, eos, rule)
+        return answers_alone(Decoder(target_model, draft, tree), length, eos, rule)
 
 
 def details(answers: list[Generation]) -> list[tuple[list[int], str, int, list[int]]]:
@@ -89,15 +89,15 @@ def details(answers: list[Generation]) -> list[tuple[list[int], str, int, list[i
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", [*ALL_KINDS, *OTHERS])
 def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) -> None:
-    backbone = random_backbone(family)
-    draft, tree = draft_of(kind, backbone)
-    eos = ends(backbone, 14)
-    plain = answers_alone(Decoder(backbone), 14, eos)
-    expected = alone(backbone, draft, tree, 14, eos)
+    target_model = random_target_model(family)
+    draft, tree = draft_of(kind, target_model)
+    eos = ends(target_model, 14)
+    plain = answers_alone(Decoder(target_model), 14, eos)
+    expected = alone(target_model, draft, tree, 14, eos)
     assert results(expected) == results(plain)
     assert draft is None or sum(sum(out.accepted) for out in expected) > 3  # paths were compacted
-    runner = backbone.step_runner = CountingRunner()
-    decoder = BatchDecoder(backbone, draft, tree)
+    runner = target_model.step_runner = CountingRunner()
+    decoder = BatchDecoder(target_model, draft, tree)
     for schedule in SCHEDULES:
         runner.keys.clear()
         answers, sizes = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
@@ -115,12 +115,12 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     """What is replayed repeats the operations of the first step with its shapes, addresses and
     numbers.
     """
-    backbone = random_backbone(family)
-    draft, tree = draft_of(kind, backbone)
-    eos = ends(backbone, 14)
-    expected = alone(backbone, draft, tree, 14, eos)
-    runner = backbone.step_runner = TapeRunner()
-    decoder = BatchDecoder(backbone, draft, tree)
+    target_model = random_target_model(family)
+    draft, tree = draft_of(kind, target_model)
+    eos = ends(target_model, 14)
+    expected = alone(target_model, draft, tree, 14, eos)
+    runner = target_model.step_runner = TapeRunner()
+    decoder = BatchDecoder(target_model, draft, tree)
     captures = []
     schedules: list[dict[str, int]] = [
         {"wanted": 2},
@@ -138,10 +138,10 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "medusa", "amphista", "kangaroo"])
 def test_steps_have_few_shapes(kind: str) -> None:
     """Rows of a step are a power of two or all; columns depend on the longest row."""
-    backbone = random_backbone("llama")
-    draft, tree = draft_of(kind, backbone)
-    runner = backbone.step_runner = CountingRunner()
-    BatchDecoder(backbone, draft, tree).generate_batch(
+    target_model = random_target_model("llama")
+    draft, tree = draft_of(kind, target_model)
+    runner = target_model.step_runner = CountingRunner()
+    BatchDecoder(target_model, draft, tree).generate_batch(
         [[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ()
     )
     assert {key[0] for key in runner.keys} <= {2, 4, 6}
@@ -154,14 +154,16 @@ def test_steps_have_few_shapes(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "medusa", "hydra++", "amphista", "kangaroo"])
 def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
     """Rows join one by one, each with a longer prompt than the last, while the first ones go on."""
-    backbone = random_backbone("llama")
-    draft, tree = draft_of(kind, backbone)
+    target_model = random_target_model("llama")
+    draft, tree = draft_of(kind, target_model)
     prompts = [list(range(3, 3 + n)) for n in (2, 9, 17, 30, 44, 52, 1)]
     with nullcontext() if draft is None else draft.no_early_exit():
-        expected = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
+        expected = [
+            Decoder(target_model, draft, tree).generate(prompt, 40, ()) for prompt in prompts
+        ]
     for runner in (CountingRunner(), TapeRunner()):
-        backbone.step_runner = runner
-        decoder = BatchDecoder(backbone, draft, tree)
+        target_model.step_runner = runner
+        decoder = BatchDecoder(target_model, draft, tree)
         batch = decoder.begin(40, ())
         answers: dict[int, Generation] = {}
         for n, prompt in enumerate(prompts):
@@ -182,11 +184,11 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
     [*((kind, "sample") for kind in ALL_KINDS), ("plain", "top-p"), ("medusa", "typical")],
 )
 def test_samples_do_not_depend_on_other_rows(kind: str, name: str) -> None:
-    backbone, rule = random_backbone("mistral-window"), RULES[name]
-    draft, tree = draft_of(kind, backbone)
-    expected = alone(backbone, draft, tree, 12, [7, 9], rule)
-    backbone.step_runner = TapeRunner()
-    decoder = BatchDecoder(backbone, draft, tree)
+    target_model, rule = random_target_model("mistral-window"), RULES[name]
+    draft, tree = draft_of(kind, target_model)
+    expected = alone(target_model, draft, tree, 12, [7, 9], rule)
+    target_model.step_runner = TapeRunner()
+    decoder = BatchDecoder(target_model, draft, tree)
     for schedule in SCHEDULES[1:]:
         answers, _ = streamed(decoder, 12, (7, 9), rule, **schedule, queue=QUEUE)
         assert details(answers) == details(expected)
@@ -196,14 +198,16 @@ def test_samples_do_not_depend_on_other_rows(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_the_contexts_end(kind: str) -> None:
-    backbone = random_backbone("gemma3")
-    backbone.max_context = 24
-    draft, tree = draft_of(kind, backbone)
-    plain = answers_alone(Decoder(backbone), 17, ())
+    target_model = random_target_model("gemma3")
+    target_model.max_context = 24
+    draft, tree = draft_of(kind, target_model)
+    plain = answers_alone(Decoder(target_model), 17, ())
     assert {out.finish for out in plain} == {"length", "context"}
-    backbone.step_runner = FixedShapeRunner()
+    target_model.step_runner = FixedShapeRunner()
     for rows in (2, 5):
-        answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 17, rows=rows, queue=QUEUE)
+        answers, sizes = streamed(
+            BatchDecoder(target_model, draft, tree), 17, rows=rows, queue=QUEUE
+        )
         assert results(answers) == results(plain)
         assert max(sizes) == rows
 
@@ -212,9 +216,9 @@ def test_the_contexts_end(kind: str) -> None:
 def test_no_memory_is_allocated_for_further_batches(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = random_backbone("llama")
-    backbone.step_runner = FixedShapeRunner()
-    decoder = BatchDecoder(backbone, *draft_of(kind, backbone))
+    target_model = random_target_model("llama")
+    target_model.step_runner = FixedShapeRunner()
+    decoder = BatchDecoder(target_model, *draft_of(kind, target_model))
     expected = decoder.generate_batch(PROMPTS, 30, ())
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -226,11 +230,11 @@ def test_no_memory_is_allocated_for_further_batches(
 
 
 def test_batches_at_the_same_time_have_their_own_buffers() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("amphista", backbone)
-    expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in PROMPTS]
-    backbone.step_runner = TapeRunner()
-    decoder = BatchDecoder(backbone, draft, TREE)
+    target_model = random_target_model("llama")
+    draft = random_draft("amphista", target_model)
+    expected = [Decoder(target_model, draft, TREE).generate(prompt, 16, ()) for prompt in PROMPTS]
+    target_model.step_runner = TapeRunner()
+    decoder = BatchDecoder(target_model, draft, TREE)
     batches = [decoder.begin(16, ()) for _ in range(3)]  # the third one is abandoned
     answers: dict[int, Generation] = {}
     for batch, numbers in zip(batches, ((0, 1), (2, 3), (1, 2)), strict=True):
@@ -243,37 +247,37 @@ def test_batches_at_the_same_time_have_their_own_buffers() -> None:
 
 
 def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("hydra++", backbone)
-    expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
-    backbone.step_runner = FixedShapeRunner()
+    target_model = random_target_model("llama")
+    draft = random_draft("hydra++", target_model)
+    expected = [Decoder(target_model, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
+    target_model.step_runner = FixedShapeRunner()
     monkeypatch.setattr("medusa_train.inference.batch_decoder.PREFILL_PADDING", 3)
-    assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(
-        expected
-    )
+    assert details(
+        BatchDecoder(target_model, draft, TREE).generate_batch(QUEUE, 16, ())
+    ) == details(expected)
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup", "dynamic eagle3"])
 def test_drafts_that_choose_their_trees_decode_without(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backbone = random_backbone("llama")
-    draft = make_draft(name, backbone)
-    plain = answers_alone(Decoder(backbone), 14, ())
-    backbone.step_runner = TapeRunner()
-    decoder = BatchDecoder(backbone, draft, TREE)
+    target_model = random_target_model("llama")
+    draft = make_draft(name, target_model)
+    plain = answers_alone(Decoder(target_model), 14, ())
+    target_model.step_runner = TapeRunner()
+    decoder = BatchDecoder(target_model, draft, TREE)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert results(streamed(decoder, 14, (), queue=QUEUE)[0]) == results(plain)
     assert caplog.text.count("chooses the shape of its trees") == 1
-    assert backbone.step_runner.captures == 0
+    assert target_model.step_runner.captures == 0
 
 
 def test_answers_without_a_step_leave_the_buffers_to_the_next() -> None:
-    backbone = random_backbone("llama")
-    expected = [Decoder(backbone).generate(prompt, 1).tokens for prompt in PROMPTS]
-    backbone.step_runner = runner = CountingRunner()
-    decoder = BatchDecoder(backbone)
+    target_model = random_target_model("llama")
+    expected = [Decoder(target_model).generate(prompt, 1).tokens for prompt in PROMPTS]
+    target_model.step_runner = runner = CountingRunner()
+    decoder = BatchDecoder(target_model)
     for _ in range(2):
         assert [out.tokens for out in decoder.generate_batch(PROMPTS, 1)] == expected
     assert not runner.keys
@@ -283,9 +287,9 @@ def test_answers_without_a_step_leave_the_buffers_to_the_next() -> None:
 class Passes:
     """Stands for passes compiled for several rows; notes what it is given, and computes the same."""
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, target_model: TargetModel) -> None:
         self.calls: list[tuple[torch.Size, torch.Size, torch.Size, bool]] = []
-        self._backbone = backbone
+        self._target_model = target_model
 
     def covers(self, rows: int, count: int) -> bool:
         return rows > 1
@@ -298,24 +302,24 @@ class Passes:
         )
         self.calls.append((tokens.shape, slots.shape, storage.shape, contiguous))
         cache = SlotCache(storage.unbind(), slots, mask.shape[3])
-        out = self._backbone.body(
+        out = self._target_model.body(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
         )
-        return Features(out.last_hidden_state), self._backbone.logits(out.last_hidden_state)
+        return Features(out.last_hidden_state), self._target_model.logits(out.last_hidden_state)
 
 
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
 def test_compiled_passes_get_contiguous_inputs_and_the_memory_of_all_rows(tree: Tree) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    expected = alone(backbone, draft, tree, 14, [7])
-    backbone.step_runner, passes = FixedShapeRunner(), Passes(backbone)
-    backbone.compiled = passes  # type: ignore[assignment]
-    answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 14, [7], queue=QUEUE, rows=4)
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    expected = alone(target_model, draft, tree, 14, [7])
+    target_model.step_runner, passes = FixedShapeRunner(), Passes(target_model)
+    target_model.compiled = passes  # type: ignore[assignment]
+    answers, sizes = streamed(BatchDecoder(target_model, draft, tree), 14, [7], queue=QUEUE, rows=4)
     assert details(answers) == details(expected)
     assert len(passes.calls) == len(sizes)
     for tokens, slots, storage, contiguous in passes.calls:
@@ -324,11 +328,11 @@ def test_compiled_passes_get_contiguous_inputs_and_the_memory_of_all_rows(tree: 
 
 
 def test_an_answer_started_before_the_other_ones_first_step_ends_it() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("amphista", backbone)
-    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[2], 20).tokens
-    backbone.step_runner = FixedShapeRunner()
-    decoder = Decoder(backbone, draft, TREE)
+    target_model = random_target_model("llama")
+    draft = random_draft("amphista", target_model)
+    expected = Decoder(target_model, draft, TREE).generate(PROMPTS[2], 20).tokens
+    target_model.step_runner = FixedShapeRunner()
+    decoder = Decoder(target_model, draft, TREE)
 
     def tokens(steps: Iterator[tuple[list[int], int]], rest: Callable[[], None]) -> list[int]:
         out = list(next(steps)[0])

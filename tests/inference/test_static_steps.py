@@ -17,11 +17,11 @@ from medusa_train.inference.cuda_graphs import (
 )
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.inference.tape import TapeRunner
 from tests.inference.test_drafts import REPLAYED_KINDS, TREE, random_draft
 
@@ -30,11 +30,14 @@ PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
 
 
 def answers(
-    backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None, rule: Rule = None
+    target_model: TargetModel,
+    draft: Proposer | None = None,
+    tree: Tree | None = None,
+    rule: Rule = None,
 ) -> list[Generation]:
     """Answer all prompts with one decoder, whose buffers serve one after the other."""
-    slots = Slots(backbone.num_layers, 120, BLOCK)
-    decoder = Decoder(backbone, draft, tree, slots)
+    slots = Slots(target_model.num_layers, 120, BLOCK)
+    decoder = Decoder(target_model, draft, tree, slots)
     return [
         decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5))
         for prompt in PROMPTS
@@ -48,17 +51,17 @@ def paths(generations: Sequence[Generation]) -> list[tuple[list[int], list[int]]
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("kind", ["plain", *REPLAYED_KINDS])
 def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     if kind == "plain":
-        expected = answers(backbone)
-        backbone.step_runner = FixedShapeRunner()
-        assert paths(answers(backbone)) == paths(expected)
+        expected = answers(target_model)
+        target_model.step_runner = FixedShapeRunner()
+        assert paths(answers(target_model)) == paths(expected)
         return
-    draft = random_draft(kind, backbone)
+    draft = random_draft(kind, target_model)
     with draft.no_early_exit():
-        expected = answers(backbone, draft, TREE)
-    backbone.step_runner = FixedShapeRunner()
-    assert paths(answers(backbone, draft, TREE)) == paths(expected)
+        expected = answers(target_model, draft, TREE)
+    target_model.step_runner = FixedShapeRunner()
+    assert paths(answers(target_model, draft, TREE)) == paths(expected)
     assert sum(sum(one.accepted) for one in expected) > 3  # paths were compacted
 
 
@@ -69,12 +72,12 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     """What is replayed repeats the operations of the first step with its shapes, addresses and
     numbers.
     """
-    backbone = random_backbone(family)
-    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = FixedShapeRunner()
-    expected = answers(backbone, draft, tree)
-    runner = backbone.step_runner = TapeRunner()
-    assert paths(answers(backbone, draft, tree)) == paths(expected)
+    target_model = random_target_model(family)
+    draft, tree = (None, None) if kind == "plain" else (random_draft(kind, target_model), TREE)
+    target_model.step_runner = FixedShapeRunner()
+    expected = answers(target_model, draft, tree)
+    runner = target_model.step_runner = TapeRunner()
+    assert paths(answers(target_model, draft, tree)) == paths(expected)
     # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last
     # position
     assert runner.captures == (3 if kind == "plain" else 4)
@@ -83,23 +86,23 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
 @pytest.mark.parametrize("tree", [Tree.chain(3), Tree.from_paths([(0,)])], ids=["chain", "single"])
 @pytest.mark.parametrize("kind", REPLAYED_KINDS)
 def test_other_trees(kind: str, tree: Tree) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft(kind, backbone)
+    target_model = random_target_model("llama")
+    draft = random_draft(kind, target_model)
     with draft.no_early_exit():
-        expected = answers(backbone, draft, tree)
-    backbone.step_runner = TapeRunner()
-    assert paths(answers(backbone, draft, tree)) == paths(expected)
+        expected = answers(target_model, draft, tree)
+    target_model.step_runner = TapeRunner()
+    assert paths(answers(target_model, draft, tree)) == paths(expected)
 
 
 def test_plain_decoding_and_trees_share_a_cache() -> None:
     """As in the measurement of step latencies, where they take turns."""
-    backbone = random_backbone("llama")
-    draft = random_draft("hydra++", backbone)
-    expected = [answers(backbone, draft, tree) for tree in (TREE, Tree.chain(2))]
-    backbone.step_runner = TapeRunner()
-    slots = Slots(backbone.num_layers, 120, BLOCK)
+    target_model = random_target_model("llama")
+    draft = random_draft("hydra++", target_model)
+    expected = [answers(target_model, draft, tree) for tree in (TREE, Tree.chain(2))]
+    target_model.step_runner = TapeRunner()
+    slots = Slots(target_model.num_layers, 120, BLOCK)
     decoders = [
-        Decoder(backbone, draft, tree, slots) for tree in (TREE, Tree.chain(2), Tree.empty())
+        Decoder(target_model, draft, tree, slots) for tree in (TREE, Tree.chain(2), Tree.empty())
     ]
     for i, prompt in enumerate(PROMPTS):
         trees = [decoder.generate(prompt, 24, ()) for decoder in decoders]
@@ -109,30 +112,30 @@ def test_plain_decoding_and_trees_share_a_cache() -> None:
 
 
 def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[0], 30).tokens
-    backbone.step_runner = TapeRunner()
-    decoder = Decoder(backbone, draft, TREE)
-    backbone.max_context = 64
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    expected = Decoder(target_model, draft, TREE).generate(PROMPTS[0], 30).tokens
+    target_model.step_runner = TapeRunner()
+    decoder = Decoder(target_model, draft, TREE)
+    target_model.max_context = 64
     first = decoder.generate(PROMPTS[0], 30).tokens
-    backbone.max_context = 64 + 2 * KEY_BLOCK
+    target_model.max_context = 64 + 2 * KEY_BLOCK
     decoder.generate(PROMPTS[0], 64 + KEY_BLOCK, [first[3]])
     assert first == decoder.generate(PROMPTS[0], 30).tokens == expected
 
 
-def move_weights(backbone: Backbone, draft: Proposer | None, by: str) -> None:
+def move_weights(target_model: TargetModel, draft: Proposer | None, by: str) -> None:
     """Move weights and change their values, and leave the old memory unusable."""
     if by == "draft":
         assert isinstance(draft, torch.nn.Module)
         weight = max(draft.parameters(), key=torch.Tensor.numel)
     else:
-        weight = backbone.model.get_output_embeddings().weight
+        weight = target_model.model.get_output_embeddings().weight
     old = weight.data
     generator = torch.Generator().manual_seed(3)
     new = torch.randn(old.shape, dtype=old.dtype, generator=generator)
     if by == "assigned":
-        backbone.model.get_output_embeddings().weight = torch.nn.Parameter(new, False)
+        target_model.model.get_output_embeddings().weight = torch.nn.Parameter(new, False)
     else:
         weight.data = new
     old.fill_(torch.nan)
@@ -140,20 +143,22 @@ def move_weights(backbone: Backbone, draft: Proposer | None, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["data", "assigned", "draft"])
 def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    runner = backbone.step_runner = TapeRunner()
-    slots = Slots(backbone.num_layers, 120, BLOCK)
-    decoder = Decoder(backbone, draft, TREE, slots)
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    runner = target_model.step_runner = TapeRunner()
+    slots = Slots(target_model.num_layers, 120, BLOCK)
+    decoder = Decoder(target_model, draft, TREE, slots)
     before = decoder.generate(PROMPTS[0], 24, ())
     count = runner.captures
     assert paths([decoder.generate(PROMPTS[0], 24, ())]) == paths([before])
     assert runner.captures == count  # nothing has moved: all steps are replayed
-    move_weights(backbone, draft, by)
+    move_weights(target_model, draft, by)
     after = decoder.generate(PROMPTS[0], 24, ())
     assert runner.captures > count
-    backbone.step_runner = FixedShapeRunner()
-    assert paths([after]) == paths([Decoder(backbone, draft, TREE).generate(PROMPTS[0], 24, ())])
+    target_model.step_runner = FixedShapeRunner()
+    assert paths([after]) == paths(
+        [Decoder(target_model, draft, TREE).generate(PROMPTS[0], 24, ())]
+    )
     assert by == "draft" or after.tokens != before.tokens
 
 
@@ -161,11 +166,11 @@ def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
     ("rule", "kept"), [(None, False), (Typical(0.8), True)], ids=["greedy", "typical"]
 )
 def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    expected = answers(backbone, draft, TREE, rule)
-    backbone.step_runner = TapeRunner()
-    decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, BLOCK))
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    expected = answers(target_model, draft, TREE, rule)
+    target_model.step_runner = TapeRunner()
+    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, BLOCK))
     first = decoder.generate(PROMPTS[0], 24, (), rule)
     assert decoder._steps is not None
     fixed = decoder._steps._fixed
@@ -179,10 +184,10 @@ def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> N
 
 @pytest.mark.parametrize("rule", [None, Typical(0.8)], ids=["greedy", "typical"])
 def test_what_is_captured_beforehand_is_what_the_rule_replays(rule: Rule) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("medusa", backbone)
-    runner = backbone.step_runner = TapeRunner()
-    decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, BLOCK))
+    target_model = random_target_model("llama")
+    draft = random_draft("medusa", target_model)
+    runner = target_model.step_runner = TapeRunner()
+    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, BLOCK))
     decoder.generate(PROMPTS[1], 2, (), rule)  # allocates the memory
     decoder.capture(64, rule)
     before = runner.captures
@@ -204,18 +209,18 @@ class FailingRunner(GraphRunner):
 
 
 def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("hydra", backbone)
-    expected = answers(backbone, draft, TREE)
-    runner = backbone.step_runner = FailingRunner()
+    target_model = random_target_model("llama")
+    draft = random_draft("hydra", target_model)
+    expected = answers(target_model, draft, TREE)
+    runner = target_model.step_runner = FailingRunner()
     with caplog.at_level(logging.INFO):
-        assert paths(answers(backbone, draft, TREE)) == paths(expected)
+        assert paths(answers(target_model, draft, TREE)) == paths(expected)
     assert runner.warm_ups == 1
     assert caplog.text.count("capture failed") == 1
     assert "not permitted when stream is capturing" in caplog.text
-    runner = backbone.step_runner = FailingRunner()
+    runner = target_model.step_runner = FailingRunner()
     runner.failure = "out of memory"  # each capture is tried, and each step runs
-    assert paths(answers(backbone, draft, TREE)) == paths(expected)
+    assert paths(answers(target_model, draft, TREE)) == paths(expected)
     assert (runner.works, runner.warm_ups > 1) == (True, True)
 
 
@@ -245,18 +250,18 @@ def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyP
 def test_models_that_cannot_be_captured(
     family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backbone = random_backbone(family)
-    found = graph_obstacle(backbone.model)
+    target_model = random_target_model(family)
+    found = graph_obstacle(target_model.model)
     assert found is None if obstacle is None else obstacle in str(found)
-    backbone.config.num_experts = 4
-    assert graph_obstacle(backbone.model) is not None
-    assert graph_runner(torch.device("cpu"), backbone.model) is None
+    target_model.config.num_experts = 4
+    assert graph_obstacle(target_model.model) is not None
+    assert graph_runner(torch.device("cpu"), target_model.model) is None
     assert "no CUDA graphs" not in caplog.text
     with caplog.at_level(logging.INFO):
-        assert graph_runner(torch.device("cuda"), backbone.model) is None
+        assert graph_runner(torch.device("cuda"), target_model.model) is None
     assert "no CUDA graphs" in caplog.text
-    backbone.config.num_experts = None
-    backbone.model.is_quantized = True
-    assert graph_obstacle(backbone.model) is not None
-    backbone.model.config.quantization_config = Mock(load_in_4bit=True)
-    assert graph_obstacle(backbone.model) == found
+    target_model.config.num_experts = None
+    target_model.model.is_quantized = True
+    assert graph_obstacle(target_model.model) is not None
+    target_model.model.config.quantization_config = Mock(load_in_4bit=True)
+    assert graph_obstacle(target_model.model) == found

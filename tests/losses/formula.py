@@ -57,7 +57,7 @@ def objective(
     share: float = 0.0,
     decay: float = 1.0,
 ) -> Tensor:
-    """The heads' loss on a frozen backbone."""
+    """The heads' loss on a frozen target model."""
     theirs = None if teacher is None else teacher.logits(feats.hidden)
     terms = []
     for k, states in enumerate(draft.head_states(feats, batch), start=1):

@@ -201,7 +201,7 @@ def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kl_of_a_student_to_itself_is_zero_and_so_are_its_gradients(dtype: torch.dtype) -> None:
-    """To the bit: joint training starts with LoRA's B = 0, where nothing may push the backbone
+    """To the bit: joint training starts with LoRA's B = 0, where nothing may push the target model
     anywhere.
     """
     case = make(dtype, VARIANTS[-1])

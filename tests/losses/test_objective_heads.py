@@ -136,7 +136,9 @@ def test_a_prompt_position_may_predict_a_supervised_token() -> None:
     )
 
 
-def test_nothing_of_joint_training_acts_on_a_frozen_backbone(batch: Rows, feats: Features) -> None:
+def test_nothing_of_joint_training_acts_on_a_frozen_target_model(
+    batch: Rows, feats: Features
+) -> None:
     """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's
     mistake.
     """

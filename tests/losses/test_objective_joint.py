@@ -33,7 +33,7 @@ def name(recipe: dict[str, Any]) -> str:
 
 
 class Joint:
-    """A backbone with LoRA on its lm_head, whose features stem from trained states; its teacher;
+    """A target model with LoRA on its lm_head, whose features stem from trained states; its teacher;
     the heads.
     """
 
@@ -142,7 +142,7 @@ def test_a_shift_that_is_off_by_one_is_a_different_loss(
 
 
 class Copying(Heads):
-    """Head k says at t what the backbone says at t + k."""
+    """Head k says at t what the target model says at t + k."""
 
     def __init__(self, states: Tensor, unembedding: LMHead) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A draft, a batch and a backbone's features as small as a loss allows."""
+"""A draft, a batch and a target model's features as small as a loss allows."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import attention
 from medusa_train.models.attention import FOLDED_HEADS, folded_head_attention, folded_head_forward
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 from tests.allocations import LargestTensor
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 
 class AttentionModule(nn.Module):
@@ -212,12 +212,12 @@ def test_other_passes_use_the_function_of_transformers(
             torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
-def stock(family: str, dtype: torch.dtype = torch.float64) -> Backbone:
-    """A backbone with transformers' own attention."""
-    backbone = random_backbone(family, dtype=dtype)
-    backbone.model.set_attn_implementation("sdpa")
-    backbone.attention = "sdpa"
-    return backbone
+def stock(family: str, dtype: torch.dtype = torch.float64) -> TargetModel:
+    """A target model with transformers' own attention."""
+    target_model = random_target_model(family, dtype=dtype)
+    target_model.model.set_attn_implementation("sdpa")
+    target_model.attention = "sdpa"
+    return target_model
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mistral-window", "gemma3"])
@@ -229,19 +229,21 @@ def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.Monkey
         attention, "folded_head_attention", lambda *a: (lengths.add(a[0].shape[2]), original(*a))[1]
     )
 
-    def answers(backbone: Backbone) -> list[list[int]]:
-        draft = MedusaDraft.from_backbone(backbone, 3)
-        single = [Decoder(backbone, draft, tree).generate(prompts[0], 24).tokens for tree in trees]
+    def answers(target_model: TargetModel) -> list[list[int]]:
+        draft = MedusaDraft.from_target_model(target_model, 3)
+        single = [
+            Decoder(target_model, draft, tree).generate(prompts[0], 24).tokens for tree in trees
+        ]
         batches = [
-            BatchDecoder(backbone, draft, tree).generate_batch(prompts, 24) for tree in trees
+            BatchDecoder(target_model, draft, tree).generate_batch(prompts, 24) for tree in trees
         ]
         return [*single, *(answer.tokens for batch in batches for answer in batch)]
 
     expected = answers(stock(family))
     assert not lengths
-    backbone = random_backbone(family)
-    assert backbone.attention == backbone.config._attn_implementation == FOLDED_HEADS
-    assert answers(backbone) == expected
+    target_model = random_target_model(family)
+    assert target_model.attention == target_model.config._attn_implementation == FOLDED_HEADS
+    assert answers(target_model) == expected
     assert lengths == {1, 10}  # plain steps, and a tree of nine nodes and its root
 
 
@@ -250,20 +252,22 @@ def test_generate_of_transformers_gives_the_same_tokens(family: str) -> None:
     """Also for prompts padded on the left, whose masks transformers builds itself."""
     tokens = torch.tensor([[0, 0, 5, 9, 11], [7, 2, 30, 31, 8]])
     answers = [
-        backbone.model.generate(
+        target_model.model.generate(
             tokens, attention_mask=(tokens > 0).long(), max_new_tokens=12, do_sample=False
         )
-        for backbone in (stock(family), random_backbone(family))
+        for target_model in (stock(family), random_target_model(family))
     ]
     assert torch.equal(*answers)
 
 
 def test_it_is_not_used_without_need() -> None:
     # soft-capped scores
-    assert random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"
-    assert random_backbone("llama", num_key_value_heads=4).attention == "sdpa"  # nothing is shared
+    assert random_target_model("gemma2", dtype=torch.bfloat16).attention == "eager"
     assert (
-        random_backbone("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention
+        random_target_model("llama", num_key_value_heads=4).attention == "sdpa"
+    )  # nothing is shared
+    assert (
+        random_target_model("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention
         == FOLDED_HEADS
     )
 
@@ -274,11 +278,14 @@ def test_a_masked_pass_of_a_batch_does_not_copy_keys_and_values() -> None:
     """
     rows, length = 4, 400
     largest = []
-    for backbone in (stock("llama", torch.float32), random_backbone("llama", dtype=torch.float32)):
+    for target_model in (
+        stock("llama", torch.float32),
+        random_target_model("llama", dtype=torch.float32),
+    ):
         batch = BatchDecoder(
-            backbone, MedusaDraft.from_backbone(backbone, 3), Tree.cartesian([2, 2])
+            target_model, MedusaDraft.from_target_model(target_model, 3), Tree.cartesian([2, 2])
         ).begin(8)
-        backbone.max_context = 1024
+        target_model.max_context = 1024
         prompts = torch.randint(
             2, 61, (rows, length), generator=torch.Generator().manual_seed(0)
         ).tolist()

@@ -10,13 +10,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.architecture import check_architecture, check_decodes
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.loading import resolve_backbone
-from tests.families import FAMILIES, NoTokenizer, random_backbone
+from medusa_train.models.loading import resolve_target_model
+from medusa_train.models.target_model import TargetModel
+from tests.families import FAMILIES, NoTokenizer, random_target_model
 from tests.model_types import tiny_model
 
 SMALL = {
@@ -31,9 +31,9 @@ SMALL = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_supported_families_pass_in_every_precision(family: str, dtype: torch.dtype) -> None:
-    backbone = random_backbone(family, dtype=dtype)
-    check_architecture(backbone.model.config, family)
-    check_model(backbone)
+    target_model = random_target_model(family, dtype=dtype)
+    check_architecture(target_model.model.config, family)
+    check_model(target_model)
 
 
 REFUSED = {
@@ -53,14 +53,14 @@ def test_reasons_are_given_before_any_weight_is_loaded(
 ) -> None:
     built = getattr(transformers, config)()
     built.save_pretrained(tmp_path)
-    with pytest.raises(BackboneError, match="is not supported") as caught:
-        resolve_backbone(str(tmp_path))
+    with pytest.raises(TargetModelError, match="is not supported") as caught:
+        resolve_target_model(str(tmp_path))
     for word in (*words, built.model_type, "Llama, Mistral", "docs/reference/models.md"):
         assert word in str(caught.value)
 
 
 def test_a_missing_feature_is_reported_without_its_consequences() -> None:
-    with pytest.raises(BackboneError) as caught:
+    with pytest.raises(TargetModelError) as caught:
         check_architecture(transformers.MllamaConfig(), "x")
     reasons = [line for line in str(caught.value).splitlines() if line.startswith("  ")]
     assert [reason.partition(":")[0] for reason in reasons] == ["  cross-attention"]
@@ -94,7 +94,7 @@ def test_models_whose_trees_cannot_be_verified_are_named_with_the_reason(
 ) -> None:
     config = getattr(transformers, f"{family}Config")()
     check_architecture(config, family)  # drafts can be trained
-    with pytest.raises(BackboneError, match=f"verified here \\({reason}: .* --serve"):
+    with pytest.raises(TargetModelError, match=f"verified here \\({reason}: .* --serve"):
         check_decodes(config, family)
 
 
@@ -171,9 +171,9 @@ def test_configs_of_other_decoders_pass(family: str) -> None:
 
 
 def test_alibi_and_bidirectional_attention_are_rejected() -> None:
-    with pytest.raises(BackboneError, match="ALiBi"):
+    with pytest.raises(TargetModelError, match="ALiBi"):
         check_architecture(transformers.FalconConfig(alibi=True, max_position_embeddings=64), "x")
-    with pytest.raises(BackboneError, match="later tokens"):
+    with pytest.raises(TargetModelError, match="later tokens"):
         check_architecture(transformers.Gemma3TextConfig(use_bidirectional_attention=True), "x")
 
 
@@ -217,9 +217,9 @@ def test_a_model_that_cannot_verify_a_tree_is_rejected(
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5)
     # passes without the fault
-    check_model(Backbone(LlamaForCausalLM(config).to(dtype).eval(), NoTokenizer()))
-    with pytest.raises(BackboneError, match="4-D attention mask") as caught:
-        check_model(Backbone(model.to(dtype).eval(), NoTokenizer()))
+    check_model(TargetModel(LlamaForCausalLM(config).to(dtype).eval(), NoTokenizer()))
+    with pytest.raises(TargetModelError, match="4-D attention mask") as caught:
+        check_model(TargetModel(model.to(dtype).eval(), NoTokenizer()))
     assert kind.__name__ in str(caught.value)
 
 
@@ -238,12 +238,14 @@ def test_a_mixture_of_experts_that_cannot_verify_a_tree_is_rejected(dtype: torch
     config = transformers.MixtralConfig(
         **SMALL, num_key_value_heads=1, num_local_experts=8, sliding_window=None, eos_token_id=None
     )
-    check_model(Backbone(transformers.MixtralForCausalLM(config).to(dtype).eval(), NoTokenizer()))
-    faulty = Backbone(ExpertsIgnoreTheMask(config).to(dtype).eval(), NoTokenizer())
+    check_model(
+        TargetModel(transformers.MixtralForCausalLM(config).to(dtype).eval(), NoTokenizer())
+    )
+    faulty = TargetModel(ExpertsIgnoreTheMask(config).to(dtype).eval(), NoTokenizer())
     if dtype == torch.float32:
         for parameter in faulty.model.parameters():
             torch.nn.init.normal_(parameter, 0, 0.5)
-    with pytest.raises(BackboneError, match="4-D attention mask"):
+    with pytest.raises(TargetModelError, match="4-D attention mask"):
         check_model(faulty)
 
 
@@ -260,7 +262,7 @@ def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> No
         pad_token_id=None,
     )
     check_model(
-        Backbone(
+        TargetModel(
             getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval(),
             NoTokenizer(),
         )
@@ -287,7 +289,7 @@ EXPERTS_IN_GROUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", EXPERTS_IN_GROUPS)
 def test_as_few_experts_are_probed_as_there_are(model_type: str) -> None:
     model = tiny_model(model_type, 64, **EXPERTS_IN_GROUPS[model_type])
-    check_model(Backbone(model.to(torch.bfloat16).eval(), NoTokenizer()))
+    check_model(TargetModel(model.to(torch.bfloat16).eval(), NoTokenizer()))
 
 
 def test_a_forward_without_position_ids_is_rejected() -> None:
@@ -302,8 +304,8 @@ def test_a_forward_without_position_ids_is_rejected() -> None:
 
     model = NoPositions(LlamaConfig(**SMALL, eos_token_id=None))
     model.model.__class__ = Body
-    with pytest.raises(BackboneError, match="takes no position_ids"):
-        check_model(Backbone(model, NoTokenizer()))
+    with pytest.raises(TargetModelError, match="takes no position_ids"):
+        check_model(TargetModel(model, NoTokenizer()))
 
 
 def test_of_a_model_that_reads_images_the_text_part_is_used() -> None:
@@ -313,26 +315,26 @@ def test_of_a_model_that_reads_images_the_text_part_is_used() -> None:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    text = random_backbone("gemma3").config.to_dict()
+    text = random_target_model("gemma3").config.to_dict()
     config = Gemma3Config(
         text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8}
     )
     check_architecture(config, "gemma3")
-    backbone = Backbone(
+    target_model = TargetModel(
         AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), None
     )
-    check_model(backbone)
-    assert len(Eagle3Draft.from_backbone(backbone).lm_heads) == 1
+    check_model(target_model)
+    assert len(Eagle3Draft.from_target_model(target_model).lm_heads) == 1
 
 
 def test_an_exception_of_an_unknown_family_becomes_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     unexpected = KeyError("no such layer")
-    monkeypatch.setattr(backbone, "run", Mock(side_effect=unexpected))
-    with pytest.raises(BackboneError, match=r"is not supported:\n  KeyError .*no such layer"):
-        check_model(backbone)
+    monkeypatch.setattr(target_model, "run", Mock(side_effect=unexpected))
+    with pytest.raises(TargetModelError, match=r"is not supported:\n  KeyError .*no such layer"):
+        check_model(target_model)
 
 
 class ReadsAhead(LlamaForCausalLM):
@@ -353,28 +355,28 @@ class ReadsAhead(LlamaForCausalLM):
 def test_a_model_without_trees_that_reads_the_padding_is_rejected() -> None:
     config = LlamaConfig(**SMALL, eos_token_id=None)
     for kind in (LlamaForCausalLM, ReadsAhead):
-        backbone = Backbone(kind(config).eval(), NoTokenizer())
-        backbone.tree_obstacle = "recurrent state"
+        target_model = TargetModel(kind(config).eval(), NoTokenizer())
+        target_model.tree_obstacle = "recurrent state"
         if kind is LlamaForCausalLM:
-            check_model(backbone)
+            check_model(target_model)
             continue
-        with pytest.raises(BackboneError, match="depends on later tokens of the row"):
-            check_model(backbone)
+        with pytest.raises(TargetModelError, match="depends on later tokens of the row"):
+            check_model(target_model)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_weights_that_are_not_finite_are_named(name: str) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     with torch.no_grad():
-        dict(backbone.model.named_parameters())[name][0, 0] = float("nan")
-    with pytest.raises(BackboneError, match=f"values of {re.escape(name)} is NaN or infinite"):
-        check_model(backbone)
+        dict(target_model.model.named_parameters())[name][0, 0] = float("nan")
+    with pytest.raises(TargetModelError, match=f"values of {re.escape(name)} is NaN or infinite"):
+        check_model(target_model)
 
 
 def test_logits_that_overflow_are_named() -> None:
-    backbone = random_backbone("llama", dtype=torch.float16)
+    target_model = random_target_model("llama", dtype=torch.float16)
     with torch.no_grad():
-        backbone.model.get_output_embeddings().weight.fill_(60000.0)
-        backbone.model.model.norm.weight.fill_(100.0)
-    with pytest.raises(BackboneError, match="not finite in float16, though its weights are"):
-        check_model(backbone)
+        target_model.model.get_output_embeddings().weight.fill_(60000.0)
+        target_model.model.model.norm.weight.fill_(100.0)
+    with pytest.raises(TargetModelError, match="not finite in float16, though its weights are"):
+        check_model(target_model)

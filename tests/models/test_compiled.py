@@ -12,19 +12,19 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.torch_version import TorchVersion
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import prepack
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form, needed_forms
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -36,32 +36,32 @@ TREES = (None, Tree.chain(3), Tree.cartesian([3, 2]))
 
 @dataclass
 class Compiled:
-    """A compiled backbone, prompts, and their answers before it was compiled, by tree."""
+    """A compiled target model, prompts, and their answers before it was compiled, by tree."""
 
-    backbone: Backbone
+    target_model: TargetModel
     draft: MedusaDraft
     prompts: list[list[int]]
     answers: list[list[list[int]]]
 
 
-def compile_backbone(family: str, dtype: torch.dtype, positions: int = 256) -> Compiled:
-    """Compile a random backbone; its answers cross the end of a block of the cache."""
-    backbone = random_backbone(family, dtype=dtype, max_position_embeddings=positions)
-    draft = MedusaDraft.from_backbone(backbone, 3)
+def compile_target_model(family: str, dtype: torch.dtype, positions: int = 256) -> Compiled:
+    """Compile a random target model; its answers cross the end of a block of the cache."""
+    target_model = random_target_model(family, dtype=dtype, max_position_embeddings=positions)
+    draft = MedusaDraft.from_target_model(target_model, 3)
     prompt = torch.randint(3, 60, (108,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt, prompt[:3]]
     answers = [
-        [Decoder(backbone, draft, tree).generate(one, 40).tokens for one in prompts]
+        [Decoder(target_model, draft, tree).generate(one, 40).tokens for one in prompts]
         for tree in TREES
     ]
     with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
-        backbone.compile_passes()
-    return Compiled(backbone, draft, prompts, answers)
+        target_model.compile_passes()
+    return Compiled(target_model, draft, prompts, answers)
 
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[Compiled]:
-    """A backbone whose passes torch.compile traces and then runs as they are, in seconds and
+    """A target model whose passes torch.compile traces and then runs as they are, in seconds and
     without a C++ compiler.
     """
     compile_ = torch.compile
@@ -69,39 +69,39 @@ def traced() -> Iterator[Compiled]:
         patch.setattr(
             torch, "compile", lambda function, options: compile_(function, backend="eager")
         )
-        backbone = compile_backbone("llama", torch.float64)
-    yield backbone  # not inside the patch, which would hold for the compiled one too
+        target_model = compile_target_model("llama", torch.float64)
+    yield target_model  # not inside the patch, which would hold for the compiled one too
     torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
-    """A backbone whose passes are compiled once, for the tests of the group of this name."""
+    """A target model whose passes are compiled once, for the tests of the group of this name."""
     torch.compiler.reset()
     counters.clear()
-    yield compile_backbone("llama", torch.float64, positions=64 * BLOCK)
+    yield compile_target_model("llama", torch.float64, positions=64 * BLOCK)
     torch.compiler.reset()
 
 
 def check_answers(compiled: Compiled) -> None:
     for tree, expected in zip(TREES, compiled.answers, strict=True):
-        decoder = Decoder(compiled.backbone, compiled.draft, tree)
+        decoder = Decoder(compiled.target_model, compiled.draft, tree)
         generations = [decoder.generate(prompt, 40) for prompt in compiled.prompts]
         assert [generation.tokens for generation in generations] == expected
         assert generations[0].steps > 1
     # has branch tokens
-    lookahead = Decoder(compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2))
+    lookahead = Decoder(compiled.target_model, LookaheadDraft(window=3, ngram=3, guesses=2))
     assert [
         lookahead.generate(prompt, 40).tokens for prompt in compiled.prompts
     ] == compiled.answers[0]
 
 
-def check_products(backbone: Backbone) -> None:
+def check_products(target_model: TargetModel) -> None:
     """Queries, keys and values; gate and up: four products per layer instead of seven, and one for
     the logits.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        steps = Decoder(backbone).generate([5, 6, 7], 4, eos_ids=()).steps
+        steps = Decoder(target_model).generate([5, 6, 7], 4, eos_ids=()).steps
     kernels = [
         event for event in profiled.key_averages() if event.key.startswith("aoti_torch_cpu_")
     ]
@@ -109,7 +109,7 @@ def check_products(backbone: Backbone) -> None:
         event.count for event in kernels if "mm_out" in event.key or "linear" in event.key
     )
     assert steps == 3
-    assert products == 3 * (4 * backbone.num_layers + 1)
+    assert products == 3 * (4 * target_model.num_layers + 1)
 
 
 @pytest.mark.xdist_group("traced")
@@ -122,7 +122,7 @@ def test_plain_steps_and_trees_have_separate_programs(
     traced: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few guards, plain steps would use the program for trees, which is slower."""
-    compiled_pass = traced.backbone.compiled
+    compiled_pass = traced.target_model.compiled
     assert compiled_pass is not None
     calls = set()
     for form, program in compiled_pass._programs.items():
@@ -132,7 +132,7 @@ def test_plain_steps_and_trees_have_separate_programs(
             lambda *args, p=program, f=form: (calls.add((f, args[0].shape[1])), p(*args))[1],
         )
     for tree in TREES:
-        Decoder(traced.backbone, traced.draft, tree).generate([5, 6, 7], 12)
+        Decoder(traced.target_model, traced.draft, tree).generate([5, 6, 7], 12)
     assert calls == {(Form(False, 1), 1), (Form(False, None), 4), (Form(False, None), 10)}
 
 
@@ -140,8 +140,8 @@ def check_tree_of_one_size(compiled: Compiled) -> None:
     """The tree that is named has a program of its size, the other tree the one for all sizes."""
     chain = TREES[1]
     assert chain is not None
-    compiled.backbone.compile_tree(chain.size)
-    passes = compiled.backbone.compiled
+    compiled.target_model.compile_tree(chain.size)
+    passes = compiled.target_model.compiled
     assert passes is not None
     assert set(passes._programs) == {Form(False, 1), Form(False, None), Form(False, 4)}
     check_answers(compiled)
@@ -149,7 +149,7 @@ def check_tree_of_one_size(compiled: Compiled) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(passes._programs, Form(False, 4), used)
         for tree in TREES:
-            Decoder(compiled.backbone, compiled.draft, tree).generate([5, 6, 7], 12)
+            Decoder(compiled.target_model, compiled.draft, tree).generate([5, 6, 7], 12)
     assert {call.args[0].shape[1] for call in used.call_args_list} == {4}
 
 
@@ -157,7 +157,7 @@ def check_tree_of_one_size(compiled: Compiled) -> None:
 def test_traced_passes_over_the_named_tree_give_the_same_tokens(
     traced: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test that uses the backbone, since the program of a tree stays."""
+    """The last test that uses the target model, since the program of a tree stays."""
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, options: compile_(function, backend="eager")
@@ -171,7 +171,7 @@ def test_traced_passes_over_the_named_tree_give_the_same_tokens(
 def test_compiled_passes_give_the_same_tokens(compiled: Compiled) -> None:
     check_answers(compiled)
     if JOINS_PROJECTIONS:
-        check_products(compiled.backbone)
+        check_products(compiled.target_model)
 
 
 @pytest.mark.xdist_group("compiled")
@@ -182,7 +182,7 @@ def test_there_are_two_programs_for_all_trees_and_lengths(compiled: Compiled) ->
     for length in (3, BLOCK - 10, 118, 384):
         for tree in TREES:
             # each with its own cache, large or small
-            decoder = Decoder(compiled.backbone, compiled.draft, tree)
+            decoder = Decoder(compiled.target_model, compiled.draft, tree)
             decoder.generate(torch.arange(length).remainder(60).tolist(), 30)
     assert counters["stats"]["unique_graphs"] == 2
 
@@ -191,8 +191,8 @@ def test_there_are_two_programs_for_all_trees_and_lengths(compiled: Compiled) ->
 @needs_compiler
 @pytest.mark.slow
 def test_the_cache_is_written_in_place(compiled: Compiled) -> None:
-    cache = compiled.backbone.new_slots(64 * BLOCK)
-    decoder = Decoder(compiled.backbone, compiled.draft, Tree.chain(3), cache)
+    cache = compiled.target_model.new_slots(64 * BLOCK)
+    decoder = Decoder(compiled.target_model, compiled.draft, Tree.chain(3), cache)
     decoder.generate([3, 4, 5], 8)  # allocates the cache
     layer = cache.storage(1)[0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -215,14 +215,14 @@ def test_compiled_passes_over_the_named_tree_give_the_same_tokens(compiled: Comp
 
 
 def test_a_tree_has_no_program_where_single_rows_are_not_compiled() -> None:
-    backbone = random_backbone("llama")
-    backbone.compile_tree(3)
-    assert backbone.compiled is None
-    backbone.compiled = CompiledPass(
-        backbone.body, backbone.logits, on_cpu=True, forms=needed_forms(4, trees=True)
+    target_model = random_target_model("llama")
+    target_model.compile_tree(3)
+    assert target_model.compiled is None
+    target_model.compiled = CompiledPass(
+        target_model.body, target_model.logits, on_cpu=True, forms=needed_forms(4, trees=True)
     )
-    backbone.compile_tree(3)
-    assert set(backbone.compiled._programs) == {Form(True, 1), Form(True, None)}
+    target_model.compile_tree(3)
+    assert set(target_model.compiled._programs) == {Form(True, 1), Form(True, None)}
 
 
 @pytest.fixture
@@ -238,10 +238,10 @@ def warm_ups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_trees_of_all_sizes_are_compiled_with_sizes_that_differ(
     warm_ups: list[tuple[Any, ...]],
 ) -> None:
-    backbone = random_backbone("llama", max_position_embeddings=256)
-    backbone.compile_passes()
+    target_model = random_target_model("llama", max_position_embeddings=256)
+    target_model.compile_passes()
     for nodes in (1, BLOCK - 2, BLOCK - 1, 2 * BLOCK - 1, 2 * BLOCK, 100):
-        backbone.compile_tree(nodes)
+        target_model.compile_tree(nodes)
         tokens, positions, mask, slots, storage = warm_ups[-1]
         count, read, capacity = nodes + 1, mask.shape[3], storage[0].shape[3]
         assert tokens.shape == positions.shape == (1, count)
@@ -250,13 +250,13 @@ def test_trees_of_all_sizes_are_compiled_with_sizes_that_differ(
 
 
 def test_a_tree_is_compiled_once(warm_ups: list[tuple[Any, ...]]) -> None:
-    backbone = random_backbone("llama")
-    backbone.compile_passes()
-    backbone.compile_tree(3)
-    assert backbone.compiled is not None
-    programs = dict(backbone.compiled._programs)
-    backbone.compile_tree(3)
-    assert backbone.compiled._programs == programs
+    target_model = random_target_model("llama")
+    target_model.compile_passes()
+    target_model.compile_tree(3)
+    assert target_model.compiled is not None
+    programs = dict(target_model.compiled._programs)
+    target_model.compile_tree(3)
+    assert target_model.compiled._programs == programs
     assert len(warm_ups) == 3
 
 
@@ -268,12 +268,12 @@ def test_the_program_for_all_sizes_takes_the_place_of_one_that_fails(
     def fail(*given: object) -> None:
         raise TorchDynamoException("no room")
 
-    backbone = random_backbone("llama")
-    backbone.compile_passes()
+    target_model = random_target_model("llama")
+    target_model.compile_passes()
     monkeypatch.setattr(torch, "compile", lambda function, options: fail)
-    with pytest.raises(BackboneError, match=r"torch\.compile failed: no room"):
-        backbone.compile_tree(3)
-    passes = backbone.compiled
+    with pytest.raises(TargetModelError, match=r"torch\.compile failed: no room"):
+        target_model.compile_tree(3)
+    passes = target_model.compiled
     assert passes is not None
     tokens = torch.zeros(1, 4, dtype=torch.long)
     _, _, mask, slots, storage = warm_ups[-1]
@@ -284,36 +284,36 @@ def test_the_program_for_all_sizes_takes_the_place_of_one_that_fails(
 def test_a_tree_has_no_program_where_memory_is_short(
     warm_ups: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = random_backbone("llama")
-    backbone.compile_passes()
-    weights = sum(one.numel() * one.element_size() for one in backbone.model.parameters())
+    target_model = random_target_model("llama")
+    target_model.compile_passes()
+    weights = sum(one.numel() * one.element_size() for one in target_model.model.parameters())
     monkeypatch.setattr(prepack, "free_memory", lambda device: 2 * weights)
-    with pytest.raises(BackboneError, match="too little memory is free"):
-        backbone.compile_tree(3)
+    with pytest.raises(TargetModelError, match="too little memory is free"):
+        target_model.compile_tree(3)
     assert len(warm_ups) == 2
     monkeypatch.setattr(prepack, "free_memory", lambda device: 3 * weights)
-    backbone.compile_tree(3)
+    target_model.compile_tree(3)
     assert len(warm_ups) == 3
 
 
-def check_batches(backbone: Backbone) -> None:
+def check_batches(target_model: TargetModel) -> None:
     """Batches of several sizes, whose rows end at different times, past the end of a block."""
-    draft = MedusaDraft.from_backbone(backbone, 3)
+    draft = MedusaDraft.from_target_model(target_model, 3)
     generator = torch.Generator().manual_seed(5)
     prompts = [
         torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 108, 40, 7, 90, 5)
     ]
-    free = [Decoder(backbone).generate(prompt, 30, ()).tokens for prompt in prompts]
+    free = [Decoder(target_model).generate(prompt, 30, ()).tokens for prompt in prompts]
     eos = [free[0][4], free[3][11]]
-    alone = [Decoder(backbone).generate(prompt, 30, eos).tokens for prompt in prompts]
+    alone = [Decoder(target_model).generate(prompt, 30, eos).tokens for prompt in prompts]
     assert len({len(answer) for answer in alone}) > 2
-    assert backbone.compiled is not None
-    assert not backbone.compiled.covers(1, 1)
+    assert target_model.compiled is not None
+    assert not target_model.compiled.covers(1, 1)
     for tree in TREES:
         for count in (6, 2):
-            batch = BatchDecoder(backbone, draft, tree).generate_batch(prompts[:count], 30, eos)
+            batch = BatchDecoder(target_model, draft, tree).generate_batch(prompts[:count], 30, eos)
             assert [out.tokens for out in batch] == alone[:count]
-    batch = BatchDecoder(backbone, LookaheadDraft(window=3, ngram=3, guesses=2)).generate_batch(
+    batch = BatchDecoder(target_model, LookaheadDraft(window=3, ngram=3, guesses=2)).generate_batch(
         prompts, 30, eos
     )
     assert [out.tokens for out in batch] == alone
@@ -327,10 +327,10 @@ def test_traced_passes_of_batches_give_the_tokens_of_single_rows(
     monkeypatch.setattr(
         torch, "compile", lambda function, options: compile_(function, backend="eager")
     )
-    backbone = random_backbone("llama", max_position_embeddings=384)
-    backbone.compile_passes(rows=6)
+    target_model = random_target_model("llama", max_position_embeddings=384)
+    target_model.compile_passes(rows=6)
     graphs = counters["stats"]["unique_graphs"]
-    check_batches(backbone)
+    check_batches(target_model)
     assert counters["stats"]["unique_graphs"] == graphs
     torch.compiler.reset()
 
@@ -340,10 +340,10 @@ def test_traced_passes_of_batches_give_the_tokens_of_single_rows(
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_compiled_batches_give_the_tokens_of_single_rows(family: str) -> None:
     torch.compiler.reset()
-    backbone = random_backbone(family, max_position_embeddings=384)
-    backbone.compile_passes(rows=6)
+    target_model = random_target_model(family, max_position_embeddings=384)
+    target_model.compile_passes(rows=6)
     graphs = counters["stats"]["unique_graphs"]
-    check_batches(backbone)
+    check_batches(target_model)
     assert counters["stats"]["unique_graphs"] == graphs
 
 
@@ -352,7 +352,7 @@ def test_compiled_batches_give_the_tokens_of_single_rows(family: str) -> None:
 @pytest.mark.slow
 def test_projections_with_the_same_input_are_one_product_in_bfloat16() -> None:
     torch.compiler.reset()
-    check_products(compile_backbone("qwen2", torch.bfloat16).backbone)
+    check_products(compile_target_model("qwen2", torch.bfloat16).target_model)
 
 
 def test_both_programs_have_few_guards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +365,8 @@ def test_both_programs_have_few_guards(monkeypatch: pytest.MonkeyPatch) -> None:
         return compile_(function, options=options)
 
     monkeypatch.setattr(torch, "compile", recording)
-    backbone = random_backbone("llama")
-    CompiledPass(backbone.body, backbone.logits, on_cpu=True)
+    target_model = random_target_model("llama")
+    CompiledPass(target_model.body, target_model.logits, on_cpu=True)
     assert options_seen == [{"guard_filter_fn", "cpp_wrapper"}] * 2
 
 
@@ -374,9 +374,9 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     """A draft that reads early states, or ran the layers itself, accepts the same guesses with
     compiled passes.
     """
-    backbone = random_backbone("llama", max_position_embeddings=256)
-    draft = kind.from_backbone(
-        backbone,
+    target_model = random_target_model("llama", max_position_embeddings=256)
+    draft = kind.from_target_model(
+        target_model,
         num_heads=3,
         **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3}),
     )
@@ -386,16 +386,16 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
         if isinstance(draft, Eagle3Draft)
         else [draft]
     )
-    decoders = [Decoder(backbone, one, tree) for one in drafts]
+    decoders = [Decoder(target_model, one, tree) for one in drafts]
     before = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert any(any(out.accepted) for out in before)
-    backbone.decoding_need = draft.needs
-    backbone.compile_passes()
-    passes = backbone.compiled
+    target_model.decoding_need = draft.needs
+    target_model.compile_passes()
+    passes = target_model.compiled
     assert passes is not None
     compiled = Mock(wraps=passes)
-    backbone.compiled = compiled
-    decoders = [Decoder(backbone, one, tree) for one in drafts]
+    target_model.compiled = compiled
+    decoders = [Decoder(target_model, one, tree) for one in drafts]
     after = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert [(out.tokens, out.accepted) for out in after] == [
         (out.tokens, out.accepted) for out in before
@@ -433,8 +433,8 @@ def test_compiled_passes_return_early_states(kind: Any) -> None:
     ("family", "reason"), [("mistral-window", "sliding"), ("phi3-longrope", "uses longrope")]
 )
 def test_unsupported_models_are_rejected(family: str, reason: str) -> None:
-    with pytest.raises(BackboneError, match=reason):
-        random_backbone(family).compile_passes()
+    with pytest.raises(TargetModelError, match=reason):
+        random_target_model(family).compile_passes()
 
 
 def test_a_machine_that_cannot_compile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,8 +443,8 @@ def test_a_machine_that_cannot_compile_is_reported(monkeypatch: pytest.MonkeyPat
     def fail(*args: object) -> None:
         raise TorchDynamoException("\nno C++ compiler found\nand a long story")
 
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
-    with pytest.raises(BackboneError, match=r"torch\.compile failed: no C\+\+ compiler found\n"):
-        backbone.compile_passes()
-    assert backbone.compiled is None
+    with pytest.raises(TargetModelError, match=r"torch\.compile failed: no C\+\+ compiler found\n"):
+        target_model.compile_passes()
+    assert target_model.compiled is None

@@ -1,4 +1,4 @@
-"""Compiled layers of a frozen backbone compute what the layers do, by few programs, and in no other
+"""Compiled layers of a frozen target model compute what the layers do, by few programs, and in no other
 pass.
 """
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models import compiled
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import compile_layers
 from medusa_train.models.document_attention import register_document_attention
 from medusa_train.models.features import FeatureSpec
-from tests.families import random_backbone
+from medusa_train.models.target_model import TargetModel
+from tests.families import random_target_model
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -32,8 +32,8 @@ LATER = [(1, 30, False), (5, 9, False), (1, 21, True), (4, 11, True), (2, 13, Fa
 Compiled = Callable[[], AbstractContextManager[None]]
 
 
-def compiled_layers_of(backbone: Backbone) -> Compiled:
-    return compile_layers(backbone.layers)
+def compiled_layers_of(target_model: TargetModel) -> Compiled:
+    return compile_layers(target_model.layers)
 
 
 def programs() -> int:
@@ -60,12 +60,12 @@ def batch(rows: int, length: int, packed: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_states(
-    backbone: Backbone, compiled: Compiled, rows: int, length: int, packed: bool
+    target_model: TargetModel, compiled: Compiled, rows: int, length: int, packed: bool
 ) -> None:
     inputs = batch(rows, length, packed)
-    expected = backbone.run(**inputs, need=EARLY)
+    expected = target_model.run(**inputs, need=EARLY)
     with compiled():
-        feats = backbone.run(**inputs, need=EARLY)
+        feats = target_model.run(**inputs, need=EARLY)
     torch.testing.assert_close(feats.hidden, expected.hidden)
     torch.testing.assert_close(feats.early, expected.early)
 
@@ -73,48 +73,50 @@ def check_states(
 @pytest.mark.usefixtures("traced_layers")
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2)])
 def test_states_are_equal_and_other_shapes_need_no_other_programs(family: str, kinds: int) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    compiled = compiled_layers_of(backbone)
+    target_model = random_target_model(family, dtype=torch.float32)
+    compiled = compiled_layers_of(target_model)
     before = programs()
     for shape in FIRST:
-        check_states(backbone, compiled, *shape)
+        check_states(target_model, compiled, *shape)
     assert kinds <= programs() - before <= 4 * kinds
     before = programs()
     for shape in LATER:
-        check_states(backbone, compiled, *shape)
+        check_states(target_model, compiled, *shape)
     assert programs() == before
 
 
 @pytest.mark.usefixtures("traced_layers")
 def test_documents_of_any_lengths_share_a_program() -> None:
-    backbone = random_backbone("mistral-window", dtype=torch.float32)
-    backbone.use_varlen(register_document_attention())
-    compiled = compiled_layers_of(backbone)
+    target_model = random_target_model("mistral-window", dtype=torch.float32)
+    target_model.use_varlen(register_document_attention())
+    compiled = compiled_layers_of(target_model)
     for shape in FIRST:
-        check_states(backbone, compiled, *shape)
+        check_states(target_model, compiled, *shape)
     before = programs()
     for shape in LATER:
-        check_states(backbone, compiled, *shape)
+        check_states(target_model, compiled, *shape)
     assert programs() == before
 
 
 @pytest.mark.usefixtures("traced_layers")
 def test_layers_run_as_they_are_outside() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    compiled = compiled_layers_of(backbone)
+    target_model = random_target_model("llama", dtype=torch.float32)
+    compiled = compiled_layers_of(target_model)
     before = programs()
     with pytest.raises(ValueError, match="input_ids"), compiled():
-        backbone.run(None)  # type: ignore[arg-type]
-    backbone.run(**batch(2, 12, packed=False))
+        target_model.run(None)  # type: ignore[arg-type]
+    target_model.run(**batch(2, 12, packed=False))
     assert programs() == before
-    assert set(backbone.model.state_dict()) == set(random_backbone("llama").model.state_dict())
+    assert set(target_model.model.state_dict()) == set(
+        random_target_model("llama").model.state_dict()
+    )
 
 
 def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
+    target_model = random_target_model("llama", dtype=torch.float32)
     monkeypatch.setattr(compiled, "has_compiler", lambda device: False)
-    with pytest.raises(BackboneError, match=r"torch_compile: needs a C\+\+ compiler"):
-        compiled_layers_of(backbone)
+    with pytest.raises(TargetModelError, match=r"torch_compile: needs a C\+\+ compiler"):
+        compiled_layers_of(target_model)
     monkeypatch.setattr(compiled, "has_compiler", lambda device: True)
     compile_ = torch.compile
 
@@ -123,9 +125,9 @@ def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "compile", lambda function, **keys: compile_(function, backend=fail))
     with pytest.raises(
-        BackboneError, match=r"torch_compile: torch.compile failed: .*\nLeave the key out"
+        TargetModelError, match=r"torch_compile: torch.compile failed: .*\nLeave the key out"
     ):
-        check_states(backbone, compiled_layers_of(backbone), 2, 12, False)
+        check_states(target_model, compiled_layers_of(target_model), 2, 12, False)
     torch.compiler.reset()
 
 
@@ -133,7 +135,7 @@ def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_compiled_states_are_equal_up_to_rounding() -> None:
     torch.compiler.reset()
-    backbone = random_backbone("gemma3", dtype=torch.float32)
-    compiled = compiled_layers_of(backbone)
+    target_model = random_target_model("gemma3", dtype=torch.float32)
+    compiled = compiled_layers_of(target_model)
     for shape in (*FIRST, *LATER):
-        check_states(backbone, compiled, *shape)
+        check_states(target_model, compiled, *shape)

@@ -9,9 +9,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, Example, collate, shift_labels
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import (
     DOCUMENTS,
     document_attention_forward,
@@ -21,9 +20,10 @@ from medusa_train.models.document_attention import (
     register_document_attention,
 )
 from medusa_train.models.drafts.draft_layer import DraftLayer
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import prompt_cache
 from tests.allocations import LargestTensor
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 from tests.models.test_attention import AttentionModule
 from tests.varlen import APART, LEAKING
 
@@ -37,8 +37,8 @@ def _registered() -> None:
     register_document_attention()
 
 
-def states(backbone: Backbone, batch: Batch) -> torch.Tensor:
-    return backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
+def states(target_model: TargetModel, batch: Batch) -> torch.Tensor:
+    return target_model.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
 
 
 def documents(seed: int = 0) -> list[list[Example]]:
@@ -51,15 +51,15 @@ def documents(seed: int = 0) -> list[list[Example]]:
     return [[example(length) for length in row] for row in LENGTHS]
 
 
-def masked_states(backbone: Backbone, batch: Batch) -> Tensor:
-    mask = document_mask(batch.segments, backbone.dtype)
+def masked_states(target_model: TargetModel, batch: Batch) -> Tensor:
+    mask = document_mask(batch.segments, target_model.dtype)
     with torch.no_grad():
-        return backbone.run(batch.tokens, positions=batch.positions, mask=mask).hidden
+        return target_model.run(batch.tokens, positions=batch.positions, mask=mask).hidden
 
 
-def loss(backbone: Backbone, hidden: Tensor, batch: Batch, k: int) -> Tensor:
+def loss(target_model: TargetModel, hidden: Tensor, batch: Batch, k: int) -> Tensor:
     targets = shift_labels(batch.labels, k, batch.segments)
-    logits = backbone.logits(hidden).flatten(0, 1)
+    logits = target_model.logits(hidden).flatten(0, 1)
     return cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
@@ -83,13 +83,13 @@ def test_rows_of_one_document_need_no_mask() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2"])
 def test_packed_documents_give_the_states_of_single_documents(family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
+    target_model = random_target_model(family, dtype=torch.float32)
     rows = documents()
     packed = collate(rows)
-    hidden = masked_states(backbone, packed)
+    hidden = masked_states(target_model, packed)
     assert hidden.isfinite().all()
     alone = [collate([[example]]) for row in rows for example in row]
-    single = [masked_states(backbone, batch) for batch in alone]
+    single = [masked_states(target_model, batch) for batch in alone]
     for row, lengths in enumerate(LENGTHS):
         for segment in range(len(lengths)):
             state = single[sum(map(len, LENGTHS[:row])) + segment]
@@ -98,17 +98,19 @@ def test_packed_documents_give_the_states_of_single_documents(family: str) -> No
             )
     for k in range(3):
         expected = sum(
-            loss(backbone, state, batch, k) for state, batch in zip(single, alone, strict=True)
+            loss(target_model, state, batch, k) for state, batch in zip(single, alone, strict=True)
         )
-        torch.testing.assert_close(loss(backbone, hidden, packed, k), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            loss(target_model, hidden, packed, k), expected, rtol=1e-5, atol=0
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_row_of_padding_has_finite_states(family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
+    target_model = random_target_model(family, dtype=torch.float32)
     batch = collate(documents())
     batch.segments[1] = -1
-    assert masked_states(backbone, batch).isfinite().all()
+    assert masked_states(target_model, batch).isfinite().all()
     assert torch.equal(
         shift_labels(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE_INDEX)
     )
@@ -135,14 +137,14 @@ def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(
     batch = collate(documents())
     grads = []
     for varlen in (False, True):
-        backbone = random_backbone("llama")
-        backbone.model.requires_grad_(True).train()
+        target_model = random_target_model("llama")
+        target_model.model.requires_grad_(True).train()
         if varlen:
-            backbone.use_varlen(implementation)
+            target_model.use_varlen(implementation)
         if recompute:
-            backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
-        states(backbone, batch)[batch.segments >= 0].square().sum().backward()
-        grads.append(backbone.body.layers[0].self_attn.q_proj.weight.grad)
+            target_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        states(target_model, batch)[batch.segments >= 0].square().sum().backward()
+        grads.append(target_model.body.layers[0].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
 
 
@@ -151,34 +153,36 @@ def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(
 def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     family: str, implementation: str
 ) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     tokens, positions = torch.arange(2, 10)[None], torch.arange(8)[None]
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = prompt_cache(backbone.new_slots(), 0, 1)
+        cache = prompt_cache(target_model.new_slots(), 0, 1)
         return [
-            backbone.run(tokens, positions=positions, mask=mask).hidden,
-            backbone.run(tokens, cache=cache).hidden,
-            backbone.run(tokens).hidden,
+            target_model.run(tokens, positions=positions, mask=mask).hidden,
+            target_model.run(tokens, cache=cache).hidden,
+            target_model.run(tokens).hidden,
         ]
 
     with torch.no_grad():
         before = passes()
-        backbone.use_varlen(implementation)
+        target_model.use_varlen(implementation)
         assert all(torch.equal(*pair) for pair in zip(before, passes(), strict=True))
-    assert backbone.config._attn_implementation == implementation
+    assert target_model.config._attn_implementation == implementation
 
 
 def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     batch = collate(documents())
     with torch.no_grad():
-        masked = states(backbone, batch)
-        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* mixes packed documents"):
-            backbone.use_varlen(LEAKING)
-        assert not backbone.varlen
-        assert torch.equal(states(backbone, batch), masked)
+        masked = states(target_model, batch)
+        with pytest.raises(
+            TargetModelError, match=r"LlamaForCausalLM with .* mixes packed documents"
+        ):
+            target_model.use_varlen(LEAKING)
+        assert not target_model.varlen
+        assert torch.equal(states(target_model, batch), masked)
 
 
 @pytest.mark.parametrize(
@@ -276,15 +280,15 @@ def test_every_family_gives_the_states_and_gradients_of_a_mask(family: str) -> N
     real = batch.segments >= 0
     results = []
     for varlen in (False, True):
-        backbone = random_backbone(family)
-        if backbone.attention == "eager":
+        target_model = random_target_model(family)
+        if target_model.attention == "eager":
             pytest.skip("soft-capped scores need a mask")
         if varlen:
-            backbone.use_varlen(DOCUMENTS)
-        backbone.model.requires_grad_(True)
-        hidden = states(backbone, batch)[real]
+            target_model.use_varlen(DOCUMENTS)
+        target_model.model.requires_grad_(True)
+        hidden = states(target_model, batch)[real]
         hidden.square().sum().backward()
-        results.append([hidden, *(p.grad for p in backbone.body.layers.parameters())])
+        results.append([hidden, *(p.grad for p in target_model.body.layers.parameters())])
     for ours, masked in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, masked, rtol=1e-7, atol=1e-7)
 
@@ -294,7 +298,7 @@ def test_every_family_gives_the_states_and_gradients_of_a_mask(family: str) -> N
 )
 def test_no_tensor_has_the_size_of_a_mask_of_all_pairs(part: str) -> None:
     length = 8192
-    backbone = random_backbone(
+    target_model = random_target_model(
         "mistral-window" if "windows" in part else "llama",
         dtype=torch.float32,
         max_position_embeddings=length,
@@ -305,14 +309,14 @@ def test_no_tensor_has_the_size_of_a_mask_of_all_pairs(part: str) -> None:
     segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     if part.startswith("model"):
-        backbone.use_varlen(DOCUMENTS)
-        backbone.model.requires_grad_(True)
-        tokens = torch.arange(length)[None] % backbone.vocab_size
+        target_model.use_varlen(DOCUMENTS)
+        target_model.model.requires_grad_(True)
+        tokens = torch.arange(length)[None] % target_model.vocab_size
         with LargestTensor() as watched:
-            backbone.run(tokens, positions=positions, segments=segments).hidden.sum().backward()
+            target_model.run(tokens, positions=positions, segments=segments).hidden.sum().backward()
     else:
-        layer = DraftLayer(backbone)
-        inputs = torch.randn(1, length, backbone.hidden_size)
+        layer = DraftLayer(target_model)
+        inputs = torch.randn(1, length, target_model.hidden_size)
         with LargestTensor() as watched:
             layer(inputs, positions, segments).sum().backward()
     assert watched.numel <= 2 * length * 48  # the MLP's activations
@@ -340,8 +344,8 @@ def test_an_error_of_the_attention_leaves_the_model_unchanged() -> None:
         raise ValueError("unsupported")
 
     AttentionInterface.register("varlen_that_fails", failing)
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     with pytest.raises(ValueError, match="unsupported"):
-        backbone.use_varlen("varlen_that_fails")
-    assert not backbone.varlen
-    assert backbone.config._attn_implementation == backbone.attention
+        target_model.use_varlen("varlen_that_fails")
+    assert not target_model.varlen
+    assert target_model.config._attn_implementation == target_model.attention

@@ -5,28 +5,30 @@ import itertools
 import pytest
 import torch
 
-from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone
+from medusa_train.errors import TargetModelError
 from medusa_train.models.features import FeatureSpec
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots, compact
 from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache
 from medusa_train.trees.tree import Tree, TreeLevels
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 
-def _after_prompt(backbone: Backbone) -> Slots:
-    slots = Slots(backbone.num_layers, 32, 32)
-    backbone.run(PROMPT, cache=prompt_cache(slots, 0, 1))
+def _after_prompt(target_model: TargetModel) -> Slots:
+    slots = Slots(target_model.num_layers, 32, 32)
+    target_model.run(PROMPT, cache=prompt_cache(slots, 0, 1))
     return slots
 
 
-def _placed(backbone: Backbone, tree: Tree, slots: Slots, prefix: int) -> NodeSlots:
-    masks = backbone.node_masks(tree.ancestors, tree.depths)
+def _placed(target_model: TargetModel, tree: Tree, slots: Slots, prefix: int) -> NodeSlots:
+    masks = target_model.node_masks(tree.ancestors, tree.depths)
     end = prefix + tree.size + 1
-    return backbone.place_nodes(tree.depths, masks, torch.tensor([prefix]), slots.storage(end), end)
+    return target_model.place_nodes(
+        tree.depths, masks, torch.tensor([prefix]), slots.storage(end), end
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -35,16 +37,16 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     family: str, layers: int
 ) -> None:
     """Hidden states, and the keys and values in the cache."""
-    backbone = random_backbone(family)
-    split = backbone.split_at(layers)
+    target_model = random_target_model(family)
+    split = target_model.split_at(layers)
     tokens = torch.tensor([[40, 7, 8, 9, 10, 11, 12]])
     prefix = PROMPT.shape[1]
-    whole, split_slots = _after_prompt(backbone), _after_prompt(backbone)
-    expected, _ = backbone.run_nodes(
-        tokens, _placed(backbone, TREE, whole, prefix), FeatureSpec(early=(layers,))
+    whole, split_slots = _after_prompt(target_model), _after_prompt(target_model)
+    expected, _ = target_model.run_nodes(
+        tokens, _placed(target_model, TREE, whole, prefix), FeatureSpec(early=(layers,))
     )
     assert expected.early is not None
-    nodes = _placed(backbone, TREE, split_slots, prefix)
+    nodes = _placed(target_model, TREE, split_slots, prefix)
     inputs = split.inputs(nodes.positions, nodes.masks)
     parts = [
         split.run_first(
@@ -62,35 +64,35 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     outs = []
     for slots in (whole, split_slots):
         compact(slots.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
-        outs.append(backbone.run(following, cache=prompt_cache(slots, 0, 1, prefix + 3)).hidden)
+        outs.append(target_model.run(following, cache=prompt_cache(slots, 0, 1, prefix + 3)).hidden)
     assert torch.allclose(*outs, atol=1e-11)
 
 
 def test_layers_that_run_separately_need_masks() -> None:
-    backbone = random_backbone("qwen3")
+    target_model = random_target_model("qwen3")
     with pytest.raises(ValueError, match="need masks"):
-        backbone.split_at(1).inputs(torch.tensor([[8]]), None)
+        target_model.split_at(1).inputs(torch.tensor([[8]]), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_probe_passes_in_lower_precision(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma2", "granite"):
-        random_backbone(family, dtype=dtype).split_at(1)
+        random_target_model(family, dtype=dtype).split_at(1)
 
 
 def test_unsupported_models_and_exit_layers_are_rejected() -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     for layers in (0, 3):
-        with pytest.raises(BackboneError, match="has 3 layers; use 1 to 2"):
-            backbone.split_at(layers)
+        with pytest.raises(TargetModelError, match="has 3 layers; use 1 to 2"):
+            target_model.split_at(layers)
 
     # every second one gives another result, as if the model did more than run its layers
     passes = itertools.count()
-    backbone.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
-    with pytest.raises(BackboneError, match="differ from the whole model's"):
-        backbone.split_at(1)
-    bare = random_backbone("llama")
+    target_model.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
+    with pytest.raises(TargetModelError, match="differ from the whole model's"):
+        target_model.split_at(1)
+    bare = random_target_model("llama")
     del bare.body.rotary_emb
     bare.body.rotary = None
-    with pytest.raises(BackboneError, match="has no rotary_emb"):
+    with pytest.raises(TargetModelError, match="has no rotary_emb"):
         bare.split_at(1)

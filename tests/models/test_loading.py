@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.io import describe_size
 from medusa_train.models import loading, precision
 from medusa_train.models.loading import (
     auto_dtype_that_fits,
-    load_backbone,
+    load_target_model,
     loading_options,
-    resolve_backbone,
+    resolve_target_model,
 )
 from medusa_train.models.lora import Adapter, LoraSpec
-from tests.evaluation.tiny_model import write_backbone
-from tests.families import random_backbone
+from tests.evaluation.tiny_model import write_target_model
+from tests.families import random_target_model
 
 WEIGHTS = "model.safetensors"
 
@@ -29,7 +29,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in a single file of weights."""
-    return write_backbone(tmp_path_factory.mktemp("model") / "whole")
+    return write_target_model(tmp_path_factory.mktemp("model") / "whole")
 
 
 def truncate(path: Path, size: int) -> None:
@@ -43,9 +43,9 @@ def test_torn_weights_are_named(whole: Path, tmp_path: Path, left: int) -> None:
     shutil.copytree(whole, directory)
     truncate(directory / WEIGHTS, left)
     with pytest.raises(
-        BackboneError, match=rf"torn/{WEIGHTS}: incomplete or damaged .*download it again"
+        TargetModelError, match=rf"torn/{WEIGHTS}: incomplete or damaged .*download it again"
     ):
-        load_backbone(str(directory))
+        load_target_model(str(directory))
 
 
 @pytest.mark.parametrize("left", [0, 60, -1000])
@@ -54,12 +54,12 @@ def test_torn_pickled_weights_are_named(whole: Path, tmp_path: Path, left: int) 
     shutil.copytree(whole, directory)
     torch.save(load_file(directory / WEIGHTS), directory / "pytorch_model.bin")
     (directory / WEIGHTS).unlink()
-    assert load_backbone(str(directory)).vocab_size == 300
+    assert load_target_model(str(directory)).vocab_size == 300
     truncate(directory / "pytorch_model.bin", left)
     with pytest.raises(
-        BackboneError, match=r"torn/pytorch_model\.bin: incomplete or damaged \(.{4,}\); copy"
+        TargetModelError, match=r"torn/pytorch_model\.bin: incomplete or damaged \(.{4,}\); copy"
     ):
-        load_backbone(str(directory))
+        load_target_model(str(directory))
 
 
 def test_other_errors_of_torch_are_not_taken_for_damage(
@@ -70,7 +70,7 @@ def test_other_errors_of_torch_are_not_taken_for_damage(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        load_backbone(str(whole))
+        load_target_model(str(whole))
 
 
 def test_weights_are_read_straight_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +86,15 @@ def test_weights_are_read_straight_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_of_several_files_the_torn_one_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "sharded"
-    backbone = load_backbone(str(whole))
+    target_model = load_target_model(str(whole))
     shutil.copytree(whole, directory, ignore=shutil.ignore_patterns(WEIGHTS))
-    backbone.model.save_pretrained(directory, max_shard_size="100KB")
+    target_model.model.save_pretrained(directory, max_shard_size="100KB")
     shards = sorted(directory.glob("*.safetensors"))
     assert len(shards) > 2
-    assert load_backbone(str(directory)).vocab_size == backbone.vocab_size
+    assert load_target_model(str(directory)).vocab_size == target_model.vocab_size
     truncate(shards[1], -40)
-    with pytest.raises(BackboneError, match=f"sharded/{shards[1].name}: incomplete or damaged"):
-        load_backbone(str(directory))
+    with pytest.raises(TargetModelError, match=f"sharded/{shards[1].name}: incomplete or damaged"):
+        load_target_model(str(directory))
 
 
 def test_torn_weights_in_the_hubs_cache_are_named(
@@ -111,29 +111,29 @@ def test_torn_weights_in_the_hubs_cache_are_named(
     ):
         monkeypatch.setattr(module, str(tmp_path), raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load_backbone("somebody/some-model").name == "somebody/some-model"
+    assert load_target_model("somebody/some-model").name == "somebody/some-model"
     truncate(cached / "snapshots" / "abc" / WEIGHTS, 60)
-    with pytest.raises(BackboneError, match=rf"snapshots/abc/{WEIGHTS}: incomplete or damaged"):
-        load_backbone("somebody/some-model")
+    with pytest.raises(TargetModelError, match=rf"snapshots/abc/{WEIGHTS}: incomplete or damaged"):
+        load_target_model("somebody/some-model")
 
 
 def test_a_torn_adapter_is_named(tmp_path: Path) -> None:
-    Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=2)).save(
+    Adapter.attach(random_target_model("llama", dtype=torch.float32), LoraSpec(r=2)).save(
         tmp_path / "adapter"
     )
     truncate(tmp_path / "adapter" / "adapter_model.safetensors", 60)
     with pytest.raises(
         CheckpointError, match=r"adapter/adapter_model\.safetensors: cannot be read as safetensors"
     ):
-        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "adapter")
+        Adapter.load(random_target_model("llama", dtype=torch.float32), tmp_path / "adapter")
 
 
 def test_every_loaded_model_is_probed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "medusa_train.models.loading.check_model", Mock(side_effect=BackboneError("probed"))
+        "medusa_train.models.loading.check_model", Mock(side_effect=TargetModelError("probed"))
     )
-    with pytest.raises(BackboneError, match="probed"):
-        load_backbone(str(whole))
+    with pytest.raises(TargetModelError, match="probed"):
+        load_target_model(str(whole))
 
 
 def test_code_of_a_repository_needs_the_user_and_the_message_names_it(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_code_of_a_repository_needs_the_user_and_the_message_names_it(tmp_path: 
     for reference, named in (("evil.Evil", str(tmp_path)), ("own/er--evil.Evil", "own/er")):
         config = {"model_type": "evil", "auto_map": {"AutoConfig": reference}}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(BackboneError) as error:
-            resolve_backbone(str(tmp_path))
+        with pytest.raises(TargetModelError) as error:
+            resolve_target_model(str(tmp_path))
         assert f"Python code of the repository {named}" in str(error.value)
         assert "trust_remote_code=true" in str(error.value)
         assert not ran.exists()
@@ -157,21 +157,21 @@ def test_a_page_in_place_of_a_config_is_not_called_a_missing_network(
         loading.AutoConfig, "from_pretrained", Mock(side_effect=OSError("not valid JSON\nmore"))
     )
     monkeypatch.setattr("medusa_train.models.model_files.hub_is_unreachable", lambda: False)
-    with pytest.raises(BackboneError, match=r"a proxy answer in its place\? \(not valid JSON\)"):
-        resolve_backbone("some/model")
+    with pytest.raises(TargetModelError, match=r"a proxy answer in its place\? \(not valid JSON\)"):
+        resolve_target_model("some/model")
 
 
 @pytest.mark.parametrize(
     "index", ["[1]", '{"weight_map": [1]}', '{"weight_map": {"a": "absent"}, "metadata": {}}']
 )
 def test_a_damaged_index_of_weights_is_named(tmp_path: Path, index: str) -> None:
-    write_backbone(tmp_path)
+    write_target_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(
-        BackboneError, match=r"model\.safetensors\.index\.json is damaged, or names"
+        TargetModelError, match=r"model\.safetensors\.index\.json is damaged, or names"
     ):
-        load_backbone(str(tmp_path))
+        load_target_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b'{"eos_token_id": 2', b"\xff\xfe{}", b"[2]"])
@@ -183,10 +183,10 @@ def test_a_damaged_generation_config_is_not_taken_for_none(
     shutil.copytree(whole, directory)
     path = directory / "generation_config.json"
     path.write_bytes(content)
-    with pytest.raises(BackboneError, match=r"torn/generation_config\.json is no JSON object"):
-        resolve_backbone(str(directory))
+    with pytest.raises(TargetModelError, match=r"torn/generation_config\.json is no JSON object"):
+        resolve_target_model(str(directory))
     path.unlink()
-    resolve_backbone(str(directory))
+    resolve_target_model(str(directory))
 
 
 @pytest.mark.parametrize(

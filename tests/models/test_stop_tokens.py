@@ -14,7 +14,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.loading import load_backbone, load_tokenizer, unneeded_special_tokens
+from medusa_train.models.loading import load_target_model, load_tokenizer, unneeded_special_tokens
 from medusa_train.models.stop_tokens import StopTokens, find_stop_tokens
 from tests import chatml
 from tests.chatml import ANSWER, END_OF_TEXT, IM_END, IM_START
@@ -26,15 +26,15 @@ def stops(tokenizer: Any, eos: Any = END_OF_TEXT, vocab_size: int = 300) -> Stop
 
 
 def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
-    backbone = chatml.write_backbone(tmp_path / "backbone")
-    model = load(chatml.write_run(tmp_path / "run", backbone), dtype="float32")
+    target_model = chatml.write_target_model(tmp_path / "backbone")
+    model = load(chatml.write_run(tmp_path / "run", target_model), dtype="float32")
     reply = model.reply("Hi?", 40)
     assert (reply.read(), reply.finish, reply.tokens[-1]) == (ANSWER, "eos", IM_END)
-    prompt = ChatEncoder(model.backbone.tokenizer).prompt([chatml_question()])
+    prompt = ChatEncoder(model.target_model.tokenizer).prompt([chatml_question()])
     decoders = [
-        LoopDecoder(Decoder(model.backbone)),
-        LoopDecoder(BatchDecoder(model.backbone)),
-        GenerateDecoder(model.backbone),
+        LoopDecoder(Decoder(model.target_model)),
+        LoopDecoder(BatchDecoder(model.target_model)),
+        GenerateDecoder(model.target_model),
     ]
     for decoder in decoders:
         answer = decoder.answer([prompt], 40)[0]
@@ -91,7 +91,9 @@ def test_a_template_that_rejects_a_question_names_no_end() -> None:
 
 
 def test_configured_special_tokens_count(tmp_path: Path) -> None:
-    directory = str(chatml.write_backbone(tmp_path / "backbone", template=chatml.PLAIN_TEMPLATE))
+    directory = str(
+        chatml.write_target_model(tmp_path / "backbone", template=chatml.PLAIN_TEMPLATE)
+    )
     paths = resolve_model(None, directory, None)
     assert read_stop_tokens(paths)[0].ids == (END_OF_TEXT,)
     run = chatml.write_run(
@@ -99,13 +101,13 @@ def test_configured_special_tokens_count(tmp_path: Path) -> None:
     )
     paths = resolve_model(str(run), None, None)
     assert read_stop_tokens(paths)[0].added == (IM_END,)
-    assert load_for_decoding(paths, "float32").backbone.eos_ids == (END_OF_TEXT, IM_END)
+    assert load_for_decoding(paths, "float32").target_model.eos_ids == (END_OF_TEXT, IM_END)
     other = resolve_model(str(run), None, None, special_tokens={"eos_token": "<|im_start|>"})
     assert read_stop_tokens(other)[0].added == (IM_START,)
 
 
 def test_special_tokens_are_of_the_vocabulary(tmp_path: Path) -> None:
-    directory = str(chatml.write_backbone(tmp_path / "backbone"))
+    directory = str(chatml.write_target_model(tmp_path / "backbone"))
     options: dict[str, Any] = {"trust_remote_code": False}
     given = {"bos_token": "<|im_start|>", "pad_token": "<mine>", "unk_token": "<unk>"}
     tokenizer = load_tokenizer(directory, special_tokens=given, **options)
@@ -122,10 +124,12 @@ def test_special_tokens_are_of_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_saved_and_converted_models_end_alike(tmp_path: Path) -> None:
-    backbone = load_backbone(str(chatml.write_backbone(tmp_path / "backbone")), dtype="float32")
-    assert backbone.eos_ids == (END_OF_TEXT,)
-    backbone.end_answers_by(None)
-    backbone.save(tmp_path / "saved")
-    assert backbone.to_dtype("bfloat16").eos_ids == (END_OF_TEXT, IM_END)
-    saved = load_backbone(str(tmp_path / "saved"), dtype="float32")
+    target_model = load_target_model(
+        str(chatml.write_target_model(tmp_path / "backbone")), dtype="float32"
+    )
+    assert target_model.eos_ids == (END_OF_TEXT,)
+    target_model.end_answers_by(None)
+    target_model.save(tmp_path / "saved")
+    assert target_model.to_dtype("bfloat16").eos_ids == (END_OF_TEXT, IM_END)
+    saved = load_target_model(str(tmp_path / "saved"), dtype="float32")
     assert saved.stop_tokens.generation_config == (END_OF_TEXT, IM_END)

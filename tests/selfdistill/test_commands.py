@@ -8,7 +8,7 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill import commands
 
 
-def test_a_jointly_trained_backbone_is_exported_before_heads_are_trained_on_it(
+def test_a_jointly_trained_target_model_is_exported_before_heads_are_trained_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = SimpleNamespace(adapter=Path("my run/adapter"), home=Path("my run"), base_model="base")

@@ -9,14 +9,14 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference.batch_decoder import RunningBatch
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
+from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill import local
 from medusa_train.selfdistill.local import HFEngine
 from medusa_train.selfdistill.replay import Answer, Request
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import CONTEXT, write_backbone
+from tests.evaluation.tiny_model import CONTEXT, write_target_model
 from tests.inference.test_static_batches import CountingRunner
 
 PROMPT = (Message("user", "Say something."),)
@@ -28,18 +28,20 @@ def asks(text: str) -> Request:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_backbone(tmp_path_factory.mktemp("backbone"))
+    return write_target_model(tmp_path_factory.mktemp("backbone"))
 
 
 @pytest.fixture(scope="module")
-def backbone(directory: Path) -> Backbone:
-    return load_backbone(str(directory), dtype=torch.float64)
+def target_model(directory: Path) -> TargetModel:
+    return load_target_model(str(directory), dtype=torch.float64)
 
 
 def engine(
-    backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any
+    target_model: TargetModel, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any
 ) -> HFEngine:
-    return HFEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
+    return HFEngine(
+        target_model, temperature=temperature, max_new_tokens=max_new_tokens, **settings
+    )
 
 
 def ask(answering: HFEngine, request: Request) -> Answer:
@@ -50,10 +52,10 @@ def ask(answering: HFEngine, request: Request) -> Answer:
 
 
 def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(
-    backbone: Backbone,
+    target_model: TargetModel,
 ) -> None:
-    demanding = copy.copy(backbone)
-    demanding.tokenizer = copy.deepcopy(backbone.tokenizer)
+    demanding = copy.copy(target_model)
+    demanding.tokenizer = copy.deepcopy(target_model.tokenizer)
     refusal = "{% if messages[0].content == 'a' %}{{ raise_exception('not that') }}{% endif %}"
     demanding.tokenizer.chat_template = refusal + demanding.tokenizer.chat_template
     answering = engine(demanding, batch_size=2)
@@ -64,10 +66,10 @@ def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(
     assert made[2].completion_tokens > 0
 
 
-def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
-    answer = ask(engine(backbone), Request(PROMPT, 1))
-    ids = backbone.tokenizer(
-        backbone.tokenizer.apply_chat_template(
+def test_greedy_is_the_argmax_continuation(target_model: TargetModel) -> None:
+    answer = ask(engine(target_model), Request(PROMPT, 1))
+    ids = target_model.tokenizer(
+        target_model.tokenizer.apply_chat_template(
             [PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True
         ),
         add_special_tokens=False,
@@ -75,57 +77,61 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
     tokens = list(ids)
     with torch.no_grad():
         for _ in range(12):
-            tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
+            tokens.append(int(target_model.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert answer.text == target_model.tokenizer.decode(
+        tokens[len(ids) :], skip_special_tokens=True
+    )
     assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
         "length",
         len(ids),
         12,
     )
-    assert ask(engine(backbone), Request(PROMPT, 2)) == answer
+    assert ask(engine(target_model), Request(PROMPT, 2)) == answer
 
 
-def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None:
-    free = engine(backbone, max_new_tokens=8)
-    third = Decoder(backbone).generate(free._prompting.prompt(Request(PROMPT, 0)), 8).tokens[2]
-    before = backbone.eos_ids
+def test_the_end_token_ends_an_answer_and_is_no_text(target_model: TargetModel) -> None:
+    free = engine(target_model, max_new_tokens=8)
+    third = Decoder(target_model).generate(free._prompting.prompt(Request(PROMPT, 0)), 8).tokens[2]
+    before = target_model.eos_ids
     try:
-        backbone.eos_ids = (third,)
+        target_model.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
             answer = ask(
-                engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0)
+                engine(target_model, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0)
             )
             assert (answer.finish_reason, answer.completion_tokens) == ("stop", 3)
     finally:
-        backbone.eos_ids = before
+        target_model.eos_ids = before
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_models_context_ends_an_answer_too(backbone: Backbone, temperature: float) -> None:
-    answer = ask(engine(backbone, temperature, max_new_tokens=100), asks("x" * (CONTEXT - 20)))
+def test_the_models_context_ends_an_answer_too(
+    target_model: TargetModel, temperature: float
+) -> None:
+    answer = ask(engine(target_model, temperature, max_new_tokens=100), asks("x" * (CONTEXT - 20)))
     assert answer.finish_reason == "context"
     assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
-    over = ask(engine(backbone, temperature), asks("x" * (CONTEXT + 1)))
+    over = ask(engine(target_model, temperature), asks("x" * (CONTEXT + 1)))
     assert (over.text, over.finish_reason, over.completion_tokens) == ("", "context", 0)
 
 
-def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
-    template = backbone.tokenizer.chat_template
+def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -> None:
+    template = target_model.tokenizer.chat_template
     try:
-        backbone.tokenizer.chat_template = None
+        target_model.tokenizer.chat_template = None
         with pytest.raises(
             DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"
         ):
-            engine(backbone)
+            engine(target_model)
         named = HFEngine(
-            backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr"
+            target_model, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr"
         )
-        ids = backbone.tokenizer(
+        ids = target_model.tokenizer(
             "<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False
         )["input_ids"]
         assert ask(named, Request(PROMPT, 0)).prompt_tokens == len(ids)
     finally:
-        backbone.tokenizer.chat_template = template
+        target_model.tokenizer.chat_template = template
 
 
 QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
@@ -149,7 +155,7 @@ def all_answers(answering: HFEngine) -> list[Answer]:
 def test_answers_do_not_depend_on_the_batch(
     directory: Path, dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = load_backbone(str(directory), dtype=dtype)
+    target_model = load_target_model(str(directory), dtype=dtype)
     sizes: list[int] = []
     step = RunningBatch.step
 
@@ -158,24 +164,24 @@ def test_answers_do_not_depend_on_the_batch(
         return step(self)
 
     monkeypatch.setattr(RunningBatch, "step", counted)
-    alone = all_answers(engine(backbone, temperature, 40))
+    alone = all_answers(engine(target_model, temperature, 40))
     assert sizes == []
     assert len({answer.text for answer in alone}) > 5
-    assert all_answers(engine(backbone, temperature, 40, batch_size=4)) == alone
+    assert all_answers(engine(target_model, temperature, 40, batch_size=4)) == alone
     assert max(sizes) == 4
     if temperature:
-        sampling = engine(backbone, temperature, 40)
+        sampling = engine(target_model, temperature, 40)
         assert ask(sampling, Request(PROMPT, 1)) != ask(sampling, Request(PROMPT, 2))
-        limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
+        limited = engine(target_model, temperature, 40, top_k=3, top_p=0.9)
         assert all_answers(limited) != alone
         assert all_answers(
-            engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)
+            engine(target_model, temperature, 40, top_k=3, top_p=0.9, batch_size=3)
         ) == all_answers(limited)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_answers_that_loop_end_early_and_others_stay(
-    backbone: Backbone, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target_model: TargetModel, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loops(text: str) -> bool:  # random text of a random model does not repeat words
         return text.count(text[:1]) > 2
@@ -184,7 +190,7 @@ def test_answers_that_loop_end_early_and_others_stay(
     monkeypatch.setattr(local, "LOOP_INTERVAL", 4)
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 4}
     whole, cut = (
-        all_answers(engine(backbone, **settings, stop_looping=stop)) for stop in (False, True)
+        all_answers(engine(target_model, **settings, stop_looping=stop)) for stop in (False, True)
     )
     expected = [loops(answer.text) for answer in whole]
     assert {loops(answer.text) for answer in whole} == {False, True}
@@ -196,8 +202,8 @@ def test_answers_that_loop_end_early_and_others_stay(
     assert any(before != after for before, after in zip(whole, cut, strict=True))
 
 
-def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None:
-    batched = engine(backbone, max_new_tokens=4, batch_size=2)
+def test_the_oldest_request_is_among_those_that_join(target_model: TargetModel) -> None:
+    batched = engine(target_model, max_new_tokens=4, batch_size=2)
     for number, length in enumerate((3, 50, 4, 5)):
         batched.submit(number, asks("x" * length))
     order = []
@@ -207,24 +213,26 @@ def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None
     assert 1 in order[:4]
 
 
-def mixed_lengths(directory: Path) -> Backbone:
-    """A backbone whose answers to QUESTIONS end at different moments."""
-    backbone = load_backbone(str(directory), dtype=torch.float64)
+def mixed_lengths(directory: Path) -> TargetModel:
+    """A base model whose answers to QUESTIONS end at different moments."""
+    target_model = load_target_model(str(directory), dtype=torch.float64)
     free = [
-        Decoder(backbone).generate(engine(backbone)._prompting.prompt(asks(q)), 24, ()).tokens
+        Decoder(target_model)
+        .generate(engine(target_model)._prompting.prompt(asks(q)), 24, ())
+        .tokens
         for q in QUESTIONS
     ]
-    backbone.eos_ids = tuple({free[0][3], free[4][8], free[7][15]})
-    return backbone
+    target_model.eos_ids = tuple({free[0][3], free[4][8], free[7][15]})
+    return target_model
 
 
 def test_batches_with_heads_are_refilled(directory: Path) -> None:
-    backbone = mixed_lengths(directory)
-    plain = all_answers(engine(backbone, max_new_tokens=24))
+    target_model = mixed_lengths(directory)
+    plain = all_answers(engine(target_model, max_new_tokens=24))
     assert len({answer.completion_tokens for answer in plain}) > 3
-    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
+    draft = MedusaDraft.from_target_model(target_model, num_heads=2)
     batched = engine(
-        backbone, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), batch_size=4
+        target_model, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), batch_size=4
     )
     assert all_answers(batched) == plain
     assert set(batched.stats()) == {"tokens per step"}
@@ -237,16 +245,16 @@ def test_batches_with_heads_are_refilled(directory: Path) -> None:
 def test_steps_on_fixed_memory_give_the_same_answers(
     directory: Path, temperature: float, batch_size: int
 ) -> None:
-    backbone = mixed_lengths(directory)
-    draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([2, 2])
+    target_model = mixed_lengths(directory)
+    draft, tree = MedusaDraft.from_target_model(target_model, num_heads=2), Tree.cartesian([2, 2])
 
     def both() -> list[list[Answer]]:
-        plain = engine(backbone, temperature, 24, batch_size=batch_size)
-        heads = engine(backbone, temperature, 24, batch_size=batch_size, draft=draft, tree=tree)
+        plain = engine(target_model, temperature, 24, batch_size=batch_size)
+        heads = engine(target_model, temperature, 24, batch_size=batch_size, draft=draft, tree=tree)
         return [all_answers(plain), all_answers(heads)]
 
     expected = both()
     assert temperature or expected[0] == expected[1]
-    runner = backbone.step_runner = CountingRunner()
+    runner = target_model.step_runner = CountingRunner()
     assert both() == expected
     assert {key[0] for key in runner.keys} >= ({1} if batch_size == 1 else {2, 3})

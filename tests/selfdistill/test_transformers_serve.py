@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
-from tests.evaluation.tiny_model import write_backbone
+from tests.evaluation.tiny_model import write_target_model
 
 MISSING = [
     name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None
@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server_url(home: Path) -> Iterator[str]:
-    write_backbone(home / "backbone")
+    write_target_model(home / "backbone")
     settings = json.loads((home / "backbone" / "generation_config.json").read_text())
     # the server would apply it, and answer otherwise than greedy decoding
     settings.pop("repetition_penalty", None)

@@ -104,10 +104,10 @@ async def measure_block(bench: ServerBench, conversation: Conversation) -> None:
 
 
 def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> None:
-    backbone = chatml.write_backbone(tmp_path / "backbone")
+    target_model = chatml.write_target_model(tmp_path / "backbone")
     questions = write_questions(tmp_path / "few.jsonl")
     cfg = load_config(EvalConfig, None, [f"bench={questions}", "serve=true"])
-    paths = resolve_model(None, str(backbone), None)
+    paths = resolve_model(None, str(target_model), None)
     options = request_options(cfg, DecodingMode(), paths)
     question = load_bench(cfg.bench).questions[0]
     sent = []

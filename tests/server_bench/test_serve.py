@@ -25,7 +25,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.run import output_directory
 from medusa_train.server_bench.serve import (
@@ -38,7 +38,7 @@ from medusa_train.server_bench.vllm import TAIL_LINES, VLLMServer, serve_command
 from tests import chatml
 from tests.checkpoint.published import EAGLE3 as EAGLE3_DRAFTS
 from tests.checkpoint.published import Sizes, write_eagle3
-from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.evaluation.tiny_model import write_run, write_target_model
 from tests.hub.server import serve
 from tests.server_bench.servers import write_questions
 
@@ -50,7 +50,7 @@ OPTIONS = ["concurrency=1", "max_new_tokens=8", "warmup=0", "bench=few.jsonl"]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run and questions."""
     home = tmp_path_factory.mktemp("serve")
-    write_run(home / "run", write_backbone(home / "backbone"))
+    write_run(home / "run", write_target_model(home / "backbone"))
     write_questions(home / "few.jsonl", 3)
     return home
 
@@ -159,7 +159,7 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
 
 def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Path) -> None:
     vllm, base = Vllm(tmp_path, ""), str(trained / "backbone")
-    draft = Eagle3Draft.from_backbone(load_backbone(base, dtype="float32", device="cpu"))
+    draft = Eagle3Draft.from_target_model(load_target_model(base, dtype="float32", device="cpu"))
     heads = save_draft(draft, tmp_path / "heads", base)
     done = run(trained, vllm, tmp_path / "out", f"--model={heads}", "serve_speculative_tokens=[7]")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -175,8 +175,8 @@ def test_a_dflash_draft_is_measured_up_to_its_block(
     tmp_path: Path, trained: Path, markov_rank: int, method: str
 ) -> None:
     base = str(trained / "backbone")
-    backbone = load_backbone(base, dtype="float32", device="cpu")
-    draft = DFlashDraft(backbone, 4, num_layers=1, markov_rank=markov_rank)
+    target_model = load_target_model(base, dtype="float32", device="cpu")
+    draft = DFlashDraft(target_model, 4, num_layers=1, markov_rank=markov_rank)
     heads = save_draft(draft, tmp_path / "heads", base)
     exported = export_run(resolve_model(str(heads), None, None), "vllm", tmp_path / "out").target
     settings, lengths = _draft_for_vllm(None, exported)
@@ -194,7 +194,7 @@ def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained
             command(
                 tmp_path / "out",
                 "--model=somebody/draft",
-                "--base-model=backbone",
+                "--base-model=target model",
                 "serve_speculative_tokens=[2]",
             ),
             cwd=trained,
@@ -210,7 +210,9 @@ def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained
     assert files == ["config.json", "pytorch_model.bin"]
     (note,) = json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["notes"]
     assert "by the code of vLLM 0.32 (this server is vllm 1.0) the layers [1, 3, 5] of" in note
-    assert f"medusa-export {config['model']} --to vllm base_model=backbone output_dir=DIR" in note
+    assert (
+        f"medusa-export {config['model']} --to vllm base_model=target model output_dir=DIR" in note
+    )
 
 
 def test_layers_that_vllm_reads_as_trained_are_not_named(tmp_path: Path) -> None:
@@ -426,10 +428,10 @@ def test_the_plan_of_servers() -> None:
 def test_the_end_of_answers_that_is_sent_to_the_servers_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = chatml.write_backbone(tmp_path / "backbone")
+    target_model = chatml.write_target_model(tmp_path / "backbone")
     monkeypatch.setenv("VLLM_PYTHON", str(Vllm(tmp_path, "").python))
     cfg = load_config(EvalConfig, None, ["serve=true", "draft=prompt_lookup"])
-    paths = resolve_model(None, str(backbone), None, lookup=cfg.lookup_choice)
+    paths = resolve_model(None, str(target_model), None, lookup=cfg.lookup_choice)
     printed = io.StringIO()
     StartedServers(cfg, paths, tmp_path, RunProgress(Console(file=printed, width=200)))
     assert "sent to the servers as stop_token_ids" in printed.getvalue()

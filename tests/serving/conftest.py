@@ -1,4 +1,4 @@
-"""Heads trained briefly on the embedded backbone, exported in every way that vLLM loads, and
+"""Heads trained briefly on the embedded target model, exported in every way that vLLM loads, and
 decoded by a real vLLM.
 """
 
@@ -40,12 +40,12 @@ KEPT = 512  # tokens of the reduced vocabulary, of 2,048
 
 @dataclass
 class Export:
-    """Heads in vLLM's layout with the backbone to serve them on.
+    """Heads in vLLM's layout with the target model to serve them on.
 
     Attributes:
-        directory: the heads. model: the backbone. k: number of draft tokens.
+        directory: the heads. model: the target model. k: number of draft tokens.
         method: vLLM's name of the draft; None: the directory is served as a model that names its
-            backbone.
+            target model.
     """
 
     directory: Path
@@ -93,7 +93,7 @@ def tokenize(question: str, model: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
-    """The exports by name: Medusa heads with matrices of each kind, for a merged backbone too, and
+    """The exports by name: Medusa heads with matrices of each kind, for a merged target model too, and
     EAGLE-3 drafts.
     """
     root = tmp_path_factory.mktemp("serving")
@@ -214,7 +214,8 @@ def reduce_vocabulary(run: Path, target: Path) -> Path:
         for name, tensor in heads.state.items()
     }
     write_heads(
-        replace(heads, state={**state, "token_map": kept}, backbone_tokens=2048), target / "heads"
+        replace(heads, state={**state, "token_map": kept}, target_model_tokens=2048),
+        target / "heads",
     )
     return target
 
@@ -266,7 +267,7 @@ def served(
     prompts: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """The results of offline.py for every export, plain decoding of both backbones, and every wrong
+    """The results of offline.py for every export, plain decoding of both target models, and every wrong
     export.
     """
     engines: dict[str, Any] = {
@@ -327,7 +328,7 @@ def environment() -> dict[str, str]:
 def decode_here(one: Export, prompts: list[list[int]]) -> Chain:
     """Decode with our loop and the chain of the first k heads, from the exported directories."""
     loaded = load_for_decoding(resolve_model(str(one.directory), str(one.model), None), "float32")
-    decoder = Decoder(loaded.backbone, loaded.draft, Tree.chain(one.k))
+    decoder = Decoder(loaded.target_model, loaded.draft, Tree.chain(one.k))
     done = [decoder.generate(prompt, MAX_TOKENS) for prompt in prompts]
     lengths = [length for generation in done for length in generation.accepted]
     accepted = [sum(length > position for length in lengths) for position in range(one.k)]

@@ -77,7 +77,7 @@ def test_acceptance_by_position_agrees_with_our_chain(
     assert vllm.answers == ours.answers
 
 
-def test_a_joint_run_is_served_on_its_merged_backbone(served: dict[str, Any]) -> None:
+def test_a_joint_run_is_served_on_its_merged_target_model(served: dict[str, Any]) -> None:
     assert served["plain_merged"]["answers"] != served["plain"]["answers"]
 
 
@@ -112,7 +112,7 @@ def test_more_draft_tokens_than_heads_are_an_error_of_vllm(served: dict[str, Any
     assert f"blocks.{HEADS}." in served["too_many"]["error"]
 
 
-def test_a_run_of_another_backbone(vllm_python: str, tmp_path: Path) -> None:
+def test_a_run_of_another_target_model(vllm_python: str, tmp_path: Path) -> None:
     """A run directory named by MEDUSA_SERVING_RUN, such as SmolLM2's."""
     run = os.environ.get("MEDUSA_SERVING_RUN")
     if not run:

@@ -78,7 +78,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random two-layer Llama (d 32, V 300) whose answers vary."""
     where = tmp_path_factory.mktemp("backbone")
     tokenizer = build_tokenizer()
@@ -111,10 +111,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def base_keys(backbone_dir: Path, chats: Path) -> dict[str, object]:
+def base_keys(target_model_dir: Path, chats: Path) -> dict[str, object]:
     """Keys of a run of six steps in float32, all but `output_dir`."""
     return {
-        "base_model": str(backbone_dir),
+        "base_model": str(target_model_dir),
         "datasets": [{"path": str(chats), "type": "sharegpt"}],
         "medusa_num_heads": 3,
         "micro_batch_size": 4,

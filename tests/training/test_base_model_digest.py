@@ -15,8 +15,8 @@ KEYS = {"max_steps": 2, "save_steps": 1, "calibration_tokens": 0}
 
 
 @pytest.fixture
-def base(backbone_dir, tmp_path) -> Path:
-    return Path(shutil.copytree(backbone_dir, tmp_path / "base"))
+def base(target_model_dir, tmp_path) -> Path:
+    return Path(shutil.copytree(target_model_dir, tmp_path / "base"))
 
 
 def change(base: Path) -> None:
@@ -35,7 +35,7 @@ def test_replaced_weights_under_the_same_path_are_refused(make_config, console, 
         train(make_config(base_model=str(base), **again), console)
 
 
-def test_a_backbone_that_moved_resumes(make_config, console, base, tmp_path):
+def test_a_target_model_that_moved_resumes(make_config, console, base, tmp_path):
     train(make_config(base_model=str(base), **KEYS), console)
     moved = base.rename(tmp_path / "moved")
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
@@ -52,7 +52,7 @@ def test_a_checkpoint_without_a_digest_is_named(make_config, console, base, monk
     assert console.file.getvalue().count("was written by an earlier version") == 1
 
 
-def test_a_backbone_whose_files_are_not_found_is_named(make_config, console, base, monkeypatch):
+def test_a_target_model_whose_files_are_not_found_is_named(make_config, console, base, monkeypatch):
     train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
     with monkeypatch.context() as patched:

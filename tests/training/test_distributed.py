@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 NO_DROPOUT = {**LORA, "lora_dropout": 0.0}
-#: Three epochs with a frozen backbone whose states are kept on disk; batches of one row have the
+#: Three epochs with a frozen base model whose states are kept on disk; batches of one row have the
 # same shape in each.
 CACHED: dict[str, Any] = {
     **dict.fromkeys(LORA),
@@ -152,10 +152,10 @@ def given(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def keys(backbone_dir, chats):
+def keys(target_model_dir, chats):
     """Keys of every case, for two processes; one takes twice the accumulation steps."""
     return {
-        "base_model": str(backbone_dir),
+        "base_model": str(target_model_dir),
         "datasets": [{"path": str(chats), "type": "sharegpt"}],
         "medusa_num_heads": 3,
         "micro_batch_size": 2,
@@ -335,10 +335,10 @@ def test_two_processes_are_one(two, one, case):
         assert float(apart.max()) < largest, name
         assert float(apart.mean()) < mean, name
     if EQUAL[case][2]["stage"] == 3:
-        assert_no_process_holds_the_backbone(two / case)
+        assert_no_process_holds_the_target_model(two / case)
 
 
-def assert_no_process_holds_the_backbone(case: Path) -> None:
+def assert_no_process_holds_the_target_model(case: Path) -> None:
     """Neither when it is loaded and the heads begin, nor after training, nor when weights are saved
     at the end.
     """

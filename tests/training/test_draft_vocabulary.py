@@ -17,11 +17,11 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.inspect_run import inspect_run
 from medusa_train.training.load_data import load_data
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import validate
 from tests.training.conftest import LORA, train
 
@@ -202,20 +202,20 @@ def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
-def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, kind) -> None:
+def test_a_missing_token_is_a_miss_on_held_out_text(make_config, target_model_dir, kind) -> None:
     data = load_data(make_config(), Console(file=io.StringIO()))
-    backbone = load_backbone(str(backbone_dir))
-    recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
+    target_model = load_target_model(str(target_model_dir))
+    recipe = TargetModelRecipe(target_model, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
     draft = (
         DRAFTS[kind]
-        .from_backbone(backbone, num_heads=2, vocab_size=len(kept), token_map=kept)
+        .from_target_model(target_model, num_heads=2, vocab_size=len(kept), token_map=kept)
         .eval()
     )
     batch = data.validation.batch([[i] for i in range(len(data.validation))])
     found = validate(recipe, draft, [batch], Objective(draft, 0.8))
     assert found is not None
-    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
+    feats = target_model.run(batch.tokens, positions=batch.positions, segments=batch.segments)
     for k, states in enumerate(draft.head_states(feats, batch), start=1):
         target = shift_labels(batch.labels, k, batch.segments)
         valid = target != IGNORE_INDEX

@@ -20,7 +20,7 @@ from transformers import (
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import ConfigError, TargetModelError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
@@ -39,7 +39,7 @@ from medusa_train.training.estimate import (
     rate_of,
 )
 from medusa_train.training.preflight import check_8bit_states
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 ACTIVATIONS = "activations (estimate)"
 
@@ -50,7 +50,7 @@ def config(**keys: Any) -> TrainConfig:
 
 
 def estimate(family: str = "llama", vocab: int = 61, device: str = "cpu", **keys: Any) -> Memory:
-    model_config = random_backbone(family, vocab_size=vocab).config
+    model_config = random_target_model(family, vocab_size=vocab).config
     return Estimate(config(**keys), model_config).memory(
         rows=2, width=64, dtype=torch.bfloat16, device=device
     )
@@ -59,18 +59,20 @@ def estimate(family: str = "llama", vocab: int = 61, device: str = "cpu", **keys
 @pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_heads_are_counted_as_they_are(family: str, layers: int) -> None:
-    backbone = random_backbone(family)
-    heads = sum(p.numel() for p in MedusaDraft.from_backbone(backbone, 3, layers).parameters())
-    frozen = sum(p.numel() for p in backbone.model.parameters())
+    target_model = random_target_model(family)
+    heads = sum(
+        p.numel() for p in MedusaDraft.from_target_model(target_model, 3, layers).parameters()
+    )
+    frozen = sum(p.numel() for p in target_model.model.parameters())
     memory = estimate(family, medusa_num_layers=layers)
     assert (memory.trained, memory.frozen) == (heads, frozen)
-    assert memory.parts["backbone, frozen"] == 2 * frozen
+    assert memory.parts["target_model, frozen"] == 2 * frozen
     assert memory.parts["heads"] == memory.parts["gradients"] == 4 * heads
     assert memory.total == sum(memory.parts.values())
 
 
 def test_adamw_holds_the_states_that_are_counted() -> None:
-    draft = MedusaDraft.from_backbone(random_backbone("llama"), 3, 1, dtype=torch.float32)
+    draft = MedusaDraft.from_target_model(random_target_model("llama"), 3, 1, dtype=torch.float32)
     optimizer = torch.optim.AdamW(draft.parameters())
     for parameter in draft.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +96,7 @@ def test_an_adapter_is_counted_as_it_is(family: str, targets: tuple[str, ...] | 
     real = sum(
         p.numel()
         for p in Adapter.attach(
-            random_backbone(family), LoraSpec(r=4, targets=targets)
+            random_target_model(family), LoraSpec(r=4, targets=targets)
         ).parameters()
     )
     keys: dict[str, Any] = (
@@ -112,17 +114,17 @@ def test_nf4_takes_what_bitsandbytes_stores() -> None:
 
 
 def test_quantisation_leaves_lm_head_and_embeddings_alone() -> None:
-    model = random_backbone("llama").model
+    model = random_target_model("llama").model
     plain = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
     linear = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
-    assert estimate(load_in_8bit=True).parts["backbone, frozen"] == 2 * plain + linear
-    assert estimate(load_in_4bit=True, adapter="qlora").parts["backbone, frozen"] == round(
+    assert estimate(load_in_8bit=True).parts["target_model, frozen"] == 2 * plain + linear
+    assert estimate(load_in_4bit=True, adapter="qlora").parts["target_model, frozen"] == round(
         2 * plain + _NF4 * linear
     )
 
 
 def test_what_joint_training_trains() -> None:
-    model = random_backbone("llama").model
+    model = random_target_model("llama").model
     everything = sum(p.numel() for p in model.parameters())
     last = sum(
         p.numel()
@@ -134,8 +136,8 @@ def test_what_joint_training_trains() -> None:
     assert (whole.trained, whole.frozen) == (heads + everything, 0)
     part = estimate(recipe="medusa2", medusa_num_unfreeze_layers=1)
     assert (part.trained, part.frozen) == (heads + last, everything - last)
-    assert part.parts["backbone, trained"] == 4 * last
-    assert part.parts["backbone, frozen"] == 2 * (everything - last)
+    assert part.parts["target_model, trained"] == 4 * last
+    assert part.parts["target_model, frozen"] == 2 * (everything - last)
     assert heads - estimate(medusa_share_lm_head=True).trained == 3 * model.lm_head.weight.numel()
 
 
@@ -154,13 +156,15 @@ def test_activations_follow_the_settings() -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
-    backbone = random_backbone("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=224)
-    draft = Eagle3Draft.from_backbone(backbone, train_steps=steps, dtype=torch.float32)
+    target_model = random_target_model(
+        "llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=224
+    )
+    draft = Eagle3Draft.from_target_model(target_model, train_steps=steps, dtype=torch.float32)
     tokens = torch.zeros(1, 512, dtype=torch.long)
-    feats = backbone.run(tokens, need=draft.needs)
+    feats = target_model.run(tokens, need=draft.needs)
     known = {
         one.untyped_storage().data_ptr()
-        for one in [*draft.parameters(), *backbone.model.parameters()]
+        for one in [*draft.parameters(), *target_model.model.parameters()]
     }
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -181,7 +185,7 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
         if one.dim() == 2 and one is not draft.lm_head(1).weight
     )
     measured = sum(one.nbytes() for one in kept.values()) - copies
-    estimated = Estimate(config(draft="eagle3", eagle3={"train_steps": steps}), backbone.config)
+    estimated = Estimate(config(draft="eagle3", eagle3={"train_steps": steps}), target_model.config)
     layer = estimated._layer_bytes(_KEPT_DRAFT, 2) * tokens.numel() * estimated._cost.layer_passes
     assert states
     assert 0.8 * measured < layer < 1.2 * measured
@@ -190,11 +194,11 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
 def test_layers_with_an_adapter_keep_what_is_estimated() -> None:
     """Without dropout, whose mask takes a byte on a GPU and four on a CPU."""
     sizes = {"hidden_size": 64, "intermediate_size": 224}
-    backbone = random_backbone("llama", dtype=torch.bfloat16, **sizes)
-    backbone.model.requires_grad_(False)
-    Adapter.attach(backbone, LoraSpec(r=2, dropout=0.0)).peft.train()
+    target_model = random_target_model("llama", dtype=torch.bfloat16, **sizes)
+    target_model.model.requires_grad_(False)
+    Adapter.attach(target_model, LoraSpec(r=2, dropout=0.0)).peft.train()
     tokens = torch.zeros(1, 512, dtype=torch.long)
-    known = {one.untyped_storage().data_ptr() for one in backbone.model.parameters()}
+    known = {one.untyped_storage().data_ptr() for one in target_model.model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,10 +211,10 @@ def test_layers_with_an_adapter_keep_what_is_estimated() -> None:
         torch.autocast("cpu", torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one),
     ):
-        states = backbone.run(tokens)
+        states = target_model.run(tokens)
     measured = sum(one.nbytes() for one in kept.values())
-    estimated = Estimate(config(adapter="lora"), backbone.config)
-    layers = estimated._layer_bytes(_KEPT_TRAINED, 2) * tokens.numel() * backbone.num_layers
+    estimated = Estimate(config(adapter="lora"), target_model.config)
+    layers = estimated._layer_bytes(_KEPT_TRAINED, 2) * tokens.numel() * target_model.num_layers
     assert states
     assert 0.8 * measured < layers < 1.25 * measured
 
@@ -228,7 +232,7 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     assert part.total < whole.total
     taught = estimate(vocab=1000, medusa_vocab_size=500, medusa_soft_targets=0.5).parts[ACTIVATIONS]
     assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 500 * (2 + 2 * 4)
-    # the backbone's own loss is over all tokens
+    # the base model's own loss is over all tokens
     keys = {
         "adapter": "lora",
         "gradient_accumulation_steps": 2,
@@ -253,7 +257,7 @@ def test_8bit_states_that_would_be_partitioned_are_refused(
     """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two
     scales in each.
     """
-    model_config = random_backbone("llama").config
+    model_config = random_target_model("llama").config
     cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
     with pytest.raises(ConfigError) as caught:
         check_8bit_states(cfg, model_config, stage_of(check_deepspeed(cfg, processes)), processes)
@@ -293,7 +297,7 @@ def test_what_the_architecture_lacks_is_named_as_in_training(
     falcon = FalconConfig(
         alibi=False, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64
     )
-    with pytest.raises(BackboneError, match=words):
+    with pytest.raises(TargetModelError, match=words):
         Estimate(config(**keys), falcon).memory(rows=2, width=8, dtype=torch.bfloat16, device="cpu")
 
 
@@ -327,12 +331,12 @@ def operations(epochs: float = 1.0, **keys: Any) -> float:
     return small(**keys).operations(tokens=1000, supervised=600, width=WIDTH, epochs=epochs)
 
 
-def test_a_frozen_backbone_runs_forward_and_heads_both_ways() -> None:
+def test_a_frozen_target_model_runs_forward_and_heads_both_ways() -> None:
     assert operations() == pytest.approx(PASS + HEADS)
     assert operations(epochs=2.5) == pytest.approx(2.5 * operations())
 
 
-def test_states_on_disk_save_the_backbone_after_the_first_epoch() -> None:
+def test_states_on_disk_save_the_target_model_after_the_first_epoch() -> None:
     assert operations(
         epochs=3, cache_hidden_states=True, dataset_prepared_path="prepared"
     ) == pytest.approx(PASS + 3 * HEADS)
@@ -372,21 +376,21 @@ def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) ->
     """
     cfg = config(**keys)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 600, "num_hidden_layers": 6}
-    backbone = random_backbone("llama", dtype=torch.float32, **sizes)
+    target_model = random_target_model("llama", dtype=torch.float32, **sizes)
     kept = {"token_map": torch.arange(200)} if cfg.draft_config.settings.get("vocab_size") else {}
-    draft = DRAFTS[cfg.draft].from_backbone(backbone, **cfg.draft_config.settings, **kept)
+    draft = DRAFTS[cfg.draft].from_target_model(target_model, **cfg.draft_config.settings, **kept)
     tokens = torch.randint(0, 200, (8, 64), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
     labels[:, :24] = -100  # which heads read and need not predict
     batch = Batch(tokens, labels, torch.arange(64).expand(8, 64), torch.zeros_like(tokens), [])
-    feats = backbone.run(tokens, need=draft.needs)
+    feats = target_model.run(tokens, need=draft.needs)
     objective = Objective(draft, 1.0, soft_targets=cfg.draft_config.heads_loss.soft_targets)
     counts = objective.target_counts(batch)
-    teacher = (feats.hidden, backbone.lm_head()) if objective.needs_teacher else None
+    teacher = (feats.hidden, target_model.lm_head()) if objective.needs_teacher else None
     in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         objective.loss(feats, batch, counts, teacher=teacher, grad_scale=1.0)
-    estimated = Estimate(cfg, backbone.config).draft_operations(8 * 64, 8 * 40)
+    estimated = Estimate(cfg, target_model.config).draft_operations(8 * 64, 8 * 40)
     assert 0.87 * estimated < counter.get_total_flops() < 1.03 * estimated
 
 
@@ -429,7 +433,7 @@ def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are
     plain, fp8 = (
         Estimate(config(), each)
         .memory(rows=1, width=8, dtype=torch.bfloat16, device="cpu")
-        .parts["backbone, frozen"]
+        .parts["target_model, frozen"]
         for each in (LlamaConfig(**sizes), stored)
     )
     assert plain - fp8 == 2 * (4 * 64 * 64 + 3 * 64 * 128)

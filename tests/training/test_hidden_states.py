@@ -1,4 +1,4 @@
-"""Runs whose hidden states come from the disk: the same as without, and no pass of the backbone in
+"""Runs whose hidden states come from the disk: the same as without, and no pass of the base model in
 later epochs.
 """
 
@@ -16,12 +16,12 @@ from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.hidden_state_store import StateFormat, StateStore
 from medusa_train.errors import ConfigError
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
 from medusa_train.training import hidden_states
-from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.hidden_states import HiddenStateCache, backbone_fingerprint
+from medusa_train.training.hidden_states import HiddenStateCache, target_model_fingerprint
 from medusa_train.training.load_data import load_data
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from tests.training.conftest import figures, metrics, train
 from tests.training.mishap import Mishap, command, forks, medusa_train
 
@@ -62,15 +62,15 @@ def make_runs(make_config, tmp_path):
 
 @pytest.fixture
 def passes(monkeypatch) -> list[Any]:
-    """A list that grows with every pass of a backbone for features of a batch."""
+    """A list that grows with every pass of a base model for features of a batch."""
     seen: list[Any] = []
-    real = BackboneRecipe._run
+    real = TargetModelRecipe._run
 
-    def run(self: BackboneRecipe, batch: Any, need: FeatureSpec) -> Any:
+    def run(self: TargetModelRecipe, batch: Any, need: FeatureSpec) -> Any:
         seen.append(batch)
         return real(self, batch, need)
 
-    monkeypatch.setattr(BackboneRecipe, "_run", run)
+    monkeypatch.setattr(TargetModelRecipe, "_run", run)
     return seen
 
 
@@ -175,7 +175,7 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     assert_same_weights(tmp_path / "cached", tmp_path / "whole")
 
 
-def test_other_heads_on_the_same_backbone_read_what_an_earlier_run_computed(
+def test_other_heads_on_the_same_target_model_read_what_an_earlier_run_computed(
     make_runs, console, tmp_path, passes
 ):
     _, cached = make_runs()
@@ -267,30 +267,32 @@ def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(
     assert_same_weights(tmp_path / "cached", tmp_path / "plain")
 
 
-def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_dir):
-    backbone = load_backbone(str(backbone_dir))
-    first = backbone_fingerprint(backbone, FINAL_STATES)
-    assert backbone_fingerprint(load_backbone(str(backbone_dir)), FINAL_STATES) == first
-    assert backbone_fingerprint(backbone, FeatureSpec(early=(1,))) != first
-    assert backbone_fingerprint(backbone, FINAL_STATES, tf32=True) != first
+def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(target_model_dir):
+    target_model = load_target_model(str(target_model_dir))
+    first = target_model_fingerprint(target_model, FINAL_STATES)
+    assert target_model_fingerprint(load_target_model(str(target_model_dir)), FINAL_STATES) == first
+    assert target_model_fingerprint(target_model, FeatureSpec(early=(1,))) != first
+    assert target_model_fingerprint(target_model, FINAL_STATES, tf32=True) != first
     assert (
-        backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), FINAL_STATES)
+        target_model_fingerprint(
+            load_target_model(str(target_model_dir), dtype="bfloat16"), FINAL_STATES
+        )
         != first
     )
-    backbone.model.config.rms_norm_eps *= 2
-    changed = backbone_fingerprint(backbone, FINAL_STATES)
+    target_model.model.config.rms_norm_eps *= 2
+    changed = target_model_fingerprint(target_model, FINAL_STATES)
     assert changed != first
     with torch.no_grad():
-        backbone.layer(1).mlp.up_proj.weight[0, 0] += 1e-3
-    assert backbone_fingerprint(backbone, FINAL_STATES) not in (first, changed)
+        target_model.layer(1).mlp.up_proj.weight[0, 0] += 1e-3
+    assert target_model_fingerprint(target_model, FINAL_STATES) not in (first, changed)
 
 
 @pytest.fixture
-def cache_and_batch(make_config, console, tmp_path, backbone_dir):
-    """An empty cache, a padded batch, and the backbone."""
+def cache_and_batch(make_config, console, tmp_path, target_model_dir):
+    """An empty cache, a padded batch, and the base model."""
     cfg = make_config()
-    recipe = BackboneRecipe(
-        load_backbone(str(backbone_dir)), choose_precision(False, torch.device("cpu"))
+    recipe = TargetModelRecipe(
+        load_target_model(str(target_model_dir)), choose_precision(False, torch.device("cpu"))
     )
     store = StateStore(tmp_path / "states", StateFormat(1, 32, torch.float32))
     batch = next(BatchLoader(load_data(cfg, console).train, 4, seed=0))
@@ -313,7 +315,7 @@ def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
     assert (~valid).any()
 
 
-def test_all_processes_run_the_backbone_if_one_lacks_a_document(cache_and_batch, passes):
+def test_all_processes_run_the_target_model_if_one_lacks_a_document(cache_and_batch, passes):
     """ZeRO-3 gathers its weights from all of them."""
     cache, batch, recipe = cache_and_batch
     cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))

@@ -30,10 +30,10 @@ from tests.training.conftest import LORA, train
 
 
 @pytest.fixture
-def weightless(backbone_dir, tmp_path):
-    """The backbone's directory without its weights."""
+def weightless(target_model_dir, tmp_path):
+    """The base model's directory without its weights."""
     where = tmp_path / "weightless"
-    shutil.copytree(backbone_dir, where, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(target_model_dir, where, ignore=shutil.ignore_patterns("*.safetensors"))
     return str(where)
 
 
@@ -49,8 +49,8 @@ def rows_of(text):
     }
 
 
-def test_the_mask_in_colour(backbone_dir):
-    tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
+def test_the_mask_in_colour(target_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(target_model_dir)
     tokens = tokenizer("<s><|user|>two red<|assistant|> one five</s>", add_special_tokens=False)[
         "input_ids"
     ]
@@ -295,11 +295,11 @@ def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weight
 
 
 def test_a_checkpoint_takes_what_a_run_writes(
-    make_config, weightless, console, tmp_path, backbone_dir
+    make_config, weightless, console, tmp_path, target_model_dir
 ):
     """Of those that are kept; whole files have headers besides."""
-    cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
-    config = AutoConfig.from_pretrained(backbone_dir)
+    cfg = make_config(base_model=str(target_model_dir), eval_steps=2, save_steps=2)
+    config = AutoConfig.from_pretrained(target_model_dir)
     memory = Estimate(cfg, config).memory(rows=4, width=64, dtype=torch.float32, device="cpu")
     train(cfg, console)
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):

@@ -17,9 +17,9 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.precision import Precision
-from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.training.target_model_recipe import build_target_model_recipe
 from medusa_train.tree_search.kept_traces import load_traces, weights_key
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.training.conftest import LORA, metrics, train
 
 
@@ -27,12 +27,14 @@ def train_records(run):
     return [record for record in metrics(run) if "lm_kl" in record and "grad_norm" in record]
 
 
-def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_path, backbone_dir):
+def test_lora_and_kl_leave_heads_adapter_and_a_tree(
+    make_config, console, tmp_path, target_model_dir
+):
     run = tmp_path / "run"
     assert train(make_config(**LORA, calibration_tokens=80), console) == 0
     records = train_records(run)
     assert len(records) == 6
-    # B = 0: the backbone begins as its teacher, but for the adapter's dropout, which B = 0 hides
+    # B = 0: the base model begins as its teacher, but for the adapter's dropout, which B = 0 hides
     assert records[0]["lm_kl"] == pytest.approx(0.0, abs=1e-6)
     assert records[-1]["lm_kl"] > 1e-6
     assert {"config.yaml", "heads", "adapter", "tree.json"} <= {path.name for path in run.iterdir()}
@@ -82,7 +84,7 @@ def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(
     for keys in ({"recipe": "medusa1"}, {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1}):
         with pytest.raises(ConfigError, match=r"belong to the adapter in .*joint/adapter"):
             train(make_config(**keys, lora_model_dir=joint), console)
-    with pytest.raises(ConfigError, match=r"belong to the backbone in .*free/model"):
+    with pytest.raises(ConfigError, match=r"belong to the base model in .*free/model"):
         train(make_config(recipe="medusa1", lora_model_dir=free), console)
     keys = {"lora_model_dir": free, "base_model": f"{free}/model", "max_steps": 1}
     assert train(make_config(**keys, output_dir=str(tmp_path / "on")), console) == 0
@@ -124,9 +126,9 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     )
 
 
-def save_adapter(backbone_dir, directory, **settings):
+def save_adapter(target_model_dir, directory, **settings):
     """Save a new adapter of another program, with these settings of PEFT's LoraConfig."""
-    model = AutoModelForCausalLM.from_pretrained(backbone_dir)
+    model = AutoModelForCausalLM.from_pretrained(target_model_dir)
     config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **settings)
     peft.get_peft_model(model, config).save_pretrained(directory)
 
@@ -159,9 +161,9 @@ OF_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
     ids=["two of them", "all-linear", "pattern", "one layer", "excluded"],
 )
 def test_an_adapter_that_lacks_layers_is_not_one_of_every_linear_layer(
-    make_config, console, tmp_path, backbone_dir, settings, left_out
+    make_config, console, tmp_path, target_model_dir, settings, left_out
 ):
-    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    save_adapter(target_model_dir, tmp_path / "given", **settings)
     message = re.escape(f"it leaves out {left_out}. Remove lora_target_linear")
     with pytest.raises(ConfigError, match=message):
         train(make_config(**ALL_LINEAR, lora_model_dir=str(tmp_path / "given")), console)
@@ -177,18 +179,18 @@ def test_an_adapter_that_lacks_layers_is_not_one_of_every_linear_layer(
     ids=["LoRA", "lm_head in full", "MLPs in full"],
 )
 def test_an_adapter_of_every_linear_layer_is_trained(
-    make_config, console, tmp_path, backbone_dir, settings
+    make_config, console, tmp_path, target_model_dir, settings
 ):
-    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    save_adapter(target_model_dir, tmp_path / "given", **settings)
     cfg = make_config(**ALL_LINEAR, lora_model_dir=str(tmp_path / "given"))
     assert train(cfg, console) == 0
 
 
 def test_the_layers_of_the_adapter_to_start_from_stand_in_the_run_s_configuration(
-    make_config, console, tmp_path, backbone_dir
+    make_config, console, tmp_path, target_model_dir
 ):
     settings = {"target_modules": ["v_proj", "q_proj"], "modules_to_save": ["lm_head"]}
-    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    save_adapter(target_model_dir, tmp_path / "given", **settings)
     keys = {**ALL_LINEAR, "lora_target_linear": False, "lora_model_dir": str(tmp_path / "given")}
     assert train(make_config(**keys), console) == 0
     used = load_config(TrainConfig, tmp_path / "run" / "config.yaml")
@@ -201,8 +203,8 @@ def test_the_layers_of_the_adapter_to_start_from_stand_in_the_run_s_configuratio
     assert "changed since that checkpoint" not in console.file.getvalue()
 
 
-def test_an_adapter_of_another_kind_is_refused(make_config, console, tmp_path, backbone_dir):
-    model = AutoModelForCausalLM.from_pretrained(backbone_dir)
+def test_an_adapter_of_another_kind_is_refused(make_config, console, tmp_path, target_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(target_model_dir)
     config = peft.LoHaConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "given")
     keys = {"recipe": "medusa2", "adapter": "lora", "lora_model_dir": str(tmp_path / "given")}
@@ -211,7 +213,7 @@ def test_an_adapter_of_another_kind_is_refused(make_config, console, tmp_path, b
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
-    """With a small lambda0 the heads' loss falls while the backbone drifts from its teacher."""
+    """With a small lambda0 the heads' loss falls while the base model drifts from its teacher."""
     train(
         make_config(
             **{**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2, "warmup_steps": 1},
@@ -239,9 +241,9 @@ def test_a_stage_one_that_is_not_there_is_said_before_data_are_read(make_config,
         train(cfg, console)
 
 
-def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_dir):
+def test_only_the_freed_layers_learn(make_config, console, tmp_path, target_model_dir):
     train(make_config(recipe="medusa2", medusa_num_unfreeze_layers=1), console)
-    before = load_file(backbone_dir / "model.safetensors")
+    before = load_file(target_model_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {
@@ -250,7 +252,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     # nothing to diverge from is kept
     assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))
     subject = load_for_decoding(resolve_model(str(tmp_path / "run"), None, None), "float32")
-    assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
+    assert torch.equal(subject.target_model.output_embeddings.weight, after["lm_head.weight"])
 
 
 def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_path):
@@ -265,7 +267,7 @@ def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_p
     assert (fitted.quantization, fitted.merged) == (None, True)
     paths = resolve_model(str(tmp_path / "run"), None, None)
     subject = load_for_decoding(paths, fitted.dtype)
-    decoding = DecodingSettings.of(subject.backbone)
+    decoding = DecodingSettings.of(subject.target_model)
     assert decoding.differences(fitted) == []
     kept = load_traces(tmp_path / "run" / "tree_traces.npz", weights_key(paths, decoding))
     assert kept is not None
@@ -285,9 +287,9 @@ def test_without_memory_for_the_merged_weights_the_command_is_named(
 
 
 def test_a_tied_embedding_is_trained_as_lm_head_alone(make_config):
-    backbone = random_backbone("llama-bias-tied", dtype=torch.float32)
+    target_model = random_target_model("llama-bias-tied", dtype=torch.float32)
     cfg = make_config(recipe="medusa2", medusa_num_unfreeze_layers=1)
-    build_backbone_recipe(cfg, backbone, Precision(torch.device("cpu"), torch.float32))
-    with capture_inputs(backbone.layers[-1]) as captured:
-        backbone.model(torch.arange(2, 9)[None])
+    build_target_model_recipe(cfg, target_model, Precision(torch.device("cpu"), torch.float32))
+    with capture_inputs(target_model.layers[-1]) as captured:
+        target_model.model(torch.arange(2, 9)[None])
     assert not captured[0].requires_grad  # gradients end above the frozen layers

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
 from medusa_train.data import tokenize_datasets
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, ConfigError, DataError
-from medusa_train.evaluation.backbone_quality import validation_conversations
+from medusa_train.errors import ConfigError, DataError, TargetModelError
+from medusa_train.evaluation.target_model_quality import validation_conversations
 from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import DistributedContext, PeerError
 from medusa_train.training.load_data import load_data
@@ -25,11 +25,13 @@ from tests.training.conftest import WORDS
 
 
 @pytest.fixture
-def bare(backbone_dir, tmp_path):
-    """The backbone's directory with neither weights nor a chat template."""
+def bare(target_model_dir, tmp_path):
+    """The base model's directory with neither weights nor a chat template."""
     where = tmp_path / "bare"
     shutil.copytree(
-        backbone_dir, where, ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja")
+        target_model_dir,
+        where,
+        ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja"),
     )
     assert not AutoTokenizer.from_pretrained(where).chat_template
     return str(where)
@@ -253,17 +255,17 @@ def test_sharegpt_without_any_template_is_read_as_axolotl_reads_it(make_config, 
     assert "ASSISTANT:" in AutoTokenizer.from_pretrained(bare).decode(data.train[0].tokens)
 
 
-def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare):
+def test_a_target_model_that_names_no_context_is_refused(make_config, console, bare):
     path = Path(bare) / "config.json"
     path.write_text(
         json.dumps({"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 32})
     )
-    with pytest.raises(BackboneError, match="max_position_embeddings"):
+    with pytest.raises(TargetModelError, match="max_position_embeddings"):
         load_data(make_config(base_model=bare), console)
 
 
-def test_tokens_without_an_embedding_are_named(make_config, console, backbone_dir, tmp_path):
-    where = Path(shutil.copytree(backbone_dir, tmp_path / "added"))
+def test_tokens_without_an_embedding_are_named(make_config, console, target_model_dir, tmp_path):
+    where = Path(shutil.copytree(target_model_dir, tmp_path / "added"))
     tokenizer = AutoTokenizer.from_pretrained(where)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save_pretrained(where)
@@ -274,9 +276,9 @@ def test_tokens_without_an_embedding_are_named(make_config, console, backbone_di
 
 
 def test_records_with_such_tokens_are_dropped_where_bad_ones_are_skipped(
-    make_config, console, backbone_dir, tmp_path
+    make_config, console, target_model_dir, tmp_path
 ):
-    where = Path(shutil.copytree(backbone_dir, tmp_path / "added"))
+    where = Path(shutil.copytree(target_model_dir, tmp_path / "added"))
     tokenizer = AutoTokenizer.from_pretrained(where)
     tokenizer.add_tokens(["zzz"])
     tokenizer.save_pretrained(where)
@@ -297,7 +299,7 @@ def test_records_with_such_tokens_are_dropped_where_bad_ones_are_skipped(
     assert f"{path}:2: token 300 (zzz)" in shown or f"{path}:5: token 300 (zzz)" in shown
 
 
-def test_more_unfrozen_layers_than_the_backbone_has_are_refused(make_config, console):
+def test_more_unfrozen_layers_than_the_target_model_has_are_refused(make_config, console):
     with pytest.raises(ConfigError, match="medusa_num_unfreeze_layers: 3 exceeds the 2 layers"):
         load_data(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), console)
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
+from medusa_train.training.target_model_recipe import TargetModelRecipe, build_target_model_recipe
 from medusa_train.training.trainer import Trainer
 from tests.training.conftest import LORA, train
 
@@ -22,7 +22,7 @@ Pass = tuple[str, bool, bool]
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Pass]]:
-    """The passes of all modules of the backbone and of the draft, from the first step on."""
+    """The passes of all modules of the base model and of the draft, from the first step on."""
     found: set[Pass] = set()
     trainers: list[Trainer] = []
     run = Trainer.run
@@ -34,7 +34,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Pass]]:
     def note(module: nn.Module, args: Any) -> None:
         if not trainers:
             return
-        parts = {"backbone": trainers[-1].recipe.backbone.model, "draft": trainers[-1].draft}
+        parts = {"backbone": trainers[-1].recipe.target_model.model, "draft": trainers[-1].draft}
         for name, part in parts.items():
             if any(module is own for own in part.modules()):
                 found.add((name, torch.is_grad_enabled(), module.training))
@@ -80,7 +80,7 @@ def test_heads_that_are_trained_on_have_dropout(make_config, console, tmp_path, 
     assert {found for found in passes if found[0] == "draft"} == {("draft", True, True)}
 
 
-def test_a_frozen_backbone_never_has_dropout(make_config, console, passes) -> None:
+def test_a_frozen_target_model_never_has_dropout(make_config, console, passes) -> None:
     cfg = make_config(**HYDRA, max_steps=3, eval_steps=1, calibration_tokens=80)
     assert train(cfg, console) == 0
     assert {found for found in passes if found[0] == "draft"} == {
@@ -90,20 +90,24 @@ def test_a_frozen_backbone_never_has_dropout(make_config, console, passes) -> No
     assert not any(training for name, _, training in passes if name == "backbone")
 
 
-def recipe_of(cfg: Any, backbone_dir: Any) -> BackboneRecipe:
-    backbone = load_backbone(str(backbone_dir))
-    return build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
+def recipe_of(cfg: Any, target_model_dir: Any) -> TargetModelRecipe:
+    target_model = load_target_model(str(target_model_dir))
+    return build_target_model_recipe(
+        cfg, target_model, choose_precision(False, torch.device("cpu"))
+    )
 
 
-def test_train_mode_is_the_backbone_s_where_it_is_trained(make_config, backbone_dir) -> None:
+def test_train_mode_is_the_target_model_s_where_it_is_trained(
+    make_config, target_model_dir
+) -> None:
     """Two passes differ by the dropout of LoRA, and only in train mode."""
-    recipe = recipe_of(make_config(**{**LORA, "lora_dropout": 0.5}), backbone_dir)
+    recipe = recipe_of(make_config(**{**LORA, "lora_dropout": 0.5}), target_model_dir)
     with torch.no_grad():
         for parameter in recipe.parameters.values():  # B is 0 at first
             parameter.normal_()
 
     def states() -> torch.Tensor:
-        return recipe.backbone.run(torch.arange(5)[None]).hidden.detach()
+        return recipe.target_model.run(torch.arange(5)[None]).hidden.detach()
 
     recipe.train(False)
     without = states()
@@ -114,7 +118,7 @@ def test_train_mode_is_the_backbone_s_where_it_is_trained(make_config, backbone_
     assert torch.equal(without, states())
 
 
-def test_train_mode_leaves_a_frozen_backbone_as_it_is(make_config, backbone_dir) -> None:
-    recipe = recipe_of(make_config(recipe="medusa1"), backbone_dir)
+def test_train_mode_leaves_a_frozen_target_model_as_it_is(make_config, target_model_dir) -> None:
+    recipe = recipe_of(make_config(recipe="medusa1"), target_model_dir)
     recipe.train()
-    assert not any(module.training for module in recipe.backbone.model.modules())
+    assert not any(module.training for module in recipe.target_model.model.modules())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.loading import loading_options
 from medusa_train.training.optimizer import (
     LocalStrategy,
@@ -269,7 +269,7 @@ def test_eight_bits_where_they_cannot_run_fall_back_with_one_line(device, reason
     assert notice.startswith("optimizer: paged_adamw_8bit ")
     assert reason in notice
     assert notice.endswith("; using adamw_torch")
-    with pytest.raises(BackboneError, match=r"load_in_4bit.*has no library for CUDA"):
+    with pytest.raises(TargetModelError, match=r"load_in_4bit.*has no library for CUDA"):
         loading_options("nf4", torch.bfloat16, torch.device("cuda"))
 
 

@@ -14,10 +14,10 @@ from medusa_train.checkpoint.run_directory import check_only_run_files
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import ConfigError, TargetModelError
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.training import setup
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect_run import inspect_run
@@ -89,15 +89,15 @@ def test_every_draft_is_tested() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
-    recipe, make_config, console, tmp_path, backbone_dir
+def test_a_run_learns_and_its_draft_decodes_to_the_target_models_text(
+    recipe, make_config, console, tmp_path, target_model_dir
 ) -> None:
     cfg, run = make_config(**keys_of(recipe), max_steps=30, calibration_tokens=80), tmp_path / "run"
     assert train(cfg, console) == 0
     check_only_run_files(run, inner=True)  # overwriting it finds nothing of others
     records = metrics(run)
     learnt = [record["loss"] for record in records if record["kind"] == "train"]
-    assert learnt[-1] < 0.97 * learnt[0]  # soft targets leave the entropy of a random backbone
+    assert learnt[-1] < 0.97 * learnt[0]  # soft targets leave the entropy of a random base model
     heads = cfg.draft_config.num_heads
     assert len([record for record in records if record["kind"] == "eval"][-1]["head_top1"]) == heads
     reduced = "vocab_size" in str(RECIPES[recipe])
@@ -121,14 +121,14 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
     }
     assert configured.items() <= {**loaded.draft.settings}.items()
     assert load_config(TrainConfig, run / "config.yaml").draft_config == cfg.draft_config
-    plain = Decoder(loaded.backbone).generate(PROMPT, 30, ())
+    plain = Decoder(loaded.target_model).generate(PROMPT, 30, ())
     for tree in (loaded.tree, Tree.cartesian([2] * heads)):
         assert (
-            Decoder(loaded.backbone, loaded.draft, tree).generate(PROMPT, 30, ()).tokens
+            Decoder(loaded.target_model, loaded.draft, tree).generate(PROMPT, 30, ()).tokens
             == plain.tokens
         )
     if recipe not in ("kl", "rho", "unfreeze"):
-        memory = Estimate(cfg, AutoConfig.from_pretrained(backbone_dir)).memory(
+        memory = Estimate(cfg, AutoConfig.from_pretrained(target_model_dir)).memory(
             rows=2, width=64, dtype=torch.float32, device="cpu"
         )
         assert memory.trained == sum(parameter.numel() for parameter in loaded.draft.parameters())
@@ -173,7 +173,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
     again = make_config(**RECIPES[kind], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
     assert train(again, console) == 0
     one, other = (
-        load_draft(tmp_path / run / "heads", load_backbone(again.base_model))
+        load_draft(tmp_path / run / "heads", load_target_model(again.base_model))
         for run in ("first", "run")
     )
     assert torch.allclose(one.lm_head(1).weight, other.lm_head(1).weight, atol=1e-6)
@@ -192,8 +192,8 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
 def test_a_layer_behind_the_last_is_refused_before_anything_is_loaded(
     make_config, console, monkeypatch, kind, keys
 ):
-    monkeypatch.setattr(setup, "load_backbone", None)
+    monkeypatch.setattr(setup, "load_target_model", None)
     cfg = make_config(**{"draft": kind, kind: keys})
     for command in (train_stages, inspect_run):
-        with pytest.raises(BackboneError, match=rf"{kind}\.{next(iter(keys))} 9: .* use 1 to"):
+        with pytest.raises(TargetModelError, match=rf"{kind}\.{next(iter(keys))} 9: .* use 1 to"):
             command(cfg, console, console)

@@ -208,7 +208,9 @@ def test_evaluations_of_another_objective_are_no_reason_to_stop_early(
     assert (best[0], best[2]) == (True, True)
 
 
-def test_evaluations_of_a_backbone_in_other_bits_are_no_reason_to_stop_early(make_config, console):
+def test_evaluations_of_a_target_model_in_other_bits_are_no_reason_to_stop_early(
+    make_config, console
+):
     pytest.importorskip("bitsandbytes")
     keys = {**HEADS_ONLY, "save_steps": 1, "eval_steps": 1}
     train(make_config(**keys, max_steps=1), console)

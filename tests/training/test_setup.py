@@ -81,7 +81,7 @@ def test_a_run_whose_only_step_has_a_rate_of_zero_is_an_error(make_config, keys,
 def test_a_run_that_would_train_nothing_ends_before_the_model_is_loaded(
     make_config, console, monkeypatch
 ):
-    monkeypatch.setattr("medusa_train.training.setup.load_backbone", None)
+    monkeypatch.setattr("medusa_train.training.setup.load_target_model", None)
     with pytest.raises(ConfigError, match="nothing would be trained"):
         train(make_config(max_steps=1, warmup_steps=2), console)
 
@@ -156,7 +156,7 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("setup.load_backbone", "loading the model"),
+        ("setup.load_target_model", "loading the model"),
         ("setup.load_checkpoint", "reading the checkpoint"),
         ("setup.build_strategy", "preparing the optimizer"),
         ("trainer.take_snapshot", "checkpoints"),

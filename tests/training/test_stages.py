@@ -189,7 +189,7 @@ def test_the_model_of_stage_one_is_freed(two_stages, console, monkeypatch):
         assert all(model() is None for model in models)
         trainer = real(*args)
         models.extend(
-            map(weakref.ref, (trainer.recipe.backbone.model, trainer.draft, trainer.strategy))
+            map(weakref.ref, (trainer.recipe.target_model.model, trainer.draft, trainer.strategy))
         )
         return trainer
 
@@ -224,10 +224,10 @@ def test_inspect_adds_both_up(two_stages, console):
     [("eagle3", "Gemma3ForCausalLM", 1), ("eagle3", None, 0), ("medusa", "Gemma3ForCausalLM", 0)],
 )
 def test_it_is_said_before_training_that_vllm_cannot_draft(
-    draft, architecture, count, backbone_dir, make_config, console, tmp_path
+    draft, architecture, count, target_model_dir, make_config, console, tmp_path
 ):
     base = tmp_path / "base"
-    shutil.copytree(backbone_dir, base)
+    shutil.copytree(target_model_dir, base)
     if architecture is not None:
         config = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))

@@ -1,4 +1,4 @@
-"""Training over compiled layers of a frozen backbone: the losses and gradients of training without."""
+"""Training over compiled layers of a frozen base model: the losses and gradients of training without."""
 
 import shutil
 from typing import Any
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from medusa_train.data.batch import Batch
 from medusa_train.models import compiled
 from medusa_train.progress import RunProgress
-from medusa_train.training import backbone_recipe
+from medusa_train.training import target_model_recipe
 from medusa_train.training.load_data import load_data
 from medusa_train.training.setup import build_trainer
 from tests.training.conftest import metrics, train
@@ -33,7 +33,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, entered: list[bool]) -> None:
         active = compile_layers(layers)
         return lambda: entered.append(True) or active()
 
-    monkeypatch.setattr(backbone_recipe, "compile_layers", counted)
+    monkeypatch.setattr(target_model_recipe, "compile_layers", counted)
 
 
 def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Batch]:
@@ -65,7 +65,7 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
         == 0
     )
     assert (
-        "torch_compile: the backbone's layers are compiled in the first steps"
+        "torch_compile: the base model's layers are compiled in the first steps"
         in console.file.getvalue()
     )
     assert len(entered) >= 8  # two micro-batches in each step, and the validation set
@@ -115,7 +115,7 @@ def test_loss_and_gradients_are_equal_up_to_rounding(case: str, make_config, con
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_backbone_that_learns_is_refused(make_config) -> None:
+def test_a_target_model_that_learns_is_refused(make_config) -> None:
     make_config(torch_compile=True)
     make_config(recipe="medusa2")
     with pytest.raises(ValidationError, match="only passes of a frozen base model are compiled"):

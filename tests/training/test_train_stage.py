@@ -40,7 +40,9 @@ def held_out(run):
     return [(r["step"], r["loss"], r["head_top"]) for r in metrics(run) if r["kind"] == "eval"]
 
 
-def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_path, backbone_dir):
+def test_a_run_leaves_heads_config_metrics_and_a_tree(
+    make_config, console, tmp_path, target_model_dir
+):
     assert train(make_config(calibration_tokens=120, max_steps=30), console) == 0
     out = tmp_path / "run"
     tensors = load_file(out / "heads" / "medusa_lm_head.safetensors")
@@ -49,7 +51,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     }
     assert tensors["2.1.weight"].shape == (300, 32)
     saved = yaml.safe_load((out / "config.yaml").read_text())
-    assert saved["base_model"] == str(backbone_dir)
+    assert saved["base_model"] == str(target_model_dir)
     assert saved["medusa_num_heads"] == 3
     first, last = losses(out)[0], losses(out)[-1]
     assert last[1] < 0.8 * first[1]

@@ -11,14 +11,14 @@ from torch.nn.functional import cross_entropy
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.optimizer import LocalStrategy
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import TrainState
+from medusa_train.training.target_model_recipe import build_target_model_recipe
 from medusa_train.training.trainer import Trainer
 
 HEADS, DECAY, LAMBDA0 = 2, 0.5, 0.3
@@ -34,7 +34,9 @@ def micro_batch(seed: int, supervised: int) -> Batch:
     return Batch(tokens, labels, positions, torch.zeros_like(tokens), ["a"] * ROWS)
 
 
-def plain_means(draft: MedusaDraft, backbone: Backbone, batches: list[Batch]) -> list[Tensor]:
+def plain_means(
+    draft: MedusaDraft, target_model: TargetModel, batches: list[Batch]
+) -> list[Tensor]:
     """The mean loss of the language model and of each head, over all targets of `batches`.
 
     Predictor k (0: the language model) at position t predicts the label at t + k + 1.
@@ -42,10 +44,10 @@ def plain_means(draft: MedusaDraft, backbone: Backbone, batches: list[Batch]) ->
     sums = [torch.zeros(()) for _ in range(HEADS + 1)]
     counts = [0] * (HEADS + 1)
     for batch in batches:
-        hidden = backbone.model.model(batch.tokens).last_hidden_state  # [B, T, d]
+        hidden = target_model.model.model(batch.tokens).last_hidden_state  # [B, T, d]
         states = [hidden, *draft.head_states(features(hidden), batch)]
         for k, state in enumerate(states):
-            head = backbone.lm_head() if k == 0 else draft.lm_head(k)
+            head = target_model.lm_head() if k == 0 else draft.lm_head(k)
             for row in range(ROWS):
                 for t in range(LENGTH - k - 1):
                     label = batch.labels[row, t + k + 1]
@@ -63,15 +65,17 @@ def features(hidden: Tensor) -> Any:
 
 
 @pytest.fixture
-def build(make_config, backbone_dir):
+def build(make_config, target_model_dir):
     """Build a trainer of two Medusa heads whose step leaves its gradients where they are."""
 
-    def build(**objective: Any) -> tuple[Trainer, MedusaDraft, Backbone]:
+    def build(**objective: Any) -> tuple[Trainer, MedusaDraft, TargetModel]:
         joint = "lm" in objective
         cfg = make_config(recipe="medusa2" if joint else "medusa1")
-        backbone = load_backbone(str(backbone_dir))
-        draft = MedusaDraft.from_backbone(backbone, HEADS, dtype=torch.float32)
-        recipe = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
+        target_model = load_target_model(str(target_model_dir))
+        draft = MedusaDraft.from_target_model(target_model, HEADS, dtype=torch.float32)
+        recipe = build_target_model_recipe(
+            cfg, target_model, choose_precision(False, torch.device("cpu"))
+        )
         parameters = [*draft.parameters(), *recipe.parameters.values()]
         optimizer = torch.optim.SGD(parameters, lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -88,7 +92,7 @@ def build(make_config, backbone_dir):
             loggers=Silent(),  # type: ignore[arg-type]
             state=TrainState(),
         )
-        return trainer, draft, backbone
+        return trainer, draft, target_model
 
     return build
 
@@ -109,9 +113,9 @@ def moved(parameter: nn.Parameter, before: Tensor) -> Tensor:
 def test_targets_count_over_the_step_not_per_micro_batch(build, joint):
     """Micro-batches of 10 and 3 targets a row: the mean of their means is another one."""
     keys = {"lm": "ce", "heads_coefficient": LAMBDA0} if joint else {}
-    trainer, draft, backbone = build(**keys)
+    trainer, draft, target_model = build(**keys)
     batches = [micro_batch(seed=1, supervised=10), micro_batch(seed=2, supervised=3)]
-    lm, *heads = plain_means(draft, backbone, batches)
+    lm, *heads = plain_means(draft, target_model, batches)
     wanted = sum(DECAY**k * mean for k, mean in enumerate(heads, start=1))
     if joint:
         wanted = lm + LAMBDA0 * wanted
@@ -129,10 +133,10 @@ def test_targets_count_over_the_step_not_per_micro_batch(build, joint):
 @pytest.mark.parametrize("step", [0, 2, 4, 6])
 def test_lambda0_follows_the_steps_of_the_run(build, step):
     """A linear schedule of eight steps: the heads' loss has the weight step / 8 of its maximum."""
-    trainer, draft, backbone = build(lm="ce", heads_coefficient=LAMBDA0, schedule="linear")
+    trainer, draft, target_model = build(lm="ce", heads_coefficient=LAMBDA0, schedule="linear")
     trainer.state.step = step
     batches = [micro_batch(seed=3, supervised=6), micro_batch(seed=4, supervised=6)]
-    lm, *heads = plain_means(draft, backbone, batches)
+    lm, *heads = plain_means(draft, target_model, batches)
     weighted = sum(DECAY**k * mean for k, mean in enumerate(heads, start=1))
     wanted = lm + step / 8 * LAMBDA0 * weighted
     parameters = list(draft.parameters())

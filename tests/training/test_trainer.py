@@ -16,10 +16,10 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
-from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.optimizer import LocalStrategy
+from medusa_train.training.target_model_recipe import build_target_model_recipe
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.training.validation import ValidationResult
 from tests.training.conftest import figures, metrics, stop_after, train
@@ -192,16 +192,18 @@ def test_an_evaluation_that_is_not_finite_is_printed_without_early_stopping(
     assert "early_stopping_patience" not in printed
 
 
-def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):
+def test_a_batch_without_targets_reaches_every_parameter(make_config, target_model_dir):
     """ZeRO waits for the gradient of each parameter from each process: none may be missing where
     nothing counts.
     """
     cfg = make_config(
         recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True
     )
-    backbone = load_backbone(str(backbone_dir))
-    draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
-    recipe = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))
+    target_model = load_target_model(str(target_model_dir))
+    draft = MedusaDraft.from_target_model(target_model, 3, dtype=torch.float32)
+    recipe = build_target_model_recipe(
+        cfg, target_model, choose_precision(False, torch.device("cpu"))
+    )
     objective = Objective(draft, 0.8, lm="kl", heads_coefficient=0.5)
     shape = (2, 6)
     batch = Batch(
@@ -217,7 +219,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         feats,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
-        lm_head=recipe.backbone.lm_head(),
+        lm_head=recipe.target_model.lm_head(),
         teacher=teacher,
     )
     assert float(out.loss.detach()) == 0.0

@@ -12,10 +12,10 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import Precision
 from medusa_train.training import validation
-from medusa_train.training.backbone_recipe import BackboneRecipe
+from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
 from medusa_train.tree_search.fit import fit_trees
 from tests.losses.formula import objective as plain_objective
@@ -108,8 +108,8 @@ PRECISION = Precision(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")
-def backbone(backbone_dir):
-    return load_backbone(str(backbone_dir))
+def target_model(target_model_dir):
+    return load_target_model(str(target_model_dir))
 
 
 def random_batches():
@@ -128,13 +128,13 @@ def random_batches():
 
 
 @pytest.mark.parametrize("rows", [2, 512])
-def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
+def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
     monkeypatch.setattr(validation, "ROWS", rows)
-    draft = MedusaDraft.from_backbone(backbone, 2)
+    draft = MedusaDraft.from_target_model(target_model, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
     found = validation.validate(
-        BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8)
+        TargetModelRecipe(target_model, PRECISION), draft, random_batches(), Objective(draft, 0.8)
     )
     losses, top3 = [], []
     for k in (1, 2):
@@ -142,7 +142,7 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
             logits.append(
-                draft.head_logits(backbone.run(batch.tokens).hidden, k)[
+                draft.head_logits(target_model.run(batch.tokens).hidden, k)[
                     target != IGNORE_INDEX
                 ].detach()
             )
@@ -154,13 +154,16 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     assert found.head_loss == pytest.approx(losses, rel=1e-5)
     assert [shares[2] for shares in found.top] == pytest.approx(top3)
     assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
-    assert found.objective == found.loss  # the backbone is frozen
-    recipe = BackboneRecipe(backbone, PRECISION, parameters=dict(backbone.model.named_parameters()))
+    assert found.objective == found.loss  # the base model is frozen
+    recipe = TargetModelRecipe(
+        target_model, PRECISION, parameters=dict(target_model.model.named_parameters())
+    )
     joint = validation.validate(recipe, draft, random_batches(), Objective(draft, 0.8, lm="ce"))
-    backbone.model.eval()
+    target_model.model.eval()
     targets = [shift_labels(batch.labels, 0, batch.segments) for batch in random_batches()]
     logits = [
-        backbone.logits(backbone.run(batch.tokens).hidden).detach() for batch in random_batches()
+        target_model.logits(target_model.run(batch.tokens).hidden).detach()
+        for batch in random_batches()
     ]
     flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (logits, targets))
     # IGNORE_INDEX is torch's
@@ -168,11 +171,11 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     assert joint.lm_kl is None
 
 
-def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
-    """On the backbone's own greedy answers the tree would take as many steps as the loop takes with
+def test_acceptance_length_is_that_of_decoding_the_same_text(target_model):
+    """On the base model's own greedy answers the tree would take as many steps as the loop takes with
     it.
     """
-    draft = MedusaDraft.from_backbone(backbone, 2)
+    draft = MedusaDraft.from_target_model(target_model, 2)
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in draft.blocks.parameters():
@@ -180,7 +183,9 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
     prompts = [[0, 2, 10 + i, 3] for i in range(6)]
     batches = []
     for prompt in prompts:
-        tokens = torch.tensor([prompt + Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens])
+        tokens = torch.tensor(
+            [prompt + Decoder(target_model).generate(prompt, 30, eos_ids=()).tokens]
+        )
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE_INDEX
         batches.append(
@@ -189,7 +194,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
             )
         )
     found = validation.validate(
-        BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8)
+        TargetModelRecipe(target_model, PRECISION), draft, batches, Objective(draft, 0.8)
     )
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
     traces = [[validation._trace(ranks) for ranks in half] for half in halves]
@@ -197,15 +202,15 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
     for half in (0, 1):
         tree = fit_trees(traces[half], [validation.NODES])[validation.NODES]
         made = [
-            Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=())
+            Decoder(target_model, draft, tree).generate(prompt, 30, eos_ids=())
             for prompt in prompts[1 - half :: 2]
         ]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
     assert found.record()["acceptance_length"] == pytest.approx(sum(rates) / 2)
 
 
-def test_nothing_to_predict_gives_zeros(backbone):
-    draft = MedusaDraft.from_backbone(backbone, 2)
+def test_nothing_to_predict_gives_zeros(target_model):
+    draft = MedusaDraft.from_target_model(target_model, 2)
     batch = random_batches()[0]
     empty = Batch(
         batch.tokens,
@@ -215,16 +220,16 @@ def test_nothing_to_predict_gives_zeros(backbone):
         ["a", "b"],
     )
     found = validation.validate(
-        BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8)
+        TargetModelRecipe(target_model, PRECISION), draft, [empty], Objective(draft, 0.8)
     )
     assert found.loss == 0.0
     assert found.targets == [0, 0]
     assert "acceptance_length" not in found.record()
 
 
-def test_a_stop_gives_up(backbone):
-    draft = MedusaDraft.from_backbone(backbone, 1)
-    recipe, objective = BackboneRecipe(backbone, PRECISION), Objective(draft, 0.8)
+def test_a_stop_gives_up(target_model):
+    draft = MedusaDraft.from_target_model(target_model, 1)
+    recipe, objective = TargetModelRecipe(target_model, PRECISION), Objective(draft, 0.8)
     assert validation.validate(recipe, draft, random_batches(), objective, lambda: True) is None
 
 
@@ -238,24 +243,24 @@ def test_a_stop_gives_up(backbone):
         ({"lm": "kl", "heads_coefficient": 0.2, "schedule": "sine_0.5"}, 0.5 + 0.4),
     ],
 )
-def test_the_validation_objective(backbone, keys, wanted):
-    objective = Objective(MedusaDraft.from_backbone(backbone, 1), 0.8, **keys)
+def test_the_validation_objective(target_model, keys, wanted):
+    objective = Objective(MedusaDraft.from_target_model(target_model, 1), 0.8, **keys)
     assert validation.validation_objective(objective, 2.0, ce=3.0, kl=0.5) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("kind", list(DRAFTS))
-def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
+def test_every_draft_gets_the_gradients_of_the_formula(target_model, kind):
     torch.manual_seed(3)
     settings = {
         "kangaroo": {"num_heads": 3, "exit_layer": 1},
         "hydra": {"num_heads": 2, "num_layers": 1},
         "dflash": {"max_draft_tokens": 2, "num_layers": 1},
     }
-    draft = DRAFTS[kind].from_backbone(backbone, **settings.get(kind, {"num_heads": 2}))
+    draft = DRAFTS[kind].from_target_model(target_model, **settings.get(kind, {"num_heads": 2}))
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     draft.eval()
-    batch, recipe = random_batches()[0], BackboneRecipe(backbone, PRECISION)
+    batch, recipe = random_batches()[0], TargetModelRecipe(target_model, PRECISION)
     share = 0.6 if kind == "amphista" else 1.0
     objective = Objective(draft, 0.8, soft_targets=share, weight=0.5)
     feats = recipe.features(batch, draft.needs)

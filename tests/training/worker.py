@@ -48,7 +48,11 @@ SMALL = {
 def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContext) -> Trainer:
     """The trainer of a run, with the optimizer that the case names and heads that are not all one."""
     cfg = TrainConfig(**case["keys"], output_dir=str(out / "run"))
-    build_heads, load_backbone, quiet = setup.build_heads, setup.load_backbone, Console(quiet=True)
+    build_heads, load_target_model, quiet = (
+        setup.build_heads,
+        setup.load_target_model,
+        Console(quiet=True),
+    )
 
     def optimizer(
         name: str, groups: Any, device: Any, **settings: Any
@@ -59,9 +63,9 @@ def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContex
             group["lr"] *= 0.1
         return torch.optim.AdamW(groups), None
 
-    def backbone(*args: Any, **keys: Any) -> Any:
-        loaded = load_backbone(*args, **keys)
-        case["loaded"] = backbone_elements(loaded.model)
+    def target_model(*args: Any, **keys: Any) -> Any:
+        loaded = load_target_model(*args, **keys)
+        case["loaded"] = target_model_elements(loaded.model)
         return loaded
 
     def heads(*args: Any) -> Any:
@@ -72,7 +76,7 @@ def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContex
         return draft
 
     with patch.multiple(
-        setup, build_optimizer=optimizer, load_backbone=backbone, build_heads=heads
+        setup, build_optimizer=optimizer, load_target_model=target_model, build_heads=heads
     ):
         trainer = setup.build_trainer(
             cfg, load_data(cfg, quiet, distributed), RunProgress(quiet), distributed
@@ -94,7 +98,7 @@ def equal(
         trainer = make_trainer(case, out, distributed)
     with trainer.loggers:
         trainer.run(StopRequest(lambda line: None))
-    parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
+    parts = [case["loaded"], target_model_elements(trainer.recipe.target_model.model)]
     parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, distributed))
     weights = {
         f"{part}.{name}": weight
@@ -121,8 +125,8 @@ def equal(
         )
 
 
-def backbone_elements(model: torch.nn.Module) -> tuple[int, int]:
-    """Count the elements of the backbone's weights in this process, and in all."""
+def target_model_elements(model: torch.nn.Module) -> tuple[int, int]:
+    """Count the elements of the base model's weights in this process, and in all."""
     parameters = list(model.parameters())
     held = sum(p.numel() + (p.ds_tensor.numel() if is_partitioned(p) else 0) for p in parameters)
     return held, sum(full_shape(p).numel() for p in parameters)
@@ -155,7 +159,7 @@ def whole_run(
 ) -> None:
     """`train_stages` with the case's keys; rank 0's console and every rank's exit code are written.
 
-    Between two stages, the number of backbones that are left in memory is written. The last rank
+    Between two stages, the number of base models that are left in memory is written. The last rank
     alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
     """
     cfg = TrainConfig(**case["keys"])

@@ -28,7 +28,7 @@ from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from medusa_train.tree_search.time_steps import QUICK, THOROUGH, Effort, time_steps
 from medusa_train.tree_search.traces import TracedAnswers, trace_conversations
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.tree_search.test_traces import noisy_heads
 
 
@@ -70,7 +70,7 @@ def chosen_by(
     calls: list[Sequence[Tree]] = []
 
     def measure(
-        backbone: object, draft: object, trees: Sequence[Tree], **options: object
+        target_model: object, draft: object, trees: Sequence[Tree], **options: object
     ) -> dict[Tree, float]:
         calls.append(trees)
         assert len(set(trees)) == len(trees)
@@ -81,10 +81,10 @@ def chosen_by(
     drawn = random.Random(0)
     heads = [drawn.choices([*range(len(one) - 1), -1], one, k=500) for one in odds]
     traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
-    backbone = random_backbone("llama", dtype=torch.float32)
-    draft = MedusaDraft.from_backbone(backbone, len(odds))
+    target_model = random_target_model("llama", dtype=torch.float32)
+    draft = MedusaDraft.from_target_model(target_model, len(odds))
     return choose_tree(
-        backbone, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick
+        target_model, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick
     )
 
 
@@ -167,7 +167,7 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
 
     def measure(
-        backbone: object,
+        target_model: object,
         draft: object,
         trees: Sequence[Tree],
         prompt: list[int],
@@ -181,13 +181,13 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "time_steps", measure)
     monkeypatch.setattr(module, "SIZES", (0, 1, 2))
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     traced = TracedAnswers([[Trace([[0, 0, 0]] * 9, [3] * 9)]] * 3, [1, 2, 3])
     for seconds, rivals in ((50.0, QUICK), (1000.0, THOROUGH)):
         clock[0] = 0.0
         timed.clear()
         progress = quiet()
-        choose_tree(backbone, noisy_heads(backbone), traced, progress, seconds=seconds)
+        choose_tree(target_model, noisy_heads(target_model), traced, progress, seconds=seconds)
         # after the estimate all sizes are timed briefly, then the rivals of the best
         assert [one for one, _ in timed[1:]] == [QUICK, rivals]
         assert {deadline for _, deadline in timed[1:]} == {seconds}
@@ -196,7 +196,7 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
             rivals == QUICK
         )
     timed.clear()
-    choose_tree(backbone, noisy_heads(backbone), traced, quiet())
+    choose_tree(target_model, noisy_heads(target_model), traced, quiet())
     assert {one for one, _ in timed} == {THOROUGH}  # without a limit
     assert timing_budget(10) == 10
     assert timing_budget(400) == 40
@@ -204,15 +204,15 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
 
 def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "SIZES", (0, 2, 5))
-    backbone = random_backbone("llama", dtype=torch.float32)
-    draft = noisy_heads(backbone)
+    target_model = random_target_model("llama", dtype=torch.float32)
+    draft = noisy_heads(target_model)
     conversations = [
         [[i, i + 1, 2 * i + 1] for i in range(2, 14)][i : i + 2] for i in range(0, 12, 2)
     ]
     traced = trace_conversations(
-        backbone, draft, conversations, max_new_tokens=20, token_budget=150
+        target_model, draft, conversations, max_new_tokens=20, token_budget=150
     )
-    choice = choose_tree(backbone, draft, traced, quiet())
+    choice = choose_tree(target_model, draft, traced, quiet())
     paths = ModelPaths(tmp_path, str(tmp_path), None, None, None)
     assert choice.save(tmp_path, traced, paths) == tmp_path / "tree.json"
     assert load_traces(tmp_path / "tree_traces.npz", weights_key(paths, choice.settings)) == traced
@@ -228,7 +228,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert record["form"]["dtype"] == "float32"
     assert [len(row) for row in record["head_accuracy"]] == [10] * 3
     with pytest.raises(MedusaError, match="3 or more answered chats, got 2"):
-        choose_tree(backbone, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
+        choose_tree(target_model, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
 
 
 def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
@@ -251,14 +251,14 @@ def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
 
 
 def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone, long = random_backbone("llama"), list(range(2, 60)) * 2
-    draft, trace = noisy_heads(backbone), Trace([[0, 0, 0]] * 9, [3] * 9)
+    target_model, long = random_target_model("llama"), list(range(2, 60)) * 2
+    draft, trace = noisy_heads(target_model), Trace([[0, 0, 0]] * 9, [3] * 9)
     monkeypatch.setattr(module, "SIZES", (0, 1))
     assert (
-        choose_tree(backbone, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True)
+        choose_tree(target_model, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True)
         .sizes[0]
         .step_ms
         > 0
     )
     with pytest.raises(MedusaError, match="exceed the model's context"):
-        time_steps(backbone, draft, [Tree.empty()], long, quiet(), QUICK)
+        time_steps(target_model, draft, [Tree.empty()], long, quiet(), QUICK)

@@ -7,17 +7,17 @@ from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
 from medusa_train.tree_search.traces import trace_conversations
-from tests.evaluation.tiny_model import write_backbone, write_run
-from tests.families import random_backbone
+from tests.evaluation.tiny_model import write_run, write_target_model
+from tests.families import random_target_model
 from tests.tree_search.test_traces import noisy_heads
 
 SETTINGS = DecodingSettings("float32", None, True, False, "cpu", "A CPU", 4)
 
 
 def test_traces_are_read_as_they_were_written(tmp_path: Path) -> None:
-    backbone, path = random_backbone("llama"), tmp_path / "tree_traces.npz"
+    target_model, path = random_target_model("llama"), tmp_path / "tree_traces.npz"
     traced = trace_conversations(
-        backbone, noisy_heads(backbone), [[[3, 1, 4], [9]], [[2, 6, 5]]], max_new_tokens=20
+        target_model, noisy_heads(target_model), [[[3, 1, 4], [9]], [[2, 6, 5]]], max_new_tokens=20
     )
     assert [len(one) for one in traced.conversations] == [2, 1]
     save_traces(path, traced, {"heads": "a"})
@@ -29,7 +29,7 @@ def test_traces_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    run = write_run(tmp_path / "run", write_target_model(tmp_path / "backbone"))
     paths = resolve_model(str(run), None, None)
     keys = [weights_key(paths, SETTINGS)]
     assert (

@@ -9,7 +9,7 @@ from medusa_train.inference.generate import Decoder, Step
 from medusa_train.tree_search import time_steps as timing
 from medusa_train.tree_search.time_steps import QUICK, time_steps
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.tree_search.test_choose_tree import quiet
 from tests.tree_search.test_traces import noisy_heads
 
@@ -17,12 +17,18 @@ from tests.tree_search.test_traces import noisy_heads
 def test_after_the_deadline_no_further_round_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(timing, "_later_step_ms", lambda *given: counted.append(1) or 2.0)
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     for deadline, continuations in ((0.0, 2), (None, 1 + QUICK.rounds)):
         counted.clear()
         options: dict[str, Any] = {"deadline": deadline}
         measured = time_steps(
-            backbone, noisy_heads(backbone), [Tree.chain(1)], [1, 2], quiet(), QUICK, **options
+            target_model,
+            noisy_heads(target_model),
+            [Tree.chain(1)],
+            [1, 2],
+            quiet(),
+            QUICK,
+            **options,
         )
         assert measured == {Tree.chain(1): 2.0}
         assert len(counted) == continuations  # a warm-up and one round in any case
@@ -40,8 +46,8 @@ def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
                 yield Step([1], 0)
 
     monkeypatch.setattr(timing, "Decoder", Steps)
-    backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
+    target_model, trees = random_target_model("llama"), [Tree.empty(), Tree.chain(1)]
     measured = time_steps(
-        backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK
+        target_model, noisy_heads(target_model), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK
     )
     assert measured == pytest.approx(dict.fromkeys(trees, 2.0))

@@ -8,15 +8,15 @@ import torch
 
 from medusa_train.inference.batch_decoder import RunningBatch
 from medusa_train.inference.generate import Decoder
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search import traces as traces_module
 from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
 from medusa_train.tree_search.kept_traces import load_traces, save_traces
 from medusa_train.tree_search.traces import TracedAnswers, greedy_answers, rank_of, trace_answer
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 
 # an answer of six tokens, three heads
 TRACE = Trace(
@@ -46,13 +46,13 @@ def test_accuracy_counts_only_positions_with_a_target() -> None:
 
 
 def answers_one_by_one(
-    backbone: Backbone, prompts: Sequence[list[int]], max_new_tokens: int, token_budget: int
+    target_model: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, token_budget: int
 ) -> dict[int, list[int]]:
     """What `greedy_answers` gives in batches."""
     answers: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        if len(prompt) <= backbone.max_context:
-            answers[index] = Decoder(backbone).generate(prompt, max_new_tokens).tokens
+        if len(prompt) <= target_model.max_context:
+            answers[index] = Decoder(target_model).generate(prompt, max_new_tokens).tokens
         if sum(map(len, answers.values())) >= token_budget:
             break
     return answers
@@ -64,8 +64,8 @@ def test_batches_give_the_answers_of_single_rows(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces_module, "MAX_ROWS", rows)
-    backbone = random_backbone(family)
-    backbone.max_context = 30
+    target_model = random_target_model(family)
+    target_model.max_context = 30
     prompts = [
         [3, 1, 4, 1, 5],
         [9],
@@ -73,17 +73,17 @@ def test_batches_give_the_answers_of_single_rows(
         [2, 6],
         *([i, i + 1, 2 * i + 1] for i in range(2, 14)),
     ]
-    backbone.eos_ids = tuple(
-        Decoder(backbone).generate(prompt, 20).tokens[at] for prompt, at in ((prompts[1], 6),)
+    target_model.eos_ids = tuple(
+        Decoder(target_model).generate(prompt, 20).tokens[at] for prompt, at in ((prompts[1], 6),)
     )
     for budget in (1, 20, 21, 100, 10_000):
-        expected = answers_one_by_one(backbone, prompts, 20, budget)
+        expected = answers_one_by_one(target_model, prompts, 20, budget)
         lengths: list[int] = []
-        answers = greedy_answers(backbone, prompts, 20, budget, lengths.append)
+        answers = greedy_answers(target_model, prompts, 20, budget, lengths.append)
         assert list(answers.items()) == list(expected.items())
         assert sorted(lengths) == sorted(map(len, expected.values()))
     assert len({len(answer) for answer in answers.values()}) > 2
-    assert greedy_answers(backbone, prompts[2:3], 20, 100) == {}
+    assert greedy_answers(target_model, prompts[2:3], 20, 100) == {}
 
 
 def test_answers_share_passes_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,25 +92,25 @@ def test_answers_share_passes_as_far_as_memory_allows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         RunningBatch, "step", lambda batch: (passes.append(len(batch.active)), step(batch))[1]
     )
-    backbone = random_backbone("llama")
-    backbone.eos_ids = ()
+    target_model = random_target_model("llama")
+    target_model.eos_ids = ()
     prompts = [[i, i + 1] for i in range(2, 34)]
-    greedy_answers(backbone, prompts, 11, 20 * 11)
+    greedy_answers(target_model, prompts, 11, 20 * 11)
     assert passes == [16] * 10 + [4] * 10  # the prefill gives each answer's first token
-    config = backbone.config
+    config = target_model.config
     row = 13 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
     monkeypatch.setattr(traces_module, "MAX_CACHE_BYTES", 3 * row)
     passes.clear()
-    greedy_answers(backbone, prompts, 11, 3 * 11)
+    greedy_answers(target_model, prompts, 11, 3 * 11)
     assert passes == [3] * 10
     monkeypatch.setattr(traces_module, "MAX_CACHE_BYTES", 3 * row - 1)
     passes.clear()
-    greedy_answers(backbone, prompts, 11, 3 * 11)
+    greedy_answers(target_model, prompts, 11, 3 * 11)
     assert passes == [2] * 10 + [1] * 10
 
 
-def noisy_heads(backbone: Backbone) -> MedusaDraft:
-    draft = MedusaDraft.from_backbone(backbone, num_heads=3)
+def noisy_heads(target_model: TargetModel) -> MedusaDraft:
+    draft = MedusaDraft.from_target_model(target_model, num_heads=3)
     torch.manual_seed(5)
     with torch.no_grad():
         for block in draft.blocks.parameters():
@@ -119,14 +119,14 @@ def noisy_heads(backbone: Backbone) -> MedusaDraft:
 
 
 def test_ranks_against_a_plain_computation() -> None:
-    backbone = random_backbone("llama")
-    draft = noisy_heads(backbone)
+    target_model = random_target_model("llama")
+    draft = noisy_heads(target_model)
     prompt = [3, 1, 4, 1]
-    answer = Decoder(backbone).generate(prompt, 12).tokens
-    trace = trace_answer(backbone, draft, prompt, answer)
+    answer = Decoder(target_model).generate(prompt, 12).tokens
+    trace = trace_answer(target_model, draft, prompt, answer)
     text = prompt + answer
     for position, targets in enumerate(trace.targets):
-        hidden = backbone.run(torch.tensor([text[: len(prompt) + position]])).hidden[0, -1]
+        hidden = target_model.run(torch.tensor([text[: len(prompt) + position]])).hidden[0, -1]
         for k in (1, 2, 3):
             if position + k >= len(answer):
                 assert (trace.ranks[position][k - 1], targets < k) == (-1, True)
@@ -144,12 +144,12 @@ def test_ranks_against_a_plain_computation() -> None:
     "tree", [Tree.cartesian([3, 2]), Tree.chain(3), Tree.from_paths([(0,), (4,), (0, 3)])]
 )
 def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
-    backbone = random_backbone("qwen3")
-    draft = noisy_heads(backbone)
+    target_model = random_target_model("qwen3")
+    draft = noisy_heads(target_model)
     for prompt in ([3, 1, 4], [9], [20, 30, 40, 50]):
-        plain = Decoder(backbone).generate(prompt, 40).tokens
-        real = Decoder(backbone, draft, tree).generate(prompt, 40)
-        assert len(trace_answer(backbone, draft, prompt, plain).simulate(tree)) == real.steps
+        plain = Decoder(target_model).generate(prompt, 40).tokens
+        real = Decoder(target_model, draft, tree).generate(prompt, 40)
+        assert len(trace_answer(target_model, draft, prompt, plain).simulate(tree)) == real.steps
 
 
 def test_tied_logits_have_the_places_that_proposals_give_them() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from medusa_train.data.batch import shift_labels
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -27,13 +27,13 @@ class AmphistaDraft(LMHeadsDraft):
     Two decoder layers prepare what the heads read: the first K/2 heads (rounded down) read the
     first layer, the others the second. Before their output matrices the heads attend to each other.
 
-        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the backbone's state at t,
+        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the target model's state at t,
                                                                  e: the embedding of the token at t + 1
         v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2; h_i: h1 or h2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
         p_k = softmax(W2_k u_k)                                  Eq. 6; guesses the token at t + k + 1
 
-    The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in
+    The token at t + 1 is the one that the target model just chose: in decoding the root of the tree, in
     training the data's token. No head reads a later one, so in training all positions and in
     decoding all K heads are computed in one pass.
 
@@ -44,10 +44,10 @@ class AmphistaDraft(LMHeadsDraft):
     - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False; they
       are several times smaller than the states next to them.
     - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained
-      heads give the backbone's next-token logits exactly.
+      heads give the target model's next-token logits exactly.
 
     Args:
-        backbone: the model whose layer class, embeddings and lm_head are used; it is neither kept
+        target model: the model whose layer class, embeddings and lm_head are used; it is neither kept
             nor changed.
         num_heads: K.
         auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits
@@ -59,7 +59,7 @@ class AmphistaDraft(LMHeadsDraft):
         normalize_embeddings: False leaves e as it is.
         vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
             all tokens.
-        dtype: dtype of the parameters; by default the backbone's.
+        dtype: dtype of the parameters; by default the target model's.
     """
 
     setting_names = (
@@ -74,7 +74,7 @@ class AmphistaDraft(LMHeadsDraft):
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         num_heads: int = 4,
         *,
         auto_blocks: int = 1,
@@ -93,35 +93,36 @@ class AmphistaDraft(LMHeadsDraft):
         self.adaptation_layers = adaptation_layers
         self.sampled_token = sampled_token
         self.normalize_embeddings = normalize_embeddings
-        dtype = dtype or backbone.dtype
-        size = backbone.hidden_size  # d
-        self.embedding = backbone.embedding()
+        dtype = dtype or target_model.dtype
+        size = target_model.hidden_size  # d
+        self.embedding = target_model.embedding()
         # fc and the adaptation layers
         num_fc = max(adaptation_layers, 1) if sampled_token else 0
         self.fc = nn.ModuleList(
             nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(num_fc)
         )
         self.layers = nn.ModuleList(
-            DraftLayer(backbone, final_norm=False, dtype=dtype) for _ in range(adaptation_layers)
+            DraftLayer(target_model, final_norm=False, dtype=dtype)
+            for _ in range(adaptation_layers)
         )
         # the heads: W1, the block between them, W2
         self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
-            config = backbone.config
+            config = target_model.config
             self.auto = AutoEmbedding(
                 auto_blocks, num_heads, size, config.num_attention_heads, head_dim(config), dtype
             )
             if not position_encoding:
                 self.auto.positions = None
-        lm_heads = self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.lm_heads = StackedLinears(lm_heads)
         self._init_identity()
-        self.to(backbone.device)
+        self.to(target_model.device)
 
     @torch.no_grad()
     def _init_identity(self) -> None:
-        """Initialize so that the heads' states are the backbone's."""
+        """Initialize so that the heads' states are the target model's."""
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
@@ -368,7 +369,7 @@ class HeadAttention(nn.Module):
     Eq. 5).
 
     Initially the identity, with W_o = 0. The paper has neither the norm nor the residual. Heads
-    have the number and size of the backbone's.
+    have the number and size of the target model's.
     """
 
     def __init__(

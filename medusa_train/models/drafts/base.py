@@ -23,7 +23,7 @@ from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
     from medusa_train.data.batch import Batch
-    from medusa_train.models.backbone import Backbone
+    from medusa_train.models.target_model import TargetModel
 
 D = TypeVar("D", bound="Draft")
 
@@ -36,8 +36,8 @@ class Proposal:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
-        early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the
-            draft ran these itself and wrote their keys and values to the backbone's slots:
+        early: [B, n + 1, d], the nodes' states after `needs.early` layers of the target model, if the
+            draft ran these itself and wrote their keys and values to the target model's slots:
             verification runs only the others.
         branch: further tokens of the pass, which are not verified; the draft gets their logits
             (`Proposer.observe`). Not together with `early`.
@@ -189,12 +189,12 @@ class DraftStep:
 
     Attributes:
         accepted: the path that the last step accepted.
-        roots: the backbone's next tokens, long [B]. root_list: the same on the host.
+        roots: the target model's next tokens, long [B]. root_list: the same on the host.
         caches: of the draft's own layers, `Proposer.num_caches` of them.
         rows: what `Proposer.new_row` returned for each active row; a pass may have further rows.
         tree: to be filled, with its tensors on the device of the roots; drafts that choose the
             shape of their trees ignore it.
-        nodes: where the nodes of the tree stand in the backbone's slots, for drafts that run its
+        nodes: where the nodes of the tree stand in the target model's slots, for drafts that run its
             layers; None for drafts that choose the shape of their trees.
         may_stop: whether the draft may look at its guesses to stop early. Steps that are replayed
             do the same work every time, so there it may not.
@@ -211,30 +211,30 @@ class DraftStep:
 
 
 class Proposer:
-    """Guesses the tokens after the backbone's next token, in trees: what decoding needs of a draft.
+    """Guesses the tokens after the target model's next token, in trees: what decoding needs of a draft.
 
     In each step `read` takes the accepted path, and `guess` fills a tree below the next roots:
 
-        backbone   .. x_t-1  x_t | x_t+1: the root, the backbone's next token, not yet read by it
+        target model   .. x_t-1  x_t | x_t+1: the root, the target model's next token, not yet read by it
         draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
 
     Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
     Attributes:
-        needs: states of the backbone that it reads.
+        needs: states of the target model that it reads.
         num_heads: K, the depth of the deepest tree that it can fill.
         num_caches: layers of its own with keys and values.
         fixed_shape: whether it fills the tree that it is given, with the same work every time, so
             that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
-        runs_backbone: whether `guess` runs layers of the backbone over its draft tokens, see
+        runs_target_model: whether `guess` runs layers of the target model over its draft tokens, see
             `Proposal.early`.
     """
 
     needs: FeatureSpec = FINAL_STATES
     num_heads: int
     fixed_shape: bool = True
-    runs_backbone: bool = False
+    runs_target_model: bool = False
 
     @property
     def num_caches(self) -> int:
@@ -243,7 +243,7 @@ class Proposer:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Size of a reduced vocabulary; None if every token of the backbone can be drafted."""
+        """Size of a reduced vocabulary; None if every token of the target model can be drafted."""
         return None
 
     def limits(self, tree: Tree) -> Limits:
@@ -292,7 +292,7 @@ class Proposer:
         return nullcontext()
 
     def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Read the backbone's logits at the branch tokens of a proposal; drafts without them need
+        """Read the target model's logits at the branch tokens of a proposal; drafts without them need
         not define it.
 
         Args:
@@ -302,14 +302,14 @@ class Proposer:
 
 
 class Draft(Proposer, nn.Module):
-    """K trained heads that draft the tokens after the backbone's next token.
+    """K trained heads that draft the tokens after the target model's next token.
 
-    At position t the backbone predicts the token t + 1, and head k (k = 1..K) the token t + k + 1.
+    At position t the target model predicts the token t + 1, and head k (k = 1..K) the token t + k + 1.
     Training reads `head_states` and `lm_head`: the loss compares head k's logits with the data's
-    token, or with the backbone's own prediction. Decoding reads what `Proposer` has.
+    token, or with the target model's own prediction. Decoding reads what `Proposer` has.
 
     Attributes:
-        needs: states of the backbone that the draft reads, in training and in decoding.
+        needs: states of the target model that the draft reads, in training and in decoding.
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one before it computes the next one.
@@ -327,18 +327,18 @@ class Draft(Proposer, nn.Module):
     # Construction
 
     @classmethod
-    def from_backbone(cls: type[D], backbone: Backbone, *args: Any, **kwargs: Any) -> D:
-        """Create an untrained draft for `backbone`, on its device.
+    def from_target_model(cls: type[D], target_model: TargetModel, *args: Any, **kwargs: Any) -> D:
+        """Create an untrained draft for `target_model`, on its device.
 
         Args:
-            backbone: what the draft shares with it must not become a parameter of the draft.
-            kwargs: `settings`, and `dtype` of the parameters, by default the backbone's.
+            target model: what the draft shares with it must not become a parameter of the draft.
+            kwargs: `settings`, and `dtype` of the parameters, by default the target model's.
         """
-        return cls(backbone, *args, **kwargs)
+        return cls(target_model, *args, **kwargs)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """JSON-serializable keyword arguments of `from_backbone` that recreate this draft, except
+        """JSON-serializable keyword arguments of `from_target_model` that recreate this draft, except
         `token_map`.
         """
         return {name: getattr(self, name) for name in self.setting_names}

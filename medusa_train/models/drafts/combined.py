@@ -33,14 +33,14 @@ class MergedDraft(Proposer):
         heads: a trained draft. lookup: a draft without training.
 
     Raises:
-        MedusaError: the heads run layers of the backbone themselves (Kangaroo), which would lack
+        MedusaError: the heads run layers of the target model themselves (Kangaroo), which would lack
             the added nodes.
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
-        if heads.runs_backbone:
+        if heads.runs_target_model:
             raise MedusaError(
-                "Kangaroo's guesses pass the backbone's first layers, so no others can be added"
+                "Kangaroo's guesses pass the target model's first layers, so no others can be added"
             )
         self.heads = heads
         self.lookup = lookup

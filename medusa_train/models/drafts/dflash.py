@@ -22,8 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 from medusa_train.config.draft_sections import spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone
+from medusa_train.errors import TargetModelError
 from medusa_train.models.drafts.base import Draft, DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import grow_trees
 from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
@@ -32,6 +31,7 @@ from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
 from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
 from medusa_train.trees.tree import Tree
@@ -68,7 +68,7 @@ class DFlashDraft(Draft):
     Letters: B rows, T positions, N blocks of a row, S = K + 1 slots, d width, V tokens.
 
     Args:
-        backbone: the model whose embedding and lm_head are used, and neither saved nor trained.
+        target model: the model whose embedding and lm_head are used, and neither saved nor trained.
         max_draft_tokens: K.
         num_layers: L.
         layers: after how many layers of the target model the n states are read; by default
@@ -79,12 +79,12 @@ class DFlashDraft(Draft):
             target model's table, which is a spare row in many models.
         markov_rank: r of the Markov bias; 0: none.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]).
-        layer: entries of config.json in which the layers differ from the backbone's, for published
+        layer: entries of config.json in which the layers differ from the target model's, for published
             drafts.
-        dtype: dtype of the parameters; by default the backbone's.
+        dtype: dtype of the parameters; by default the target model's.
 
     Raises:
-        BackboneError: the target model has no token `mask_token_id`.
+        TargetModelError: the target model has no token `mask_token_id`.
         ValueError: `token_map` has not `vocab_size` tokens.
 
     """
@@ -102,7 +102,7 @@ class DFlashDraft(Draft):
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         max_draft_tokens: int = 7,
         *,
         num_layers: int = 5,
@@ -118,31 +118,31 @@ class DFlashDraft(Draft):
     ) -> None:
         super().__init__()
         check_token_map(vocab_size, token_map)
-        dtype = dtype or backbone.dtype
+        dtype = dtype or target_model.dtype
         self.max_draft_tokens = self.num_heads = max_draft_tokens
         self.num_layers = num_layers
         self.anchors = anchors
         self.window = window
-        self.mask_token_id = backbone.vocab_size - 1 if mask_token_id is None else mask_token_id
-        if self.mask_token_id >= backbone.vocab_size:
-            raise BackboneError(
+        self.mask_token_id = target_model.vocab_size - 1 if mask_token_id is None else mask_token_id
+        if self.mask_token_id >= target_model.vocab_size:
+            raise TargetModelError(
                 f"dflash.mask_token_id: {mask_token_id}: the base model has"
-                f" {backbone.vocab_size:,} tokens"
+                f" {target_model.vocab_size:,} tokens"
             )
-        self.state_layers = tuple(layers or spread_layers(backbone.num_layers, num_layers))
+        self.state_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))
         self.needs = FeatureSpec(early=self.state_layers)
 
         # 1. E and lm_head, neither of which is registered as a module
-        self.embedding = backbone.embedding()
+        self.embedding = target_model.embedding()
         self.register_buffer("token_map", None if token_map is None else token_map.long())
-        self._lm_head = backbone.lm_head()
+        self._lm_head = target_model.lm_head()
         if token_map is not None:
             with torch.no_grad():
                 self._lm_head = self._lm_head.restrict_to(token_map)
 
         # 2. fc with its norm, the layers, and the norm before lm_head; the layers are Qwen3's,
         # whatever the target model's are
-        config = layer_config(backbone.config, layer)
+        config = layer_config(target_model.config, layer)
         self._layer_overrides = dict(layer or {})
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(self.state_layers) * size, size, bias=False)
@@ -156,9 +156,9 @@ class DFlashDraft(Draft):
         self.markov: MarkovBias | None = None
         if markov_rank:
             self.markov = MarkovBias(
-                backbone.vocab_size, vocab_size or backbone.vocab_size, markov_rank
+                target_model.vocab_size, vocab_size or target_model.vocab_size, markov_rank
             )
-        self.to(device=backbone.device, dtype=dtype)
+        self.to(device=target_model.device, dtype=dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DFlashDraft:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""

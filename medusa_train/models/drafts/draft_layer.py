@@ -1,4 +1,4 @@
-"""A trainable decoder layer of the backbone's class, initialized from one of its; attention or MLP
+"""A trainable decoder layer of the target model's class, initialized from one of its; attention or MLP
 may be absent.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone
+from medusa_train.errors import TargetModelError
 from medusa_train.models.document_attention import (
     document_bounds,
     document_mask,
@@ -24,18 +23,19 @@ from medusa_train.models.features import capture_inputs
 from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.masks import apply_sliding_window
 from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer of the backbone's kind that belongs to a draft: Hydra's prefix layer,
+    """A decoder layer of the target model's kind that belongs to a draft: Hydra's prefix layer,
     Amphista's adaptation layers, Kangaroo's adapter.
 
         states [B, T, d] -- attention -- MLP -- final norm -- states [B, T, d]
                             (each of the last three may be left out)
 
-    It is initialized randomly; `init_from_layer` copies weights of the backbone. In training
+    It is initialized randomly; `init_from_layer` copies weights of the target model. In training
     `forward` runs it over whole rows of documents; in decoding `extend` reads prompts and
     `run_slots` the positions of a step, both with keys and values in a cache.
 
@@ -44,21 +44,21 @@ class DraftLayer(nn.Module):
     layers differ in their attention, this one has full attention.
 
     Args:
-        backbone: the model whose layer class and configuration are used; it is not kept.
-        final_norm: whether a norm follows, of the kind of the backbone's final norm.
-        mlp_size: width of the MLP; None for the backbone's. 0 leaves out the MLP and the norms that
+        target model: the model whose layer class and configuration are used; it is not kept.
+        final_norm: whether a norm follows, of the kind of the target model's final norm.
+        mlp_size: width of the MLP; None for the target model's. 0 leaves out the MLP and the norms that
             serve only it: norm, attention, residual (Kangaroo).
         attention: False leaves out the attention and its norms in the same way.
-        dtype: dtype of the parameters; by default the backbone's.
+        dtype: dtype of the parameters; by default the target model's.
 
     Raises:
-        BackboneError: a decoder of this class can't be built with one layer, or changes its input
+        TargetModelError: a decoder of this class can't be built with one layer, or changes its input
             before the layer.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         *,
         final_norm: bool = True,
         mlp_size: int | None = None,
@@ -66,28 +66,28 @@ class DraftLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dtype = dtype or backbone.dtype
-        config = _single_layer_config(backbone)
+        dtype = dtype or target_model.dtype
+        config = _single_layer_config(target_model)
         # 1. build a decoder with one layer, as far as its class lets us
-        name = type(backbone.body).__name__
+        name = type(target_model.body).__name__
         try:
-            body = _build_body(backbone, config, final_norm, mlp_size, attention)
-            changes_input = _changes_input(body, backbone.hidden_size)
+            body = _build_body(target_model, config, final_norm, mlp_size, attention)
+            changes_input = _changes_input(body, target_model.hidden_size)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise BackboneError(f"a draft can't use a layer of {name}: {error}") from error
+            raise TargetModelError(f"a draft can't use a layer of {name}: {error}") from error
         if changes_input:
-            raise BackboneError(
+            raise TargetModelError(
                 f"a draft can't use a layer of {name}: it changes its input before the first layer"
             )
         self.body = body
         # 2. its attention
         self.window: int | None = None
-        if "full_attention" not in backbone.layer_types:
-            self.window = backbone.window
+        if "full_attention" not in target_model.layer_types:
+            self.window = target_model.window
         self._attention: str = config._attn_implementation
         self._documents: str | None = None
-        self.to(device=backbone.device, dtype=dtype)
-        self._use_document_attention(backbone.device, dtype, backbone.dtype)
+        self.to(device=target_model.device, dtype=dtype)
+        self._use_document_attention(target_model.device, dtype, target_model.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""
@@ -201,12 +201,12 @@ class DraftLayer(nn.Module):
             self.body.config._attn_implementation = self._attention
 
 
-def _single_layer_config(backbone: Backbone) -> Any:
-    """The backbone's config for a decoder of one layer that does not scale its input."""
-    config = copy.deepcopy(backbone.config)
+def _single_layer_config(target_model: TargetModel) -> Any:
+    """The target model's config for a decoder of one layer that does not scale its input."""
+    config = copy.deepcopy(target_model.config)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
-        if "full_attention" in backbone.layer_types:
+        if "full_attention" in target_model.layer_types:
             config.layer_types = ["full_attention"]
         else:
             config.layer_types = ["sliding_attention"]
@@ -217,20 +217,20 @@ def _single_layer_config(backbone: Backbone) -> Any:
     config.pad_token_id = None
     if hasattr(config, "embedding_multiplier"):
         config.embedding_multiplier = 1.0
-    config._attn_implementation = backbone.attention
+    config._attn_implementation = target_model.attention
     return config
 
 
 def _build_body(
-    backbone: Backbone, config: Any, final_norm: bool, mlp_size: int | None, attention: bool
+    target_model: TargetModel, config: Any, final_norm: bool, mlp_size: int | None, attention: bool
 ) -> Any:
-    """Build a decoder of the backbone's class without embeddings, see `DraftLayer`.
+    """Build a decoder of the target model's class without embeddings, see `DraftLayer`.
 
     Raises:
         AttributeError, TypeError, ValueError, RuntimeError: this class lacks what is changed, or
             cannot be built so.
     """
-    mlp, size_key = mlp_of(backbone.layer(0), config)
+    mlp, size_key = mlp_of(target_model.layer(0), config)
     if mlp_size:
         if has_experts(config):
             raise ValueError(
@@ -238,15 +238,15 @@ def _build_body(
             )
         _ = getattr(config, size_key)  # setting a key that is not there would have no effect
         setattr(config, size_key, mlp_size)
-    body: Any = type(backbone.body)(config)
+    body: Any = type(target_model.body)(config)
     del body.embed_tokens
     _ = body.norm  # the final norm may have another name
     if not final_norm:
         body.norm = nn.Identity()
     if mlp_size == 0:
-        _remove(body, mlp, _NoMLP(), backbone.hidden_size)
+        _remove(body, mlp, _NoMLP(), target_model.hidden_size)
     if not attention:
-        _remove(body, "self_attn", _NoAttention(), backbone.hidden_size)
+        _remove(body, "self_attn", _NoAttention(), target_model.hidden_size)
     return body
 
 
@@ -281,13 +281,13 @@ class _NoAttention(nn.Module):
 
 
 def layer_to_copy(model: Any) -> nn.Module:
-    """Return a decoder layer of the kind that a `DraftLayer` copies; BackboneError if the decoder
+    """Return a decoder layer of the kind that a `DraftLayer` copies; TargetModelError if the decoder
     lacks a part.
     """
     body = decoder_of(model)
     for name in ("layers", "embed_tokens"):
         if not hasattr(body, name):
-            raise BackboneError(
+            raise TargetModelError(
                 f"a draft can't use a layer of {type(body).__name__}: it has no `{name}`"
             )
     layer: nn.Module = body.layers[0]
@@ -325,7 +325,7 @@ def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> N
     body.zero_grad()
 
 
-# Initialization from a layer of the backbone
+# Initialization from a layer of the target model
 
 #: A parameter to initialize and the source weight of the same name.
 Pair = tuple[nn.Parameter, Tensor]

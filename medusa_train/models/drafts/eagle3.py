@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer drafts token by token, from states of three layers of the backbone and
+"""EAGLE-3: one decoder layer drafts token by token, from states of three layers of the target model and
 then from its own.
 """
 
@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import document_mask
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
@@ -26,14 +25,15 @@ from medusa_train.models.hf_config import final_norm, head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
-#: Number of the backbone's layers whose states are read.
+#: Number of the target model's layers whose states are read.
 NUM_STATES = 3
 #: A factor on the weight of the norm before lm_head: a new draft's logits are a quarter of what the
-#: backbone's norm would give, as at temperature 4. g_high, which fc passes on, foretells x_{t+1},
+#: target model's norm would give, as at temperature 4. g_high, which fc passes on, foretells x_{t+1},
 #: and the draft has to guess x_{t+2}: without the factor it begins sure of a wrong token, at a loss
 #: above that of equal chances.
 CONFIDENCE_AT_START = 0.25
@@ -42,7 +42,7 @@ CONFIDENCE_AT_START = 0.25
 class Eagle3Draft(LMHeadsDraft):
     """A decoder layer that drafts one token after the other (EAGLE-3, arXiv 2503.01840).
 
-    To guess the first token it reads what the backbone computed: the states g of a low, a middle
+    To guess the first token it reads what the target model computed: the states g of a low, a middle
     and a high layer. For each further token it reads its own last output a and the token it
     guessed last:
 
@@ -50,8 +50,8 @@ class Eagle3Draft(LMHeadsDraft):
         a_2 = Layer(E(x_{t+2}), a_1)                                 softmax(W norm(a_2)) guesses x_{t+3}
         a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W norm(a_k)) guesses x_{t+k+1}
 
-    x_{t+1} is the root of the tree, the backbone's own next token, and x_{t+2} .. is the path of
-    draft tokens below it. E is the backbone's embedding. In step k the layer's attention sees the
+    x_{t+1} is the root of the tree, the target model's own next token, and x_{t+2} .. is the path of
+    draft tokens below it. E is the target model's embedding. In step k the layer's attention sees the
     keys that step 1 computed at all positions up to t, and those that steps 2 .. k computed on its
     own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
 
@@ -62,23 +62,23 @@ class Eagle3Draft(LMHeadsDraft):
     data's tokens in place of guesses: `train_steps` steps, each on the outputs of the one before
     ("training-time test"). So the layer learns from what it reads when it drafts.
 
-    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the backbone's
+    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the target model's
     family, with norms of embedding and state before the attention, which reads both. Initially fc
-    passes g_high on, the layer is a copy of the backbone's last one where shapes fit, W a copy of
-    lm_head, and the norm before it a quarter of the backbone's; the paper does not specify it.
+    passes g_high on, the layer is a copy of the target model's last one where shapes fit, W a copy of
+    lm_head, and the norm before it a quarter of the target model's; the paper does not specify it.
 
-    Letters: d the width of the layer, d' that of the backbone, which is the same unless `layer` says
+    Letters: d the width of the layer, d' that of the target model, which is the same unless `layer` says
     otherwise; N tokens that can be drafted; B rows, T positions, m nodes of a tree.
 
     The arguments are the draft's `settings`, so files with drafts contain their names.
 
     Args:
-        backbone: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
+        target model: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
             which is neither saved nor trained.
         num_heads: K, the depth of the deepest tree. Named as for Medusa; here one head drafts K
             tokens in a row.
         train_steps: steps of the training-time test.
-        layers: after how many of the backbone's layers the three states are read; by default
+        layers: after how many of the target model's layers the three states are read; by default
             `default_layers`. The attribute is `state_layers`.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by
             default all tokens.
@@ -90,10 +90,10 @@ class Eagle3Draft(LMHeadsDraft):
         qk_norm: the layer's attention norms queries and keys, as Qwen3's.
         norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
         own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
-            narrower or wider than the backbone (`hidden_size` in `layer`) needs them.
-        layer: entries of config.json in which the layer differs from the backbone's, for drafts of
+            narrower or wider than the target model (`hidden_size` in `layer`) needs them.
+        layer: entries of config.json in which the layer differs from the target model's, for drafts of
             other trainers.
-        dtype: dtype of the parameters; by default the backbone's.
+        dtype: dtype of the parameters; by default the target model's.
 
     """
 
@@ -104,7 +104,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         num_heads: int = 7,
         *,
         train_steps: int = 4,
@@ -121,70 +121,70 @@ class Eagle3Draft(LMHeadsDraft):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dtype = dtype or backbone.dtype
+        dtype = dtype or target_model.dtype
         self.num_heads = num_heads
         self.train_steps = train_steps
-        self.state_layers = tuple(layers or default_layers(backbone.num_layers))
+        self.state_layers = tuple(layers or default_layers(target_model.num_layers))
         self.needs = FeatureSpec(early=self.state_layers)
         self.norm_output = norm_output
         self._layer_overrides = dict(layer or {})
 
         # 1. the layer's configuration, and the widths d and d'
-        config = layer_config(backbone.config, layer)
-        implementation = backbone.attention
-        # backbones with soft-capped scores need eager; this layer has none, so it may use sdpa
+        config = layer_config(target_model.config, layer)
+        implementation = target_model.attention
+        # target models with soft-capped scores need eager; this layer has none, so it may use sdpa
         if implementation == "eager":
             implementation = "sdpa"
         config._attn_implementation = implementation
         size = config.hidden_size  # d
-        backbone_size = backbone.hidden_size  # d'
-        if size != backbone_size and not own_embeddings:
+        target_model_size = target_model.hidden_size  # d'
+        if size != target_model_size and not own_embeddings:
             raise ValueError(
-                f"hidden_size {size} is not the backbone's, {backbone_size}: such a draft needs"
+                f"hidden_size {size} is not the target model's, {target_model_size}: such a draft needs"
                 " embeddings of its own"
             )
 
         # 2. E
         self.embed_tokens: OwnEmbedding | None = None
         if own_embeddings:
-            self.embed_tokens = OwnEmbedding(backbone.vocab_size, size)
+            self.embed_tokens = OwnEmbedding(target_model.vocab_size, size)
             self.embedding = self.embed_tokens.look_up
         else:
-            # a callable and no module: the backbone's table is not registered here
-            self.embedding = backbone.embedding()
+            # a callable and no module: the target model's table is not registered here
+            self.embedding = target_model.embedding()
 
         # 3. fc, with the norms of published variants before it
         eps = config.rms_norm_eps
         self.input_norm: LlamaRMSNorm | None = None
         if norm_before_fc:
-            self.input_norm = LlamaRMSNorm(NUM_STATES * backbone_size, eps=eps)
+            self.input_norm = LlamaRMSNorm(NUM_STATES * target_model_size, eps=eps)
         self.fc_norm: nn.ModuleList | None = None
         if fc_norm:
-            norms = [LlamaRMSNorm(backbone_size, eps=eps) for _ in range(NUM_STATES)]
+            norms = [LlamaRMSNorm(target_model_size, eps=eps) for _ in range(NUM_STATES)]
             self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(NUM_STATES * backbone_size, size, bias=False)
+        self.fc = nn.Linear(NUM_STATES * target_model_size, size, bias=False)
 
         # 4. the layer, the norm after it, and W
         self.midlayer = Eagle3Layer(config, norm_before_residual, qk_norm)
         self.norm = LlamaRMSNorm(size, eps=eps)
         # `new_lm_heads` also sets token_map, softcap and scale
-        lm_heads = self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype)
-        if size == backbone_size:
-            self._init_from(backbone)
+        lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
+        if size == target_model_size:
+            self._init_from(target_model)
         else:
-            # nothing of the backbone has the layer's width, so of the copy of lm_head only N is
+            # nothing of the target model has the layer's width, so of the copy of lm_head only N is
             # used. Such a draft gets its weights from a published one; it is not begun here
             lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
         self.lm_heads = nn.ModuleList(lm_heads)
-        self.to(device=backbone.device, dtype=dtype)
+        self.to(device=target_model.device, dtype=dtype)
 
     @torch.no_grad()
-    def _init_from(self, backbone: Backbone) -> None:
-        """Let fc pass the highest state on, and copy the backbone's last layer and norm."""
+    def _init_from(self, target_model: TargetModel) -> None:
+        """Let fc pass the highest state on, and copy the target model's last layer and norm."""
         nn.init.zeros_(self.fc.weight)
-        nn.init.eye_(self.fc.weight[:, -backbone.hidden_size :])  # [0, 0, I]
-        last_layer = backbone.layer(backbone.num_layers - 1)
-        norm = final_norm(backbone.body)
+        nn.init.eye_(self.fc.weight[:, -target_model.hidden_size :])  # [0, 0, I]
+        last_layer = target_model.layer(target_model.num_layers - 1)
+        norm = final_norm(target_model.body)
         copied = [*last_layer.parameters()]
         if norm is not None:
             copied += norm.parameters()
@@ -235,9 +235,9 @@ class Eagle3Draft(LMHeadsDraft):
         text_config = model.config.get_text_config()
         config = layer_config(text_config, layer)
         d = config.hidden_size
-        backbone_size = text_config.hidden_size  # d'
+        target_model_size = text_config.hidden_size  # d'
         # 1. fc and the norms before it, which have a factor for each number that fc reads
-        fc_inputs = NUM_STATES * backbone_size
+        fc_inputs = NUM_STATES * target_model_size
         fc = fc_inputs * d
         if norm_before_fc:
             fc += fc_inputs
@@ -258,7 +258,7 @@ class Eagle3Draft(LMHeadsDraft):
         norms = 4 * d
         # 4. W: a copy of lm_head, or, at another width, a new matrix without a bias
         lm_head = count_lm_head(model, vocab_size)
-        if d != backbone_size:
+        if d != target_model_size:
             num_tokens = vocab_size or model.get_output_embeddings().weight.shape[0]
             lm_head = num_tokens * d
         return fc + attention + mlp + norms + lm_head
@@ -285,11 +285,11 @@ class Eagle3Draft(LMHeadsDraft):
     def _run_steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
         """Yield norm(a_k) of all positions, [B, T, d], for k = 1..steps.
 
-        `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the backbone's distribution
+        `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the target model's distribution
         there. Gradients flow through all steps.
         """
         assert feats.early is not None
-        # 1. step 1 reads the backbone's states; later ones read the outputs of the step before
+        # 1. step 1 reads the target model's states; later ones read the outputs of the step before
         states = self.combine(feats.early)  # [B, T, d]
         # the attention wants its mask in the dtype of the queries, which under autocast is another
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
@@ -332,7 +332,7 @@ class Eagle3Draft(LMHeadsDraft):
     #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
     #                            prefill, read                                guess
     #
-    # So the root's column is t here, one before its column t + 1 in the backbone's slots. When
+    # So the root's column is t here, one before its column t + 1 in the target model's slots. When
     # `guess` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
     # tree have no node for the root. The layer runs at the nodes below it that have children: in
     # columns root + 1, root + 2, .., and at position root + depth, where children of the root have
@@ -498,7 +498,7 @@ class Eagle3Draft(LMHeadsDraft):
 
 
 class OwnEmbedding(nn.Module):
-    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the backbone's
+    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the target model's
     scale. They are zeros until the weights of a published draft are loaded.
     """
 

@@ -22,7 +22,7 @@ BLOCK = 256
 class TrainingAttention:
     """What each position attends to in training (EAGLE-3, Draft Model Training).
 
-    In decoding, a position reads the backbone's states up to there and its own draft tokens so
+    In decoding, a position reads the target model's states up to there and its own draft tokens so
     far. In training, step k drafts token k of all T positions at once, so position t reads the
     keys of step 1 up to t, and of the later steps only its own:
 

@@ -72,7 +72,7 @@ class Eagle3Layer(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def init_from(self, source: nn.Module) -> None:
-        """Copy the weights of a layer of the backbone where shapes fit.
+        """Copy the weights of a layer of the target model where shapes fit.
 
         A projection of the attention gets them in the columns that read x; those that read e keep
         their random values.
@@ -172,10 +172,10 @@ def copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
 
 
 def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaConfig:
-    """Return the configuration of a Llama layer with the sizes and rotary angles of a backbone's.
+    """Return the configuration of a Llama layer with the sizes and rotary angles of a target model's.
 
     Args:
-        config: of the backbone's text model. layer: entries that replace these.
+        config: of the target model's text model. layer: entries that replace these.
     """
     # 1. rotary angles; some families have them for each layer type
     rope = getattr(config, "rope_parameters", None) or {}

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.features import Features, TokenRows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -37,8 +37,8 @@ class HydraDraft(LMHeadsDraft):
     runs at every node of depth k - 1 that has children. In training they are the data's tokens, and
     all positions are computed at once.
 
-    E is the backbone's frozen input embedding, scaled to a root mean square of 1. With a prefix
-    layer (Hydra++) a decoder layer of the backbone's kind, with a cache and a final norm, runs over
+    E is the target model's frozen input embedding, scaled to a root mean square of 1. With a prefix
+    layer (Hydra++) a decoder layer of the target model's kind, with a cache and a final norm, runs over
     h before the heads read it.
 
     Differences from the reference implementation:
@@ -46,27 +46,27 @@ class HydraDraft(LMHeadsDraft):
     - E is scaled: it is many times smaller than the states next to it, and would be learned from
       slowly (`normalize_embeddings=False`: as it is).
     - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without
-      a prefix layer untrained heads give the backbone's next-token logits. (The reference
+      a prefix layer untrained heads give the target model's next-token logits. (The reference
       initializes P and all biases randomly, and uses one block object for layers 2 .. n.)
     - The prefix layer is initialized randomly as in the paper, but its norm to the size of the
-      backbone's states, so that the heads read something close to h from the first step on.
+      target model's states, so that the heads read something close to h from the first step on.
     - Dropout acts on what each SiLU branch adds.
 
     Args:
-        backbone: the model whose embeddings, lm_head and layer class are used; its weights are not
+        target model: the model whose embeddings, lm_head and layer class are used; its weights are not
             changed.
         num_heads: K. num_layers: blocks per head, the first one included.
         prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
         vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
             all tokens.
-        dtype: dtype of the parameters; by default the backbone's.
+        dtype: dtype of the parameters; by default the target model's.
     """
 
     setting_names = ("num_heads", "num_layers", "prefix_layer", "normalize_embeddings", "dropout")
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         num_heads: int = 4,
         num_layers: int = 4,
         *,
@@ -78,27 +78,27 @@ class HydraDraft(LMHeadsDraft):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dtype = dtype or backbone.dtype
-        size = backbone.hidden_size  # d
+        dtype = dtype or target_model.dtype
+        size = target_model.hidden_size  # d
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.prefix_layer = prefix_layer
         self.normalize_embeddings = normalize_embeddings
         self.dropout = dropout
-        self.embedding = backbone.embedding()
-        self.prefix = DraftLayer(backbone, dtype=dtype) if prefix_layer else None
+        self.embedding = target_model.embedding()
+        self.prefix = DraftLayer(target_model, dtype=dtype) if prefix_layer else None
         self.blocks = nn.ModuleList()
         for k in range(1, num_heads + 1):
             first = _FirstBlock(size, k + 1, dropout, dtype)
             others = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
             self.blocks.append(nn.Sequential(first, *others))
-        lm_heads = self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.lm_heads = nn.ModuleList(lm_heads)
         if self.prefix is not None:
-            probe = torch.arange(min(64, backbone.vocab_size), device=backbone.device)[None]
+            probe = torch.arange(min(64, target_model.vocab_size), device=target_model.device)[None]
             with torch.no_grad():
-                self.prefix.match_rms(backbone.run(probe).hidden)
-        self.to(backbone.device)
+                self.prefix.match_rms(target_model.run(probe).hidden)
+        self.to(target_model.device)
 
     @classmethod
     def count_parameters(

@@ -1,4 +1,4 @@
-"""Kangaroo: the backbone's first layers and a small adapter draft token by token."""
+"""Kangaroo: the target model's first layers and a small adapter draft token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import (
     DraftLayer,
@@ -22,33 +21,34 @@ from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import compact
 from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
 from medusa_train.trees.tree import Level
 
 
 class KangarooDraft(Draft):
-    """The backbone drafts for itself: it stops after a few layers, and a small adapter does the rest
+    """The target model drafts for itself: it stops after a few layers, and a small adapter does the rest
     (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
 
         drafting        tokens -- layers 1 .. l -- adapter A -- lm_head -- guesses
                                        |
-                                     early, with keys and values in the backbone's cache
+                                     early, with keys and values in the target model's cache
                                        |
         verification                   `-- layers l + 1 .. -- norm -- lm_head -- the answer
 
     The adapter A is a norm, causal attention with a residual, and a final norm; lm_head is the
-    backbone's. The paper's other architectures are built, too (Kangaroo, The Architecture of the
-    Adapter Module). A is initialized from layer l, which it replaces, and from the backbone's final
-    norm. (The paper does not say how; on the tiny backbone random weights need more than twice the
+    target model's. The paper's other architectures are built, too (Kangaroo, The Architecture of the
+    Adapter Module). A is initialized from layer l, which it replaces, and from the target model's final
+    norm. (The paper does not say how; on the tiny target model random weights need more than twice the
     tokens.)
 
-    *Training*: at position t the adapter predicts the token t + 1, as the backbone does, so one
+    *Training*: at position t the adapter predicts the token t + 1, as the target model does, so one
     adapter drafts to any depth, and one prediction per position trains it. In `Draft`, head k at
     position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
 
     *Decoding* runs the first l layers once for every draft token and leaves their keys and values in
-    the backbone's cache; verification continues from these states (`Proposal.early`).
+    the target model's cache; verification continues from these states (`Proposal.early`).
 
     Drafting stops early where the current draft tokens carry no more than the share eta of the
     draft's probability (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the
@@ -58,7 +58,7 @@ class KangarooDraft(Draft):
     depend on the other rows, but their distribution does not.
 
     Args:
-        backbone: the model whose layers, angles and lm_head are used; none of its parameters
+        target model: the model whose layers, angles and lm_head are used; none of its parameters
             belongs to the draft.
         num_heads: gamma, the maximum number of drafted tokens, and so the depth of the deepest
             tree.
@@ -67,11 +67,11 @@ class KangarooDraft(Draft):
         mlp_size: width of an MLP after the attention; 0 for none, as in the paper.
         attention: False leaves out the attention; the adapter then reads each position alone.
         share_lm_head: False trains an lm_head of the draft's own, which starts as a copy of the
-            backbone's.
-        dtype: dtype of the adapter; by default the backbone's.
+            target model's.
+        dtype: dtype of the adapter; by default the target model's.
 
     Raises:
-        BackboneError: `exit_layer` is out of range, or layers of this architecture can't be run
+        TargetModelError: `exit_layer` is out of range, or layers of this architecture can't be run
             separately.
     """
 
@@ -83,11 +83,11 @@ class KangarooDraft(Draft):
         "attention",
         "share_lm_head",
     )
-    runs_backbone = True
+    runs_target_model = True
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         *,
         num_heads: int = 6,
         exit_layer: int = 2,
@@ -105,22 +105,22 @@ class KangarooDraft(Draft):
         self.attention = attention
         self.share_lm_head = share_lm_head
         self.needs = FeatureSpec(early=(exit_layer,))
-        self.shared = backbone.lm_head()
+        self.shared = target_model.lm_head()
         self.own_lm_head: nn.Linear | None = None
         if not share_lm_head:
             num_tokens, size = self.shared.weight.shape
             has_bias = self.shared.bias is not None
-            dtype = dtype or backbone.dtype
+            dtype = dtype or target_model.dtype
             self.own_lm_head = nn.Linear(
-                size, num_tokens, bias=has_bias, dtype=dtype, device=backbone.device
+                size, num_tokens, bias=has_bias, dtype=dtype, device=target_model.device
             )
             copy_lm_head([self.own_lm_head], self.shared)
-        self.adapter = DraftLayer(backbone, mlp_size=mlp_size, attention=attention, dtype=dtype)
-        self._backbone = backbone
-        self.split = backbone.split_at(exit_layer)
+        self.adapter = DraftLayer(target_model, mlp_size=mlp_size, attention=attention, dtype=dtype)
+        self._target_model = target_model
+        self.split = target_model.split_at(exit_layer)
         body: Any = self.adapter.body
-        init_from_layer(body.layers[0], backbone.layer(exit_layer))
-        init_from_layer(body.norm, backbone.body.norm)
+        init_from_layer(body.layers[0], target_model.layer(exit_layer))
+        init_from_layer(body.norm, target_model.body.norm)
         layer_types = getattr(body.config, "layer_types", None) or ["full_attention"]
         self.runner = LayerRunner(body, layer_types[:1])
 
@@ -174,7 +174,7 @@ class KangarooDraft(Draft):
         return self.adapter(self.cast(feats.early), batch.positions, batch.segments)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return the backbone's lm_head, or the draft's own."""
+        """Return the target model's lm_head, or the draft's own."""
         own = self.own_lm_head
         if own is None:
             return self.shared
@@ -277,7 +277,7 @@ class KangarooDraft(Draft):
     def logits(self, states: Tensor) -> Tensor:
         """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
         if self.own_lm_head is None:
-            logits = self._backbone.logits(states.to(self._backbone.dtype))
+            logits = self._target_model.logits(states.to(self._target_model.dtype))
         else:
             logits = self.shared.transform(self.own_lm_head(states))
         if logits.dtype != torch.float64:
@@ -329,5 +329,5 @@ class KangarooDraft(Draft):
         return next(self.adapter.parameters()).dtype
 
     def cast(self, states: Tensor) -> Tensor:
-        """Cast to the adapter's dtype, which in training may be more precise than the backbone's."""
+        """Cast to the adapter's dtype, which in training may be more precise than the target model's."""
         return states.to(self._dtype)

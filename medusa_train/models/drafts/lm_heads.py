@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_model import TargetModel
 
 
 class LMHeadsDraft(Draft):
-    """A draft whose heads have an output matrix W2 each, which starts as a copy of the backbone's
+    """A draft whose heads have an output matrix W2 each, which starts as a copy of the target model's
     lm_head.
 
     Attributes:
         lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
             token_map[i], and other tokens are never drafted. None: all tokens. softcap, scale: the
-            backbone's logit transform, see `LMHead`.
+            target model's logit transform, see `LMHead`.
     """
 
     lm_heads: nn.ModuleList
@@ -31,7 +31,7 @@ class LMHeadsDraft(Draft):
 
     def new_lm_heads(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         count: int,
         vocab_size: int | None,
         token_map: Tensor | None,
@@ -41,7 +41,7 @@ class LMHeadsDraft(Draft):
         part for the tokens of `token_map`.
         """
         check_token_map(vocab_size, token_map)
-        lm_head = backbone.lm_head()
+        lm_head = target_model.lm_head()
         self.softcap = lm_head.softcap
         self.scale = lm_head.scale
         if token_map is None:
@@ -66,7 +66,7 @@ class LMHeadsDraft(Draft):
         return None if self.token_map is None else len(self.token_map)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2 with the backbone's logit transform."""
+        """Return head k's W2 with the target model's logit transform."""
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)

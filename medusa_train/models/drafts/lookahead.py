@@ -21,7 +21,7 @@ from medusa_train.trees.tree import Tree
 
 
 class LookaheadDraft(LookupDraft):
-    """Proposes n-grams that the backbone generates ahead of the text, in the same passes that
+    """Proposes n-grams that the target model generates ahead of the text, in the same passes that
     verify them (Lookahead Decoding, arXiv 2402.02057).
 
         pass = root + verification branch: n-grams of the pool that begin with the root

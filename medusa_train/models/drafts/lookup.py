@@ -81,7 +81,7 @@ class LookupDraft(Proposer):
         return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
-        """Return the tokens that the draft runs through the backbone beside its tree; None if there
+        """Return the tokens that the draft runs through the target model beside its tree; None if there
         are none.
         """
         return None

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
 from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_model import TargetModel
 
 
 class MedusaDraft(Draft):
     """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
 
-    Each head is a residual block and an output matrix on the backbone's hidden state. The backbone
+    Each head is a residual block and an output matrix on the target model's hidden state. The target model
     predicts the token at t + 1, and head k the token at t + 1 + k; heads do not read each other:
 
         h_t -- lm_head -------------------- x_{t+1}, the root of the tree
@@ -37,15 +37,15 @@ class MedusaDraft(Draft):
     guesses of each head fill a level of the tree, by rank.
 
     Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an
-    untrained head gives the backbone's next-token logits exactly. No weights are shared between
+    untrained head gives the target model's next-token logits exactly. No weights are shared between
     heads or blocks.
 
     Args:
-        hidden_size, vocab_size: d and V of the backbone.
+        hidden_size, vocab_size: d and V of the target model.
         num_heads: K. num_layers: residual blocks per head.
-        bias: whether the output matrices have a bias, as the backbone's lm_head does.
-        softcap, scale: the backbone's logit transform, see `LMHead`.
-        shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the
+        bias: whether the output matrices have a bias, as the target model's lm_head does.
+        softcap, scale: the target model's logit transform, see `LMHead`.
+        shared: the target model's lm_head, for heads without a matrix each (about 11 % of the
             parameters at the size of a 7B model). The heads read it, but neither train nor save it.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
             token_map[i], and other tokens are never drafted. With `shared` these entries of lm_head
@@ -98,9 +98,9 @@ class MedusaDraft(Draft):
     # Construction
 
     @classmethod
-    def from_backbone(
+    def from_target_model(
         cls,
-        backbone: Backbone,
+        target_model: TargetModel,
         num_heads: int = 5,
         num_layers: int = 1,
         *,
@@ -110,7 +110,7 @@ class MedusaDraft(Draft):
         markov_rank: int = 0,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
-        """Create heads that predict what `backbone` predicts, on its device; by default in its
+        """Create heads that predict what `target_model` predicts, on its device; by default in its
         dtype.
 
         Args:
@@ -118,10 +118,10 @@ class MedusaDraft(Draft):
                 lm_head's vectors of these tokens.
         """
         check_token_map(vocab_size, token_map)
-        lm_head = backbone.lm_head()
+        lm_head = target_model.lm_head()
         draft = cls(
-            backbone.hidden_size,
-            backbone.vocab_size,
+            target_model.hidden_size,
+            target_model.vocab_size,
             num_heads,
             num_layers,
             bias=lm_head.bias is not None,
@@ -130,8 +130,8 @@ class MedusaDraft(Draft):
             shared=lm_head if share_lm_head else None,
             token_map=token_map,
             markov_rank=markov_rank,
-            dtype=dtype or backbone.dtype,
-        ).to(backbone.device)
+            dtype=dtype or target_model.dtype,
+        ).to(target_model.device)
         if token_map is not None and draft.lm_heads:
             lm_head = lm_head.restrict_to(token_map)
         copy_lm_head(draft.lm_heads, lm_head)
@@ -139,7 +139,7 @@ class MedusaDraft(Draft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_backbone` that recreate these heads, except `token_map`."""
+        """Keyword arguments of `from_target_model` that recreate these heads, except `token_map`."""
         return {
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
@@ -188,7 +188,7 @@ class MedusaDraft(Draft):
         return result
 
     def _reduced_shared(self) -> LMHead | None:
-        """The lm_head that shared heads use: the backbone's, or a copy of its part for a reduced
+        """The lm_head that shared heads use: the target model's, or a copy of its part for a reduced
         vocabulary.
         """
         if self._full_shared is None or self.token_map is None:
@@ -209,11 +209,11 @@ class MedusaDraft(Draft):
             yield states
 
     def head_state(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's states [..., d] for the backbone's [..., d], k = 1..K."""
+        """Return head k's states [..., d] for the target model's [..., d], k = 1..K."""
         return self.blocks[k - 1](states)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2, or the shared one, with the backbone's logit transform and the Markov
+        """Return head k's W2, or the shared one, with the target model's logit transform and the Markov
         bias.
         """
         head = self._lm_head(k)
@@ -358,7 +358,7 @@ class Stacked(NamedTuple):
 
     Attributes:
         blocks: per layer W1 [K, d, d] and b1 [K, d].
-        lm_heads: W2 [K, V, d] and its bias [K, V] or None; None if the heads share the backbone's.
+        lm_heads: W2 [K, V, d] and its bias [K, V] or None; None if the heads share the target model's.
     """
 
     blocks: list[tuple[Tensor, Tensor | None]]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, TokenRows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -26,7 +26,7 @@ class SixthDraft(LMHeadsDraft):
         p_k = softmax(W2_k (g_t + P_k E(x_{t+k})))
 
     Args:
-        backbone: the model whose embeddings, lm_head and layer class are used.
+        target model: the model whose embeddings, lm_head and layer class are used.
         num_heads: K. vocab_size, token_map: for a reduced vocabulary. dtype: of the parameters.
     """
 
@@ -34,7 +34,7 @@ class SixthDraft(LMHeadsDraft):
 
     def __init__(
         self,
-        backbone: Backbone,
+        target_model: TargetModel,
         num_heads: int = 3,
         *,
         vocab_size: int | None = None,
@@ -42,18 +42,18 @@ class SixthDraft(LMHeadsDraft):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dtype = dtype or backbone.dtype
-        size = backbone.hidden_size
+        dtype = dtype or target_model.dtype
+        size = target_model.hidden_size
         self.num_heads = num_heads
-        self.embedding = backbone.embedding()
-        self.layer = DraftLayer(backbone, dtype=dtype)
+        self.embedding = target_model.embedding()
+        self.layer = DraftLayer(target_model, dtype=dtype)
         self.paths = nn.ModuleList(
             nn.Linear(size, size, bias=False, dtype=dtype) for _ in range(num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+            self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         )
-        self.to(backbone.device)
+        self.to(target_model.device)
 
     @classmethod
     def count_parameters(cls, model: Any, *, num_heads: int, vocab_size: int | None = None) -> int:

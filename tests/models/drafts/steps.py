@@ -1,4 +1,4 @@
-"""Decoding steps of a draft over given states, without a backbone."""
+"""Decoding steps of a draft over given states, without a target model."""
 
 from collections.abc import Sequence
 from typing import Any

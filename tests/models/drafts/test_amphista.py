@@ -1,4 +1,4 @@
-"""Amphista heads: untrained they equal the backbone; trained they follow the paper's equations,
+"""Amphista heads: untrained they equal the target model; trained they follow the paper's equations,
 whole or stepwise.
 """
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, softmax
 
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
@@ -32,10 +32,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def trained_like(
-    backbone: Backbone, seed: int = 1, std: float = 0.1, **settings: Any
+    target_model: TargetModel, seed: int = 1, std: float = 0.1, **settings: Any
 ) -> AmphistaDraft:
     """Heads with every parameter changed from its initialisation."""
-    draft = AmphistaDraft.from_backbone(backbone, **{"num_heads": 5, **settings})
+    draft = AmphistaDraft.from_target_model(target_model, **{"num_heads": 5, **settings})
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -43,17 +43,21 @@ def trained_like(
     return draft
 
 
-def _states(draft: AmphistaDraft, backbone: Backbone, tokens: Tensor = TOKENS) -> list[Tensor]:
-    return list(draft.head_states(backbone.run(tokens), Rows.from_tokens(tokens)))
+def _states(
+    draft: AmphistaDraft, target_model: TargetModel, tokens: Tensor = TOKENS
+) -> list[Tensor]:
+    return list(draft.head_states(target_model.run(tokens), Rows.from_tokens(tokens)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", ["llama", "granite4"])
-def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str, family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
-    theirs = backbone.model(TOKENS, use_cache=False).logits
-    for k, hidden in enumerate(_states(draft, backbone), start=1):
+def test_untrained_heads_give_the_target_models_logits_to_the_bit(
+    variant: str, family: str
+) -> None:
+    target_model = random_target_model(family, dtype=torch.float32)
+    draft = AmphistaDraft.from_target_model(target_model, num_heads=3, **VARIANTS[variant])
+    theirs = target_model.model(TOKENS, use_cache=False).logits
+    for k, hidden in enumerate(_states(draft, target_model), start=1):
         assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
@@ -138,20 +142,20 @@ def _plain(
 def test_value_and_gradient_of_the_formula(
     blocks: int, normalize_embeddings: bool, positions: bool
 ) -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     settings = {
         "auto_blocks": blocks,
         "normalize_embeddings": normalize_embeddings,
         "position_encoding": positions,
     }
-    draft = trained_like(backbone, **settings)
+    draft = trained_like(target_model, **settings)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
-    feats = backbone.run(TOKENS)
+    feats = target_model.run(TOKENS)
     ours = [
         draft.lm_head(k).logits(s)[:, :-1]
         for k, s in enumerate(draft.head_states(feats, Rows.from_tokens(TOKENS)), start=1)
     ]
-    embeddings = backbone.model.get_input_embeddings()(TOKENS)
+    embeddings = target_model.model.get_input_embeddings()(TOKENS)
     if normalize_embeddings:
         embeddings = _norm(embeddings, 1.0, 1e-12)
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
@@ -170,27 +174,27 @@ def test_value_and_gradient_of_the_formula(
 
 
 def test_with_nothing_added_it_is_medusa() -> None:
-    backbone = random_backbone("qwen2")
-    draft = trained_like(backbone, auto_blocks=0, adaptation_layers=0, sampled_token=False)
-    medusa = MedusaDraft.from_backbone(backbone, num_heads=5)
+    target_model = random_target_model("qwen2")
+    draft = trained_like(target_model, auto_blocks=0, adaptation_layers=0, sampled_token=False)
+    medusa = MedusaDraft.from_target_model(target_model, num_heads=5)
     names = {f"mlps.{k}.": f"blocks.{k}.0.linear." for k in range(5)}
     renamed = {}
     for name, tensor in draft.state_dict().items():
         match = next((ours for ours in names if name.startswith(ours)), None)
         renamed[name if match is None else name.replace(match, names[match])] = tensor
     medusa.load_state_dict(renamed)
-    theirs = medusa.head_states(backbone.run(TOKENS), Rows.from_tokens(TOKENS))
+    theirs = medusa.head_states(target_model.run(TOKENS), Rows.from_tokens(TOKENS))
     assert all(
         torch.allclose(a, b, atol=1e-12)
-        for a, b in zip(_states(draft, backbone), theirs, strict=True)
+        for a, b in zip(_states(draft, target_model), theirs, strict=True)
     )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
-    backbone = random_backbone("mistral-window")
-    draft = trained_like(backbone, **VARIANTS[variant])
-    feats = backbone.run(TOKENS)
+    target_model = random_target_model("mistral-window")
+    draft = trained_like(target_model, **VARIANTS[variant])
+    feats = target_model.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
     before, after = (
@@ -224,11 +228,11 @@ def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tupl
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, variant: str) -> None:
     """Rows of different lengths accept different numbers of nodes; one row finishes."""
-    backbone = random_backbone(family)
-    draft = trained_like(backbone, **VARIANTS[variant])
+    target_model = random_target_model(family)
+    draft = trained_like(target_model, **VARIANTS[variant])
     torch.manual_seed(2)
     text = torch.randint(2, 60, (rows, 40))
-    whole = backbone.run(text)
+    whole = target_model.run(text)
     following = text.roll(-1, 1)
     batch = Rows.from_tokens(text)
     expected = draft.stages(
@@ -236,7 +240,7 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     )
     lengths = [9, 3, 1, 6][:rows]
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
-    drafted = DraftRows(draft, backbone.run(prompt), prompt, lengths)
+    drafted = DraftRows(draft, target_model.run(prompt), prompt, lengths)
     position, active = list(lengths), list(range(rows))
     for step in range(8):
         roots = torch.stack([text[row, position[row]] for row in active])
@@ -263,22 +267,22 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     """Three prompts in a batch against each head's ranking of all tokens; `apart`: weights are not
     stacked.
     """
-    backbone = random_backbone("qwen2")
+    target_model = random_target_model("qwen2")
     if bias:
-        bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
-        backbone.output_embeddings.bias = nn.Parameter(bias_values, requires_grad=False)
-    draft = trained_like(backbone, **VARIANTS[variant])
+        bias_values = torch.randn(target_model.vocab_size, dtype=torch.float64)
+        target_model.output_embeddings.bias = nn.Parameter(bias_values, requires_grad=False)
+    draft = trained_like(target_model, **VARIANTS[variant])
     if apart:
         weight = draft.lm_heads.get_parameter("2.weight")
         weight.data = weight.data.clone()
     assert (draft.lm_heads.stacked() is None) == apart
     prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    rows = DraftRows(draft, backbone.run(padded), padded, [5, 2, 3])
+    rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
     proposal = rows.propose(torch.tensor(roots), tree)
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
-        states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
+        states = _states(draft, target_model, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
         orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]
         expected = [root, orders[0][0], orders[0][2], orders[1][4], orders[1][0], orders[2][1]]

@@ -10,13 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from medusa_train.config.draft_sections import DFlashConfig, spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import dflash
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 13]])
@@ -40,9 +40,9 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def random_dflash(**settings: object) -> DFlashDraft:
     """A draft of three guesses in float64 with noise in every weight, its norms included."""
-    backbone = random_backbone("qwen3")
+    target_model = random_target_model("qwen3")
     keys = {"max_draft_tokens": 3, "num_layers": 2, "layers": [1, 2], **settings}
-    draft = DFlashDraft(backbone, **keys)
+    draft = DFlashDraft(target_model, **keys)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -262,7 +262,7 @@ def test_fewer_guesses_are_those_of_a_shorter_block() -> None:
 def test_the_last_tokens_embedding_is_the_mask_by_default() -> None:
     assert random_dflash().mask_token_id == 60
     assert random_dflash(mask_token_id=7).mask_token_id == 7
-    with pytest.raises(BackboneError, match="mask_token_id: 61: the base model has 61 tokens"):
+    with pytest.raises(TargetModelError, match="mask_token_id: 61: the base model has 61 tokens"):
         random_dflash(mask_token_id=61)
 
 
@@ -279,7 +279,7 @@ def test_states_are_read_where_the_authors_read_them(
 
 def test_the_embeddings_and_lm_head_of_the_target_model_are_not_saved() -> None:
     draft = random_dflash()
-    count = draft.count_parameters(random_backbone("qwen3").model, **draft.settings)
+    count = draft.count_parameters(random_target_model("qwen3").model, **draft.settings)
     assert sum(parameter.numel() for parameter in draft.parameters()) == count
     assert not {name for name in draft.state_dict() if "embed" in name or "head" in name}
 
@@ -287,7 +287,7 @@ def test_the_embeddings_and_lm_head_of_the_target_model_are_not_saved() -> None:
 def test_settings_recreate_the_draft() -> None:
     tokens = torch.arange(60, 3, -2)
     draft = random_dflash(markov_rank=4, vocab_size=len(tokens), token_map=tokens, window=9)
-    again = DFlashDraft(random_backbone("qwen3"), **draft.settings, token_map=tokens)
+    again = DFlashDraft(random_target_model("qwen3"), **draft.settings, token_map=tokens)
     again.load_state_dict(draft.state_dict())
     feats = features(draft)
     for first, second in zip(

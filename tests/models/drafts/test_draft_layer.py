@@ -1,4 +1,4 @@
-"""Draft layers: initialisation from the backbone's layer, packed documents, caches, parameters."""
+"""Draft layers: initialisation from the target model's layer, packed documents, caches, parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -8,25 +8,25 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import AcceptedPath, DraftCache
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.transformers_adapters import prompt_cache
-from tests.families import FAMILIES, NoTokenizer, random_backbone
+from tests.families import FAMILIES, NoTokenizer, random_target_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_layer_is_the_backbone_s(family: str) -> None:
-    backbone = random_backbone(family)
-    layer = DraftLayer(backbone)
-    init_from_layer(layer.body.layers[0], backbone.layer(1))
-    theirs = dict(backbone.layer(1).named_parameters())
+def test_a_whole_layer_is_the_target_model_s(family: str) -> None:
+    target_model = random_target_model(family)
+    layer = DraftLayer(target_model)
+    init_from_layer(layer.body.layers[0], target_model.layer(1))
+    theirs = dict(target_model.layer(1).named_parameters())
     for name, parameter in layer.body.layers[0].named_parameters():
         if "mlp" not in name or family != "mixtral":
             assert torch.equal(parameter, theirs[name]), name
@@ -35,13 +35,13 @@ def test_a_whole_layer_is_the_backbone_s(family: str) -> None:
 
 def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
     """The adapter then equals the layer that it replaces."""
-    backbone = random_backbone("llama")
-    exit_layer = backbone.num_layers - 1
-    draft = KangarooDraft.from_backbone(
-        backbone, exit_layer=exit_layer, mlp_size=backbone.config.intermediate_size
+    target_model = random_target_model("llama")
+    exit_layer = target_model.num_layers - 1
+    draft = KangarooDraft.from_target_model(
+        target_model, exit_layer=exit_layer, mlp_size=target_model.config.intermediate_size
     )
-    tokens = torch.randint(backbone.vocab_size, (1, 9))
-    feats = backbone.run(tokens, need=draft.needs)
+    tokens = torch.randint(target_model.vocab_size, (1, 9))
+    feats = target_model.run(tokens, need=draft.needs)
     torch.testing.assert_close(
         draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10
     )
@@ -100,14 +100,14 @@ def test_a_wider_mlp_stays_as_it_was() -> None:
 
 def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    random_backbone("llama", dtype=torch.float32).model.save_pretrained(tmp_path)
+    random_target_model("llama", dtype=torch.float32).model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, **loading_options("nf4", torch.float32, torch.device("cpu"))
     )
     keep_trainable_kernels(model)
-    backbone = Backbone(model, NoTokenizer(), "four bits")
-    draft = KangarooDraft.from_backbone(backbone, exit_layer=1, dtype=torch.float32)
-    theirs = backbone.layer(1).self_attn.q_proj.weight
+    target_model = TargetModel(model, NoTokenizer(), "four bits")
+    draft = KangarooDraft.from_target_model(target_model, exit_layer=1, dtype=torch.float32)
+    theirs = target_model.layer(1).self_attn.q_proj.weight
     expected = functional.dequantize_4bit(theirs.data, theirs.quant_state).float()
     assert torch.equal(draft.adapter.body.layers[0].self_attn.q_proj.weight, expected)
 
@@ -119,7 +119,7 @@ TOLERANCE = 1e-6  # attention in eager form has its softmax in float32 whatever 
 
 
 def random_layer(family: str, **options: Any) -> DraftLayer:
-    layer = DraftLayer(random_backbone(family), **options)
+    layer = DraftLayer(random_target_model(family), **options)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -152,7 +152,7 @@ def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | 
 def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parameters are float32 in training, attention runs in the backbone's dtype."""
+    """Parameters are float32 in training, attention runs in the target model's dtype."""
 
     def kernel(joined: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
         if joined[0].dtype == torch.bfloat16:
@@ -161,7 +161,7 @@ def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(
 
     working = document_attention._one_by_one
     monkeypatch.setattr(document_attention, "_one_by_one", kernel)
-    layer = DraftLayer(random_backbone("llama", dtype=torch.bfloat16), dtype=torch.float32)
+    layer = DraftLayer(random_target_model("llama", dtype=torch.bfloat16), dtype=torch.float32)
     segments = torch.tensor([[0, 0, 0, 1, 1]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (
@@ -262,11 +262,11 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"]
 )
-def test_every_parameter_gets_a_gradient_and_none_is_the_backbones(
+def test_every_parameter_gets_a_gradient_and_none_is_the_target_models(
     family: str, options: dict[str, Any]
 ) -> None:
-    backbone = random_backbone(family)
-    layer = DraftLayer(backbone, dtype=torch.float32, **options)
+    target_model = random_target_model(family)
+    layer = DraftLayer(target_model, dtype=torch.float32, **options)
     out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
     (out * torch.randn(1, 6, 32)).sum().backward()
     named = dict(layer.named_parameters())
@@ -275,7 +275,7 @@ def test_every_parameter_gets_a_gradient_and_none_is_the_backbones(
     )
     assert any("mlp" in name for name in named) != (options.get("mlp_size") == 0)
     assert ("body.norm.weight" in named) == options.get("final_norm", True)
-    assert not {p.data_ptr() for p in backbone.model.parameters()} & {
+    assert not {p.data_ptr() for p in target_model.model.parameters()} & {
         p.data_ptr() for p in named.values()
     }
     assert not any("embed" in name for name in named)
@@ -329,7 +329,7 @@ def test_states_at_the_accepted_nodes() -> None:
 
 
 def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
-    class Body(type(random_backbone("llama").body)):  # type: ignore[misc]
+    class Body(type(random_target_model("llama").body)):  # type: ignore[misc]
         def __init__(self, config: LlamaConfig, more: int) -> None:
             super().__init__(config)
 
@@ -343,5 +343,5 @@ def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
         )
     )
     model.model = Body(model.config, 1)
-    with pytest.raises(BackboneError, match="a layer of Body"):
-        DraftLayer(Backbone(model, NoTokenizer()))
+    with pytest.raises(TargetModelError, match="a layer of Body"):
+        DraftLayer(TargetModel(model, NoTokenizer()))

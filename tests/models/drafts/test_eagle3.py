@@ -17,7 +17,7 @@ from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.drafts.eagle3_layer import layer_config
 from medusa_train.models.features import Features, Rows
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 from tests.model_types import tiny_config
 from tests.models.drafts.steps import DraftRows
 
@@ -25,13 +25,15 @@ TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 
 
 
 def noisy(family: str = "llama", **settings: object) -> tuple[Eagle3Draft, object]:
-    backbone = random_backbone(family)
-    draft = Eagle3Draft.from_backbone(backbone, **{"num_heads": 4, "train_steps": 3, **settings})
+    target_model = random_target_model(family)
+    draft = Eagle3Draft.from_target_model(
+        target_model, **{"num_heads": 4, "train_steps": 3, **settings}
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return draft, backbone
+    return draft, target_model
 
 
 def rms(norm: torch.nn.Module, x: Tensor) -> Tensor:
@@ -126,11 +128,11 @@ def test_value_and_gradient_of_the_formula(
     if variants:  # these norms round to float32, which adds up with so many
         monkeypatch.setattr(LlamaRMSNorm, "forward", rms)
         monkeypatch.setattr(Qwen3RMSNorm, "forward", rms)
-    draft, backbone = noisy(family, **variants)
+    draft, target_model = noisy(family, **variants)
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
-        Eagle3Draft.count_parameters(backbone.model, **variants)
+        Eagle3Draft.count_parameters(target_model.model, **variants)
     )
-    feats = backbone.run(TOKENS, need=draft.needs)
+    feats = target_model.run(TOKENS, need=draft.needs)
     weights = torch.randn(3, *feats.hidden.shape, dtype=torch.float64)
     ours = torch.stack(list(draft.head_states(feats, Rows.from_tokens(TOKENS))))
     theirs = torch.stack(
@@ -150,23 +152,23 @@ def test_value_and_gradient_of_the_formula(
 
 @pytest.mark.parametrize("hidden_size", [32, 16])
 def test_biases_of_published_drafts_are_counted(hidden_size: int) -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     layer = {"hidden_size": hidden_size, "attention_bias": True, "mlp_bias": True}
-    draft = Eagle3Draft.from_backbone(backbone, layer=layer, own_embeddings=True)
+    draft = Eagle3Draft.from_target_model(target_model, layer=layer, own_embeddings=True)
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
-        Eagle3Draft.count_parameters(backbone.model, **draft.settings)
+        Eagle3Draft.count_parameters(target_model.model, **draft.settings)
     )
 
 
 @pytest.mark.parametrize(("rows", "variants"), [(1, {}), (2, {}), (2, VARIANTS)])
 def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
-    draft, backbone = noisy(**variants)
+    draft, target_model = noisy(**variants)
     prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
     tree = Tree.from_paths(
         [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
     )
-    feats = backbone.run(prompts, need=draft.needs)
+    feats = target_model.run(prompts, need=draft.needs)
     proposal = DraftRows(draft, feats, prompts, [6] * rows).propose(roots, tree)
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
@@ -176,24 +178,24 @@ def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) 
             text = torch.tensor([[*prompts[row].tolist(), *before]])
             states = list(
                 draft.teacher_forced_states(
-                    backbone.run(text, need=draft.needs), Rows.from_tokens(text)
+                    target_model.run(text, need=draft.needs), Rows.from_tokens(text)
                 )
             )
             logits = draft.lm_head(1).logits(states[len(path) - 1][0, 5])
             assert guesses[path] == int(logits.topk(path[-1] + 1).indices[-1])
 
 
-def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
-    backbone = random_backbone("llama")
-    draft = Eagle3Draft.from_backbone(backbone)
-    source = backbone.layer(2)
+def test_it_starts_from_the_last_layer_of_the_target_model() -> None:
+    target_model = random_target_model("llama")
+    draft = Eagle3Draft.from_target_model(target_model)
+    source = target_model.layer(2)
     assert torch.equal(
         draft.midlayer.self_attn.k_proj.weight[:, 32:], source.self_attn.k_proj.weight
     )
     assert torch.equal(draft.midlayer.mlp.down_proj.weight, source.mlp.down_proj.weight)
-    norm = CONFIDENCE_AT_START * backbone.body.norm.weight
+    norm = CONFIDENCE_AT_START * target_model.body.norm.weight
     torch.testing.assert_close(draft.norm.weight, norm, atol=1e-5, rtol=0)
-    assert torch.equal(draft.lm_head(3).weight, backbone.output_embeddings.weight)
+    assert torch.equal(draft.lm_head(3).weight, target_model.output_embeddings.weight)
     early = torch.randn(1, 2, 96, dtype=torch.float64)
     torch.testing.assert_close(early[..., 64:], draft.fc(early))
 
@@ -210,11 +212,11 @@ def test_its_norms_start_as_those_before_attention_and_mlp(
     family: str, before_mlp: str | None, offset: int
 ) -> None:
     """Gemma stores factors less 1; OLMo 2 has no norms there, and its others are of outputs."""
-    backbone = random_backbone(family)
-    layer = backbone.layer(backbone.num_layers - 1)
+    target_model = random_target_model(family)
+    layer = target_model.layer(target_model.num_layers - 1)
     for parameter in (p for name, p in layer.named_parameters() if "norm" in name):
         torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    started = Eagle3Draft.from_backbone(backbone).midlayer
+    started = Eagle3Draft.from_target_model(target_model).midlayer
     for norm, name in (
         (started.hidden_norm, "input_layernorm"),
         (started.post_attention_layernorm, before_mlp),
@@ -249,17 +251,17 @@ def next_token_loss(logits: Tensor, tokens: Tensor, ahead: int) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_new_draft_is_not_sure_of_what_it_has_not_learned(family: str) -> None:
-    """On text that the backbone is sure and wrong about, a draft begins near equal chances."""
-    backbone = random_backbone(family)
+    """On text that the target model is sure and wrong about, a draft begins near equal chances."""
+    target_model = random_target_model(family)
     tokens = torch.randint(2, 60, (4, 40), generator=torch.Generator().manual_seed(0))
-    lm_head = backbone.output_embeddings
-    equal_chances = math.log(backbone.vocab_size)
+    lm_head = target_model.output_embeddings
+    equal_chances = math.log(target_model.vocab_size)
     own = 0.0
     while own < 2 * equal_chances:  # a wrong token costs much, as in a model that was trained
         lm_head.weight.mul_(1.2)
-        own = next_token_loss(lm_head(backbone.run(tokens).hidden), tokens, ahead=1)
-    draft = Eagle3Draft.from_backbone(backbone, num_heads=3, train_steps=3)
-    for loss in losses(draft, backbone.run(tokens, need=draft.needs), tokens):
+        own = next_token_loss(lm_head(target_model.run(tokens).hidden), tokens, ahead=1)
+    draft = Eagle3Draft.from_target_model(target_model, num_heads=3, train_steps=3)
+    for loss in losses(draft, target_model.run(tokens, need=draft.needs), tokens):
         assert loss < equal_chances + 0.15 * own
 
 

@@ -9,18 +9,18 @@ from torch.nn.functional import linear, rms_norm, silu, softmax
 
 from medusa_train.data.batch import Batch
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.features import Features, Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import FAMILIES, random_target_model
 from tests.models.drafts.steps import DraftRows
 
 TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 4)])
 
 
 def trained(
-    backbone: Backbone,
+    target_model: TargetModel,
     *,
     num_layers: int = 2,
     prefix_layer: bool = True,
@@ -28,7 +28,7 @@ def trained(
 ) -> HydraDraft:
     """Random weights in every part."""
     draft = HydraDraft(
-        backbone,
+        target_model,
         3,
         num_layers,
         prefix_layer=prefix_layer,
@@ -42,12 +42,12 @@ def trained(
 
 
 def plain_head(
-    draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, path: list[int]
+    draft: HydraDraft, target_model: TargetModel, k: int, state: Tensor, path: list[int]
 ) -> Tensor:
     """Head k's logits [V] by the formula, from h_t [d] and the tokens at t + 1 .. t + k."""
     weights = dict(draft.named_parameters())
-    d = backbone.hidden_size
-    vectors = backbone.embedding()(torch.tensor(path))
+    d = target_model.hidden_size
+    vectors = target_model.embedding()(torch.tensor(path))
     x = torch.cat(
         [state, *(rms_norm(vectors, (d,), eps=1e-12) if draft.normalize_embeddings else vectors)]
     )
@@ -59,7 +59,7 @@ def plain_head(
     for j in range(1, draft.num_layers):
         block = f"blocks.{k - 1}.{j}.linear"
         x = x + silu(linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
-    return backbone.lm_head().transform(linear(x, weights[f"lm_heads.{k - 1}.weight"]))
+    return target_model.lm_head().transform(linear(x, weights[f"lm_heads.{k - 1}.weight"]))
 
 
 def prefixed(draft: HydraDraft, states: Tensor) -> Tensor:
@@ -71,20 +71,20 @@ def prefixed(draft: HydraDraft, states: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_untrained_heads_without_a_prefix_layer_give_the_backbones_logits(family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    draft = HydraDraft(backbone, 3, 4, prefix_layer=False)
+def test_untrained_heads_without_a_prefix_layer_give_the_target_models_logits(family: str) -> None:
+    target_model = random_target_model(family, dtype=torch.float32)
+    draft = HydraDraft(target_model, 3, 4, prefix_layer=False)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats = backbone.run(tokens)
+    feats = target_model.run(tokens)
     for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
-        assert torch.equal(draft.lm_head(k).logits(hidden), backbone.logits(feats.hidden))
+        assert torch.equal(draft.lm_head(k).logits(hidden), target_model.logits(feats.hidden))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_untrained_prefix_layer_begins_near_the_backbones_states(family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    draft = HydraDraft(backbone, 1)
-    states = backbone.run(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).hidden[0]
+def test_an_untrained_prefix_layer_begins_near_the_target_models_states(family: str) -> None:
+    target_model = random_target_model(family, dtype=torch.float32)
+    draft = HydraDraft(target_model, 1)
+    states = target_model.run(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).hidden[0]
     ours = prefixed(draft, states)
     assert abs(float((ours.norm() / states.norm()).log().detach())) < 0.2
     assert torch.cosine_similarity(ours, states).min() > 0.5
@@ -96,8 +96,10 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     prefix_layer: bool, normalize_embeddings: bool
 ) -> None:
     """Teacher at t + k, unweighted losses; nothing leaks from the other document or wraps around."""
-    backbone = random_backbone("qwen3")
-    draft = trained(backbone, prefix_layer=prefix_layer, normalize_embeddings=normalize_embeddings)
+    target_model = random_target_model("qwen3")
+    draft = trained(
+        target_model, prefix_layer=prefix_layer, normalize_embeddings=normalize_embeddings
+    )
     documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5]]
     tokens = torch.tensor([[*documents[0], *documents[1], 0]])
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1]])
@@ -105,22 +107,22 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     batch = Batch(
         tokens, tokens.masked_fill((segments < 0) | (tokens == 4), -100), positions, segments, []
     )
-    feats = backbone.run(tokens, positions=positions, segments=segments)
+    feats = target_model.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_targets=1.0)
     ours = objective.loss(
-        feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())
+        feats, batch, objective.target_counts(batch), teacher=(feats.hidden, target_model.lm_head())
     ).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 
     terms: list[list[Tensor]] = [[], [], []]
     for document in documents:
-        states = backbone.run(torch.tensor([document])).hidden[0]
-        read, teacher = prefixed(draft, states), softmax(backbone.logits(states), -1)
+        states = target_model.run(torch.tensor([document])).hidden[0]
+        read, teacher = prefixed(draft, states), softmax(target_model.logits(states), -1)
         for k in (1, 2, 3):
             for t in range(len(document) - k - 1):
                 if document[t + k + 1] == 4:
                     continue
-                logits = plain_head(draft, backbone, k, read[t], document[t + 1 : t + k + 1])
+                logits = plain_head(draft, target_model, k, read[t], document[t + 1 : t + k + 1])
                 terms[k - 1].append(-(teacher[t + k] * logits.log_softmax(-1)).sum())
     plain = torch.stack([torch.stack(term).mean() for term in terms]).sum()
     assert torch.allclose(ours, plain, atol=1e-6)
@@ -134,14 +136,14 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
 def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: bool) -> None:
     """Two steps of three rows, compared with the formula at every node."""
-    backbone = random_backbone(family)
-    draft = trained(backbone, prefix_layer=prefix_layer)
+    target_model = random_target_model(family)
+    draft = trained(target_model, prefix_layer=prefix_layer)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    texts = [backbone.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
+    texts = [target_model.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
     roots = torch.tensor([42, 43, 44])
     with torch.no_grad():
-        rows = DraftRows(draft, backbone.run(padded), padded, [5, 2, 3])
+        rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
             proposal = rows.propose(roots, TREE)
             for row, text in enumerate(texts):
@@ -149,7 +151,7 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
                 nodes = proposal.tokens[row].tolist()
                 for node, path in enumerate(TREE.paths, start=1):
                     above = [nodes[i] for i in TREE.path_nodes(TREE.parent_list[node])]
-                    order = plain_head(draft, backbone, len(path), last, above).argsort(
+                    order = plain_head(draft, target_model, len(path), last, above).argsort(
                         descending=True
                     )
                     assert nodes[node] == int(order[path[-1]])

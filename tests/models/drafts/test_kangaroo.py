@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, silu
 
 from medusa_train.data.batch import Batch
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Rows
-from tests.families import random_backbone
+from medusa_train.models.target_model import TargetModel
+from tests.families import random_target_model
 
 LENGTHS = [9, 4, 6]
 
 
-def random_draft(backbone: Backbone, **settings: object) -> KangarooDraft:
-    draft = KangarooDraft.from_backbone(backbone, **{"exit_layer": 1, **settings})  # type: ignore[arg-type]
+def random_draft(target_model: TargetModel, **settings: object) -> KangarooDraft:
+    draft = KangarooDraft.from_target_model(target_model, **{"exit_layer": 1, **settings})  # type: ignore[arg-type]
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -102,10 +102,10 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_states_are_the_formulas(kind: str) -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft(backbone, **ARCHITECTURES[kind])
-    tokens = torch.randint(backbone.vocab_size, (2, 12))
-    feats = backbone.run(tokens, need=draft.needs)
+    target_model = random_target_model("llama")
+    draft = random_draft(target_model, **ARCHITECTURES[kind])
+    tokens = torch.randint(target_model.vocab_size, (2, 12))
+    feats = target_model.run(tokens, need=draft.needs)
     assert feats.early is not None
     states = draft.states(feats, Rows.from_tokens(tokens))
     for row in range(2):
@@ -115,17 +115,17 @@ def test_states_are_the_formulas(kind: str) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("soft", [1.0, 0.0])
 def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
-    """Soft cross-entropy of the exit at t against the backbone at t: the same position, in every
+    """Soft cross-entropy of the exit at t against the target model at t: the same position, in every
     document.
     """
-    backbone = random_backbone("llama")
-    draft = random_draft(backbone, **ARCHITECTURES[kind])
-    batch = packed(backbone.vocab_size)
-    feats = backbone.run(
+    target_model = random_target_model("llama")
+    draft = random_draft(target_model, **ARCHITECTURES[kind])
+    batch = packed(target_model.vocab_size)
+    feats = target_model.run(
         batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs
     )
     objective = Objective(draft, 1.0, soft_targets=soft)
-    judge = {"teacher": (feats.hidden, backbone.lm_head())} if soft else {}
+    judge = {"teacher": (feats.hidden, target_model.lm_head())} if soft else {}
     ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
     ours.loss.backward()
     gradients = [parameter.grad for parameter in draft.parameters()]
@@ -136,8 +136,8 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
         here = batch.segments[0] == document
         states = reference(draft, feats.early[0, here], 4, 2)
         own = draft.own_lm_head
-        logits = backbone.logits(states) if own is None else linear(states, own.weight)
-        teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
+        logits = target_model.logits(states) if own is None else linear(states, own.weight)
+        teacher = target_model.logits(feats.hidden[0, here]).softmax(-1)
         # t: where token t + 1 is predicted, once a token was guessed before
         for t in range(1, LENGTHS[document] - 1):
             if batch.labels[0, here][t + 1] >= 0:
@@ -158,10 +158,10 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
 
 
 def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
-    backbone = random_backbone("qwen3")
-    draft = random_draft(backbone, num_heads=4)
-    tokens = torch.randint(backbone.vocab_size, (2, 10))
-    feats = backbone.run(tokens, need=draft.needs)
+    target_model = random_target_model("qwen3")
+    draft = random_draft(target_model, num_heads=4)
+    tokens = torch.randint(target_model.vocab_size, (2, 10))
+    feats = target_model.run(tokens, need=draft.needs)
     states = draft.states(feats, Rows.from_tokens(tokens))
     traced = list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))
     assert (len(traced), draft.trained_heads) == (4, 1)
@@ -174,17 +174,19 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path: Path) -> None:
-    """The adapter and an lm_head of its own; loaded over the same backbone they compute the same."""
-    backbone = random_backbone(family)
-    draft = random_draft(backbone, num_heads=3, threshold=0.25, **ARCHITECTURES[kind])
+    """The adapter and an lm_head of its own; loaded over the same target model they compute the same."""
+    target_model = random_target_model(family)
+    draft = random_draft(target_model, num_heads=3, threshold=0.25, **ARCHITECTURES[kind])
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
-    assert sum(sizes.values()) == KangarooDraft.count_parameters(backbone.model, **draft.settings)
+    assert sum(sizes.values()) == KangarooDraft.count_parameters(
+        target_model.model, **draft.settings
+    )
     assert all(name.startswith(("adapter.", "own_lm_head.")) for name in sizes)
-    theirs = {parameter.data_ptr() for parameter in backbone.model.parameters()}
+    theirs = {parameter.data_ptr() for parameter in target_model.model.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in draft.parameters()}
     assert set(draft.state_dict()) == set(sizes)
     save_file(draft.state_dict(), tmp_path / "heads.safetensors")
-    again = KangarooDraft.from_backbone(backbone, **draft.settings)
+    again = KangarooDraft.from_target_model(target_model, **draft.settings)
     fixed = {"num_heads": 3, "exit_layer": 1, "threshold": 0.25, "mlp_size": 0}
     assert again.settings == {
         **fixed,
@@ -193,8 +195,8 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
         **ARCHITECTURES[kind],
     }
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
-    tokens = torch.randint(backbone.vocab_size, (1, 8))
-    feats = backbone.run(tokens, need=draft.needs)
+    tokens = torch.randint(target_model.vocab_size, (1, 8))
+    feats = target_model.run(tokens, need=draft.needs)
     assert torch.equal(
         draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens))
     )
@@ -204,5 +206,5 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
 
 def test_an_exit_that_is_none_is_refused() -> None:
     for layers in (0, 3):
-        with pytest.raises(BackboneError, match="use 1 to 2"):
-            KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=layers)
+        with pytest.raises(TargetModelError, match="use 1 to 2"):
+            KangarooDraft.from_target_model(random_target_model("llama"), exit_layer=layers)

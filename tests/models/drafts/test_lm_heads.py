@@ -1,4 +1,4 @@
-"""Heads over a reduced vocabulary: rows of the backbone's lm_head, the loss, and guesses of its
+"""Heads over a reduced vocabulary: rows of the target model's lm_head, the loss, and guesses of its
 tokens.
 """
 
@@ -13,13 +13,13 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft, Proposal, Proposer
 from medusa_train.models.features import Rows
+from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.inference.test_drafts import PROMPTS, TREE
 from tests.losses.formula import objective as plain_objective
 from tests.losses.plain import accumulated
@@ -36,7 +36,7 @@ OWN = [kind for kind in SETTINGS if kind != "medusa-shared"]  # with output matr
 
 
 def make_draft(
-    kind: str, backbone: Backbone, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0
+    kind: str, target_model: TargetModel, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0
 ) -> Draft:
     """Heads over `tokens`, or over all, with noise in every weight."""
     settings = {
@@ -44,7 +44,7 @@ def make_draft(
         "vocab_size": None if tokens is None else len(tokens),
         "token_map": tokens,
     }
-    draft = DRAFTS[kind.partition("-")[0].strip("+")].from_backbone(backbone, **settings)
+    draft = DRAFTS[kind.partition("-")[0].strip("+")].from_target_model(target_model, **settings)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -52,14 +52,14 @@ def make_draft(
     return draft.eval()
 
 
-def with_bias(family: str) -> Backbone:
-    backbone = random_backbone(family)
+def with_bias(family: str) -> TargetModel:
+    target_model = random_target_model(family)
     bias = torch.randn(61, dtype=torch.float64)
-    backbone.output_embeddings.bias = nn.Parameter(bias, requires_grad=False)
-    return backbone
+    target_model.output_embeddings.bias = nn.Parameter(bias, requires_grad=False)
+    return target_model
 
 
-def widened(kind: str, draft: Draft, backbone: Backbone) -> Draft:
+def widened(kind: str, draft: Draft, target_model: TargetModel) -> Draft:
     """The same heads over all tokens; a bias excludes those that `draft` lacks."""
     state = draft.state_dict()
     tokens = state.pop("token_map")
@@ -67,7 +67,7 @@ def widened(kind: str, draft: Draft, backbone: Backbone) -> Draft:
         rows = state[name]
         state[name] = rows.new_full((61, *rows.shape[1:]), -1e9 if name.endswith("bias") else 0.0)
         state[name][tokens] = rows
-    whole = make_draft(kind, backbone, None)
+    whole = make_draft(kind, target_model, None)
     whole.load_state_dict(state)
     return whole
 
@@ -88,37 +88,37 @@ def record_proposals(draft: Proposer, monkeypatch: pytest.MonkeyPatch) -> list[P
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
-def test_untrained_heads_give_the_backbones_logits(kind: str, family: str, bias: bool) -> None:
-    backbone = with_bias(family) if bias else random_backbone(family)
-    draft = make_draft(kind, backbone)
+def test_untrained_heads_give_the_target_models_logits(kind: str, family: str, bias: bool) -> None:
+    target_model = with_bias(family) if bias else random_target_model(family)
+    draft = make_draft(kind, target_model)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats = backbone.run(tokens)
-    expected = backbone.logits(feats.hidden)[..., KEPT]
+    feats = target_model.run(tokens)
+    expected = target_model.logits(feats.hidden)[..., KEPT]
     for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
         torch.testing.assert_close(
             draft.lm_head(k).logits(hidden), expected, rtol=1e-10, atol=1e-10
         )
     for tokens_of_heads in (KEPT, None):
-        other = make_draft(kind, backbone, tokens_of_heads)
-        count = type(other).count_parameters(backbone.model, **other.settings)
+        other = make_draft(kind, target_model, tokens_of_heads)
+        count = type(other).count_parameters(target_model.model, **other.settings)
         assert sum(parameter.numel() for parameter in other.parameters()) == count
         assert other.settings["vocab_size"] == (None if tokens_of_heads is None else 16)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
 def test_a_vocabulary_size_without_its_token_map_is_rejected(kind: str) -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     for options in ({"vocab_size": 16}, {"token_map": KEPT}, {"vocab_size": 8, "token_map": KEPT}):
         with pytest.raises(ValueError, match="token_map"):
-            DRAFTS[kind.partition("-")[0]].from_backbone(backbone, num_heads=2, **options)
+            DRAFTS[kind.partition("-")[0]].from_target_model(target_model, num_heads=2, **options)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("kind", OWN)
 def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     """Targets outside the vocabulary have no loss; the teacher is restricted to it."""
-    backbone = random_backbone("qwen3")
-    draft = make_draft(kind, backbone, spread=0.1)
+    target_model = random_target_model("qwen3")
+    draft = make_draft(kind, target_model, spread=0.1)
     tokens = torch.tensor(
         [[3, 1, 40, 9, 5, 9, 2, 7, 5, 33, 5, 0], [60, 21, 4, 17, 52, 1, 7, 8, 9, 2, 14, 3]]
     )
@@ -127,8 +127,8 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     batch = Batch(
         tokens, tokens.masked_fill((segments < 0) | (tokens == 9), -100), positions, segments, []
     )
-    feats = backbone.run(tokens, positions=positions, segments=segments)
-    teacher, parameters = backbone.lm_head(), list(draft.parameters())
+    feats = target_model.run(tokens, positions=positions, segments=segments)
+    teacher, parameters = target_model.lm_head(), list(draft.parameters())
     objective = Objective(draft, 0.8, soft_targets=share)
     counts = objective.target_counts(batch)
     wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, share=share)
@@ -153,41 +153,41 @@ def test_decoding_is_that_of_heads_which_never_guess_other_tokens(
     kind: str, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy text equals plain decoding; steps and traces are those of heads over all tokens."""
-    backbone = with_bias("llama")
-    draft = make_draft(kind, backbone, spread=0.03)
-    whole = widened(kind, draft, backbone)
-    plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    expected = [Decoder(backbone, whole, tree).generate(prompt, 24) for prompt in PROMPTS]
+    target_model = with_bias("llama")
+    draft = make_draft(kind, target_model, spread=0.03)
+    whole = widened(kind, draft, target_model)
+    plain = [Decoder(target_model).generate(prompt, 24).tokens for prompt in PROMPTS]
+    expected = [Decoder(target_model, whole, tree).generate(prompt, 24) for prompt in PROMPTS]
     proposals = record_proposals(draft, monkeypatch)
-    alone = [Decoder(backbone, draft, tree).generate(prompt, 24) for prompt in PROMPTS]
+    alone = [Decoder(target_model, draft, tree).generate(prompt, 24) for prompt in PROMPTS]
     assert [out.tokens for out in alone] == [out.tokens for out in expected] == plain
     assert [out.accepted for out in alone] == [out.accepted for out in expected]
     assert sum(sum(out.accepted) for out in alone) > 0
     assert [
-        out.tokens for out in BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
+        out.tokens for out in BatchDecoder(target_model, draft, tree).generate_batch(PROMPTS, 24)
     ] == plain
     guessed = {
         token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()
     }
     assert guessed <= set(KEPT.tolist())
     assert len(guessed) > 8
-    traces = [trace_answer(backbone, heads, PROMPTS[0], plain[0]) for heads in (draft, whole)]
+    traces = [trace_answer(target_model, heads, PROMPTS[0], plain[0]) for heads in (draft, whole)]
     assert traces[0] == traces[1]
     assert any(rank > 0 for ranks in traces[0].ranks for rank in ranks)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
 def test_a_tree_wider_than_the_vocabulary_is_rejected(kind: str) -> None:
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     with pytest.raises(MedusaError, match="rank 16 of a vocabulary of 16 tokens"):
-        Decoder(backbone, make_draft(kind, backbone), Tree.from_paths([(16,)]))
+        Decoder(target_model, make_draft(kind, target_model), Tree.from_paths([(16,)]))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
 def test_the_token_map_is_loaded_with_the_weights(kind: str) -> None:
-    backbone = random_backbone("llama")
-    other = make_draft(kind, backbone, torch.arange(16))
-    other.load_state_dict(make_draft(kind, backbone).state_dict())
+    target_model = random_target_model("llama")
+    other = make_draft(kind, target_model, torch.arange(16))
+    other.load_state_dict(make_draft(kind, target_model).state_dict())
     head = other.lm_head(2)
     assert head.tokens_of(head.indices_of(KEPT)).tolist() == KEPT.tolist()
     assert head.tokens_of(torch.tensor([[0, 4]])).tolist() == [[40, 60]]

@@ -13,7 +13,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
 from tests.models.test_prepack import needs_onednn
 
@@ -112,9 +112,9 @@ def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    plain = MedusaDraft.from_backbone(backbone, 3)
-    draft = MedusaDraft.from_backbone(backbone, 3, markov_rank=4)
+    target_model = random_target_model(family, dtype=torch.float32)
+    plain = MedusaDraft.from_target_model(target_model, 3)
+    draft = MedusaDraft.from_target_model(target_model, 3, markov_rank=4)
     torch.manual_seed(1)
     for (name, parameter), (other, theirs) in zip(
         draft.named_parameters(), plain.named_parameters(), strict=False
@@ -123,7 +123,7 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
         with torch.no_grad():  # trained heads with an untrained bias
             parameter.copy_(theirs.add_(0.05 * torch.randn_like(theirs)))
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats, rows = backbone.run(tokens), Rows.from_tokens(tokens)
+    feats, rows = target_model.run(tokens), Rows.from_tokens(tokens)
     states = zip(draft.head_states(feats, rows), plain.head_states(feats, rows), strict=True)
     for k, (mine, theirs) in enumerate(states, start=1):
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))

@@ -69,7 +69,7 @@ steps.test_other_trees("sixth", Tree.chain(3))
 drafts.test_traced_ranks_are_those_of_decoding("sixth")
 drafts.test_answers_of_a_batch_have_the_traces_of_single_rows("sixth")
 drafts.test_training_states_have_the_shapes_that_losses_read("sixth")
-drafts.test_saved_drafts_load_unchanged_and_without_backbone_weights("sixth", Path("saved"))
+drafts.test_saved_drafts_load_unchanged_and_without_target_model_weights("sixth", Path("saved"))
 print("all checks passed")
 """
 

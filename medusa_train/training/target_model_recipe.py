@@ -1,4 +1,4 @@
-"""Prepare the backbone for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers
+"""Prepare the base model for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers
 (Medusa-2).
 """
 
@@ -17,8 +17,7 @@ from medusa_train.checkpoint.resolve import find_initial_adapter
 from medusa_train.checkpoint.run_directory import ADAPTER, MODEL
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone
+from medusa_train.errors import TargetModelError
 from medusa_train.models.compiled import compile_layers
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.hf_config import decoder_of
@@ -26,21 +25,22 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, is_partitioned, to_float32
 from medusa_train.models.precision import Precision, exact_buffers
+from medusa_train.models.target_model import TargetModel
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.hidden_states import HiddenStateCache
 
 
 @dataclass
-class BackboneRecipe:
-    """The backbone in training, and which of its parameters are trained.
+class TargetModelRecipe:
+    """The base model in training, and which of its parameters are trained.
 
     Attributes:
         parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
-        cache: hidden states on disk of a frozen backbone (`cache_hidden_states`).
-        compiled: context in which the layers of a frozen backbone run compiled (`torch_compile`).
+        cache: hidden states on disk of a frozen base model (`cache_hidden_states`).
+        compiled: context in which the layers of a frozen base model run compiled (`torch_compile`).
     """
 
-    backbone: Backbone
+    target_model: TargetModel
     precision: Precision
     adapter: Adapter | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -49,49 +49,49 @@ class BackboneRecipe:
 
     @property
     def joint(self) -> bool:
-        """Whether the backbone is trained together with the heads (Medusa-2)."""
+        """Whether the base model is trained together with the heads (Medusa-2)."""
         return bool(self.parameters)
 
     def train(self, mode: bool = True) -> None:
-        """Set train or eval mode; a frozen backbone always stays in eval mode."""
-        self.backbone.model.train(mode and self.joint)
+        """Set train or eval mode; a frozen base model always stays in eval mode."""
+        self.target_model.model.train(mode and self.joint)
 
     def features(self, batch: Batch, need: FeatureSpec = FINAL_STATES) -> Features:
         """Return the states that a draft needs: from the cache if there is one, else by a pass of
-        the backbone.
+        the base model.
         """
         if self.cache is None:
             return self._run(batch, need)
         return self.cache.features(batch, lambda: self._run(batch, need))
 
     def _run(self, batch: Batch, need: FeatureSpec) -> Features:
-        """Run the backbone on `batch`; without a graph if it is frozen."""
+        """Run the base model on `batch`; without a graph if it is frozen."""
         has_graph = self.joint and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_graph), self._autocast(), self.compiled():
-            return self.backbone.run(
+            return self.target_model.run(
                 batch.tokens, positions=batch.positions, segments=batch.segments, need=need
             )
 
     def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
-        """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter
+        """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its adapter
         disabled.
 
-        A frozen backbone is its own teacher, with the features `feats`.
+        A frozen base model is its own teacher, with the features `feats`.
         """
         if self.adapter is None:
-            return feats.hidden.detach(), self.backbone.lm_head()
+            return feats.hidden.detach(), self.target_model.lm_head()
         with self.adapter.teacher():
             with self._autocast():
-                teacher = self.backbone.run(
+                teacher = self.target_model.run(
                     batch.tokens, positions=batch.positions, segments=batch.segments
                 )
-            return teacher.hidden, self.backbone.lm_head()
+            return teacher.hidden, self.target_model.lm_head()
 
     @property
     def saved(self) -> list[nn.Parameter]:
         """The parameters that `save_trained` writes."""
         if self.joint and self.adapter is None:
-            return list(self.backbone.model.parameters())
+            return list(self.target_model.model.parameters())
         return list(self.parameters.values())
 
     def load_state_dict(
@@ -103,7 +103,7 @@ class BackboneRecipe:
         """
         different = set(state) ^ set(self.parameters)
         if different:
-            raise ValueError(f"{len(different)} trained parameters of the backbone differ")
+            raise ValueError(f"{len(different)} trained parameters of the base model differ")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 shape = full_shape(parameter)
@@ -117,56 +117,56 @@ class BackboneRecipe:
                         parameter.copy_(state[name])
 
     def save_trained(self, out: Path) -> None:
-        """Write adapter/ for LoRA, or model/ (the whole backbone) if its layers were trained."""
+        """Write adapter/ for LoRA, or model/ (the whole base model) if its layers were trained."""
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
-            with exact_buffers(self.backbone.model):  # the tree is chosen with this model
-                self.backbone.model.to(self.precision.dtype)
-            self.backbone.save(out / MODEL)
+            with exact_buffers(self.target_model.model):  # the tree is chosen with this model
+                self.target_model.model.to(self.precision.dtype)
+            self.target_model.save(out / MODEL)
 
     def _autocast(self) -> Any:
-        # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside
+        # a frozen base model computes in its weights' dtype; trained parameters are float32 beside
         # bfloat16 ones
         if self.joint:
             return self.precision.autocast()
         return torch.autocast(self.precision.device.type, enabled=False)
 
 
-def build_backbone_recipe(
-    cfg: TrainConfig, backbone: Backbone, precision: Precision
-) -> BackboneRecipe:
-    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen
+def build_target_model_recipe(
+    cfg: TrainConfig, target_model: TargetModel, precision: Precision
+) -> TargetModelRecipe:
+    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the base model is frozen
     otherwise.
     """
-    # 1. A frozen backbone.
+    # 1. A frozen base model.
     if cfg.recipe == "medusa1":
-        recipe = BackboneRecipe(backbone, precision)
+        recipe = TargetModelRecipe(target_model, precision)
         if cfg.torch_compile:
-            recipe.compiled = compile_layers(backbone.layers)
+            recipe.compiled = compile_layers(target_model.layers)
         return recipe
     # 2. An adapter, or layers that are trained themselves.
     if cfg.gradient_checkpointing is True:
-        backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
+        target_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None
     if cfg.adapter is not None:
-        adapter = _build_adapter(cfg, backbone)
+        adapter = _build_adapter(cfg, target_model)
     else:
-        _unfreeze(backbone.model, cfg.medusa_num_unfreeze_layers)
-    trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
-    return BackboneRecipe(backbone, precision, adapter, trained)
+        _unfreeze(target_model.model, cfg.medusa_num_unfreeze_layers)
+    trained = {name: p for name, p in target_model.model.named_parameters() if p.requires_grad}
+    return TargetModelRecipe(target_model, precision, adapter, trained)
 
 
-def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
+def _build_adapter(cfg: TrainConfig, target_model: TargetModel) -> Adapter:
     """Load the adapter of the run that this one starts from, or attach a new one."""
     if (initial := find_initial_adapter(cfg.initial_run)) is not None:
-        return Adapter.load(backbone, initial, trainable=True)
+        return Adapter.load(target_model, initial, trainable=True)
     targets = None
     if cfg.lora_target_modules and not cfg.lora_target_linear:
         targets = tuple(cfg.lora_target_modules)
     saved = tuple(cfg.lora_modules_to_save or ())
     spec = LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved)
-    return Adapter.attach(backbone, spec)
+    return Adapter.attach(target_model, spec)
 
 
 def _unfreeze(model: Any, layers: int) -> None:
@@ -188,7 +188,7 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
     """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head."""
     body = decoder_of(model)
     if not (hasattr(body, "layers") and hasattr(body, "norm")):
-        raise BackboneError(
+        raise TargetModelError(
             f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to"
             " unfreeze"
         )

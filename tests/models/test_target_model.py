@@ -1,4 +1,4 @@
-"""The backbone: finding models, rejecting unsupported ones, masks with sliding windows, and early
+"""The target model: finding models, rejecting unsupported ones, masks with sliding windows, and early
 states.
 """
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
-from medusa_train.errors import BackboneError
-from medusa_train.models.backbone import Backbone
+from medusa_train.errors import TargetModelError
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.hf_config import context_length
-from medusa_train.models.loading import resolve_backbone
-from tests.families import FAMILIES, NoTokenizer, random_backbone, random_model
+from medusa_train.models.loading import resolve_target_model
+from medusa_train.models.target_model import TargetModel
+from tests.families import FAMILIES, NoTokenizer, random_model, random_target_model
 from tests.models.test_compatibility import SMALL
 
 
@@ -23,44 +23,44 @@ def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
     """Sliding windows included: the text is longer than the windows, and a 4-D mask replaces the
     model's.
     """
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     tokens = torch.arange(2, 26)[None]
     causal = torch.zeros(24, 24, dtype=torch.float64)
     causal.masked_fill_(torch.ones(24, 24, dtype=torch.bool).triu(1), float("-inf"))
     with torch.no_grad():
-        ours = backbone.run(
+        ours = target_model.run(
             tokens, positions=torch.arange(24)[None], mask=causal[None, None]
         ).hidden
-        assert torch.allclose(ours, backbone.run(tokens).hidden, atol=1e-9)
+        assert torch.allclose(ours, target_model.run(tokens).hidden, atol=1e-9)
 
 
 def test_a_mistyped_relative_path_is_not_taken_for_a_hub_name() -> None:
     with pytest.raises(
-        BackboneError, match=r"data/tinny: no such directory.*did you mean data/tiny\?"
+        TargetModelError, match=r"data/tinny: no such directory.*did you mean data/tiny\?"
     ):
-        resolve_backbone("data/tinny")
+        resolve_target_model("data/tinny")
 
 
 def test_a_missing_directory_and_an_unreachable_hub_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BackboneError, match="no such directory"):
-        resolve_backbone(str(tmp_path / "nothing"))
-    with pytest.raises(BackboneError, match=r"no config\.json"):
-        resolve_backbone(str(tmp_path))
+    with pytest.raises(TargetModelError, match="no such directory"):
+        resolve_target_model(str(tmp_path / "nothing"))
+    with pytest.raises(TargetModelError, match=r"no config\.json"):
+        resolve_target_model(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(BackboneError, match="hf download somebody/some-model"):
-        resolve_backbone("somebody/some-model")
+    with pytest.raises(TargetModelError, match="hf download somebody/some-model"):
+        resolve_target_model("somebody/some-model")
     with pytest.raises(
-        BackboneError, match=r"models/some-model: no such directory.*make smollm2-model"
+        TargetModelError, match=r"models/some-model: no such directory.*make smollm2-model"
     ):
-        resolve_backbone("models/some-model")
+        resolve_target_model("models/some-model")
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BackboneError, match=r"cannot read config\.json"):
-        resolve_backbone(str(tmp_path))
+    with pytest.raises(TargetModelError, match=r"cannot read config\.json"):
+        resolve_target_model(str(tmp_path))
 
 
 def test_unknown_transforms_of_logits_are_rejected() -> None:
@@ -71,16 +71,18 @@ def test_unknown_transforms_of_logits_are_rejected() -> None:
             return out
 
     config = LlamaConfig(**SMALL, eos_token_id=None)
-    with pytest.raises(BackboneError, match="its logits are not lm_head"):
-        check_model(Backbone(Strange(config), NoTokenizer()))
+    with pytest.raises(TargetModelError, match="its logits are not lm_head"):
+        check_model(TargetModel(Strange(config), NoTokenizer()))
 
 
 def test_a_model_without_a_decoder_is_rejected() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.base_model_prefix = "thinker"
     del model.model
-    with pytest.raises(BackboneError, match="LlamaForCausalLM is not supported: it has no decoder"):
-        Backbone(model, NoTokenizer())
+    with pytest.raises(
+        TargetModelError, match="LlamaForCausalLM is not supported: it has no decoder"
+    ):
+        TargetModel(model, NoTokenizer())
 
 
 def test_layers_that_trees_do_not_support_are_an_obstacle() -> None:
@@ -90,28 +92,28 @@ def test_layers_that_trees_do_not_support_are_an_obstacle() -> None:
         ("new", "layers of type new"),
     ):
         model.config.layer_types = [kind]
-        obstacle = Backbone(model, NoTokenizer()).tree_obstacle
+        obstacle = TargetModel(model, NoTokenizer()).tree_obstacle
         assert obstacle is not None
         assert obstacle.startswith(words)
 
 
-def test_a_backbone_is_frozen_and_has_the_models_sizes() -> None:
-    backbone = random_backbone("llama")
-    assert not any(p.requires_grad for p in backbone.model.parameters())
-    assert not backbone.model.training
+def test_a_target_model_is_frozen_and_has_the_models_sizes() -> None:
+    target_model = random_target_model("llama")
+    assert not any(p.requires_grad for p in target_model.model.parameters())
+    assert not target_model.model.training
     assert (
-        backbone.hidden_size,
-        backbone.vocab_size,
-        backbone.num_layers,
-        backbone.max_context,
+        target_model.hidden_size,
+        target_model.vocab_size,
+        target_model.num_layers,
+        target_model.max_context,
     ) == (32, 61, 3, 128)
 
 
 def test_angles_stay_exact_in_another_dtype() -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    rotary, positions = backbone.body.rotary_emb, torch.tensor([[100_000]])
+    target_model = random_target_model("llama", dtype=torch.float32)
+    rotary, positions = target_model.body.rotary_emb, torch.tensor([[100_000]])
     exact = rotary(torch.zeros(1), positions)[0]
-    converted = backbone.to_dtype("bfloat16")
+    converted = target_model.to_dtype("bfloat16")
     assert converted.dtype == torch.bfloat16
     assert {p.dtype for p in converted.model.parameters()} == {torch.bfloat16}
     assert torch.equal(rotary(torch.zeros(1), positions)[0], exact)
@@ -120,12 +122,14 @@ def test_angles_stay_exact_in_another_dtype() -> None:
 def test_a_stray_window_in_a_llama_config_is_ignored() -> None:
     config = LlamaConfig(**SMALL)
     config.sliding_window = 3
-    assert set(Backbone(LlamaForCausalLM(config), NoTokenizer()).layer_types) == {"full_attention"}
-    assert set(random_backbone("mistral-window").layer_types) == {"sliding_attention"}
+    assert set(TargetModel(LlamaForCausalLM(config), NoTokenizer()).layer_types) == {
+        "full_attention"
+    }
+    assert set(random_target_model("mistral-window").layer_types) == {"sliding_attention"}
 
 
 def test_a_model_without_a_context_length_is_rejected() -> None:
-    with pytest.raises(BackboneError, match="max_position_embeddings"):
+    with pytest.raises(TargetModelError, match="max_position_embeddings"):
         context_length(BloomConfig())
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     assert context_length(LlamaConfig(max_position_embeddings=128, rope_parameters=scaled)) == 512
@@ -135,23 +139,26 @@ def test_a_model_without_a_context_length_is_rejected() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_early_states_and_embeddings_are_the_models(family: str) -> None:
-    backbone = random_backbone(family)
+    target_model = random_target_model(family)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
     with torch.no_grad():
-        expected = backbone.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+        expected = target_model.model(
+            tokens, use_cache=False, output_hidden_states=True
+        ).hidden_states
         hooks = [
             (len(layer._forward_hooks), len(layer._forward_pre_hooks))
-            for layer in backbone.body.layers
+            for layer in target_model.body.layers
         ]
-        early = backbone.run(tokens, need=FeatureSpec(early=(1, 2))).early
+        early = target_model.run(tokens, need=FeatureSpec(early=(1, 2))).early
         assert torch.equal(early, torch.cat([expected[1], expected[2]], dim=-1))
-        assert torch.allclose(backbone.embedding()(tokens), expected[0], rtol=1e-6)
-    assert backbone.run(tokens).early is None
+        assert torch.allclose(target_model.embedding()(tokens), expected[0], rtol=1e-6)
+    assert target_model.run(tokens).early is None
     assert hooks == [
-        (len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers
+        (len(layer._forward_hooks), len(layer._forward_pre_hooks))
+        for layer in target_model.body.layers
     ]
-    with pytest.raises(BackboneError, match="no layer 4: "):
-        backbone.run(tokens, need=FeatureSpec(early=(4,)))
+    with pytest.raises(TargetModelError, match="no layer 4: "):
+        target_model.run(tokens, need=FeatureSpec(early=(4,)))
 
 
 def test_transformed_embeddings_are_rejected() -> None:
@@ -165,12 +172,12 @@ def test_transformed_embeddings_are_rejected() -> None:
             )
 
     config = LlamaConfig(**SMALL)
-    with pytest.raises(BackboneError, match="not a scaled token embedding"):
-        Backbone(Strange(config), NoTokenizer()).embedding()
+    with pytest.raises(TargetModelError, match="not a scaled token embedding"):
+        TargetModel(Strange(config), NoTokenizer()).embedding()
 
 
-def test_a_backbone_leaves_the_model_that_it_wraps_as_it_is() -> None:
+def test_a_target_model_leaves_the_model_that_it_wraps_as_it_is() -> None:
     model = random_model("llama").train()
-    Backbone(model, NoTokenizer())
+    TargetModel(model, NoTokenizer())
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -12,10 +12,10 @@ from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_h
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.loading import choose_attention, load_backbone
+from medusa_train.models.loading import choose_attention, load_target_model
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import build_heads
-from tests.families import random_backbone
+from tests.families import random_target_model
 from tests.varlen import APART, LEAKING
 
 DOCUMENTS_APART = "torch sdpa, one call per document, for packed rows ("
@@ -37,9 +37,9 @@ WINDOWS = "one call per document, for rows with sliding windows"
 def test_on_a_cpu_documents_are_kept_apart_whatever_is_asked_for(
     family: str, wanted: bool | str, packed: bool, words: list[str], varlen: bool
 ) -> None:
-    backbone = random_backbone(family)
-    assert all(map(choose_attention(backbone, wanted, packed=packed).__contains__, words))
-    assert backbone.varlen == varlen
+    target_model = random_target_model(family)
+    assert all(map(choose_attention(target_model, wanted, packed=packed).__contains__, words))
+    assert target_model.varlen == varlen
 
 
 def test_where_nothing_stands_in_the_way_the_kernel_is_used(
@@ -47,12 +47,12 @@ def test_where_nothing_stands_in_the_way_the_kernel_is_used(
 ) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", APART)
-    backbone = random_backbone("llama")
+    target_model = random_target_model("llama")
     assert (
-        choose_attention(backbone, "auto", packed=True)
+        choose_attention(target_model, "auto", packed=True)
         == "attention: flash-attn varlen kernel for packed rows"
     )
-    assert backbone.config._attn_implementation == APART
+    assert target_model.config._attn_implementation == APART
 
 
 @pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])
@@ -61,28 +61,28 @@ def test_a_kernel_that_leaks_or_cannot_be_loaded_is_not_used(
 ) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", kernel)
-    backbone = random_backbone("llama")
-    line = choose_attention(backbone, "auto", packed=True)
+    target_model = random_target_model("llama")
+    line = choose_attention(target_model, "auto", packed=True)
     assert line.startswith("attention: torch sdpa, one call per document, for packed rows (")
-    assert backbone.config._attn_implementation == DOCUMENTS
+    assert target_model.config._attn_implementation == DOCUMENTS
 
 
 def test_where_every_kernel_leaks_a_mask_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "register_document_attention", lambda: LEAKING)
-    backbone = random_backbone("llama")
-    line = choose_attention(backbone, "auto", packed=True)
+    target_model = random_target_model("llama")
+    line = choose_attention(target_model, "auto", packed=True)
     assert line.startswith("attention: torch sdpa_folded_heads with a mask for packed rows (")
     assert "mixes packed documents" in line
-    assert not backbone.varlen
-    assert backbone.config._attn_implementation == backbone.attention
+    assert not target_model.varlen
+    assert target_model.config._attn_implementation == target_model.attention
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors", "pt", "vllm"])
 def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untyped-def]
-    make_config, console, tmp_path: Path, backbone_dir: Path, form: str
+    make_config, console, tmp_path: Path, target_model_dir: Path, form: str
 ) -> None:
-    backbone = load_backbone(str(backbone_dir))
-    draft = MedusaDraft.from_backbone(backbone, 3)
+    target_model = load_target_model(str(target_model_dir))
+    draft = MedusaDraft.from_target_model(target_model, 3)
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -102,7 +102,7 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     assert find_initial_heads(cfg.initial_run) == (earlier / "heads" if form == "run" else earlier)
     assert find_initial_adapter(cfg.initial_run) is None
     # data are read for new heads only
-    taken = build_heads(cfg, cast(TrainingData, None), backbone, console)
+    taken = build_heads(cfg, cast(TrainingData, None), target_model, console)
     ours, theirs = draft.state_dict(), taken.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert find_initial_heads(make_config().initial_run) is None

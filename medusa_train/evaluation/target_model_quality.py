@@ -1,4 +1,4 @@
-"""Measure how joint training changed the backbone: perplexity before and after, and the KL
+"""Measure how joint training changed the target model: perplexity before and after, and the KL
 divergence between them.
 """
 
@@ -24,10 +24,10 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.loading import load_backbone, load_tokenizer
+from medusa_train.models.loading import load_target_model, load_tokenizer
 from medusa_train.models.lora import Adapter
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import Phase
 
 QUALITY_TOKENS = 20_000  # supervised tokens to measure on
@@ -36,14 +36,14 @@ QUALITY_TOKENS = 20_000  # supervised tokens to measure on
 _ROWS = 8
 _POSITIONS = 4096
 
-#: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them
+#: Maps a batch to the target model's final hidden states [B, T, d], and the LM head that turns them
 #: into logits.
 Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
 @dataclass(frozen=True)
 class Quality:
-    """The backbone before and after training, over the supervised tokens of a text; in nats per
+    """The target model before and after training, over the supervised tokens of a text; in nats per
     token.
     """
 
@@ -53,19 +53,19 @@ class Quality:
     kl: float  # of the trained one from the original: KL(before || after)
 
 
-def measure_backbone_quality(
+def measure_target_model_quality(
     paths: ModelPaths, dtype: str = "float32", phase: Phase | None = None
 ) -> dict[str, Any] | None:
     """Return perplexity before and after joint training, and KL(before || after) in nats per token,
     for the report.
 
-    None if the run did not train its backbone, or its data are gone.
+    None if the run did not train its target model, or its data are gone.
 
     Args:
         phase: counts the supervised tokens that are done.
     """
     cfg = run_config(paths)
-    if cfg is None or not paths.trained_backbone:
+    if cfg is None or not paths.trained_target_model:
         return None
     tokenizer = load_tokenizer(
         paths.base_model,
@@ -81,7 +81,7 @@ def measure_backbone_quality(
         phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
     before, after = load_versions(paths, cfg.base_model, dtype)
     on_batch = (lambda tokens: None) if phase is None else phase.advance
-    quality = compare_backbones(before, after, _batches(conversations), on_batch)
+    quality = compare_target_models(before, after, _batches(conversations), on_batch)
     held_out = "held-out conversations"
     return {
         "tokens": quality.tokens,
@@ -157,17 +157,17 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
 def load_versions(
     paths: ModelPaths, original: str, dtype: str = "float32"
 ) -> tuple[Version, Version]:
-    """Load the backbone before and after a run: with the adapter off and on, or the original and
+    """Load the target model before and after a run: with the adapter off and on, or the original and
     the trained model.
 
-    A backbone that was quantised in training is so in both versions.
+    A target model that was quantised in training is so in both versions.
 
     Args:
         original: `base_model` of the run's configuration.
     """
 
-    def load(name: str) -> Backbone:
-        return load_backbone(
+    def load(name: str) -> TargetModel:
+        return load_target_model(
             name,
             dtype=dtype,
             quantization=paths.quantization,
@@ -189,23 +189,23 @@ def load_versions(
     return _version(load(original)), after
 
 
-def _version(backbone: Backbone) -> Version:
+def _version(target_model: TargetModel) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
-        moved = batch.to(backbone.device)
-        run = backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments)
-        return run.hidden, backbone.lm_head()
+        moved = batch.to(target_model.device)
+        run = target_model.run(moved.tokens, positions=moved.positions, segments=moved.segments)
+        return run.hidden, target_model.lm_head()
 
     return version
 
 
 @torch.no_grad()
-def compare_backbones(
+def compare_target_models(
     before: Version,
     after: Version,
     batches: Iterable[Batch],
     on_batch: Callable[[int], object] = lambda tokens: None,
 ) -> Quality:
-    """Measure both versions of a backbone on `batches`; `on_batch` is called after each with the
+    """Measure both versions of a target model on `batches`; `on_batch` is called after each with the
     number of its supervised tokens.
 
     Only supervised tokens count, each predicted from the position before it in its document. Logits

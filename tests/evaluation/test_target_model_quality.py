@@ -10,23 +10,25 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.data.examples import EncodedDataset
-from medusa_train.evaluation import backbone_quality
-from medusa_train.evaluation.backbone_quality import (
+from medusa_train.evaluation import target_model_quality
+from medusa_train.evaluation.target_model_quality import (
     QUALITY_TOKENS,
-    compare_backbones,
+    compare_target_models,
     load_versions,
-    measure_backbone_quality,
+    measure_target_model_quality,
 )
-from medusa_train.models.backbone import Backbone
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_target_model
 from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from tests.evaluation.tiny_model import write_run
 
 
-def adapted(backbone_dir: Path, directory: Path) -> None:
-    """Save an adapter on every linear layer that changes the backbone."""
-    adapter = Adapter.attach(load_backbone(str(backbone_dir)), LoraSpec(r=4, alpha=8, dropout=0.5))
+def adapted(target_model_dir: Path, directory: Path) -> None:
+    """Save an adapter on every linear layer that changes the target model."""
+    adapter = Adapter.attach(
+        load_target_model(str(target_model_dir)), LoraSpec(r=4, alpha=8, dropout=0.5)
+    )
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in adapter.parameters():
@@ -35,10 +37,10 @@ def adapted(backbone_dir: Path, directory: Path) -> None:
 
 
 @pytest.fixture
-def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
-    """A run with an adapter that changes its backbone, and the data that it learnt."""
-    run = write_run(tmp_path / "run", backbone_dir)
-    adapted(backbone_dir, run / "adapter")
+def joint_run(tmp_path: Path, target_model_dir: Path) -> Path:
+    """A run with an adapter that changes its target model, and the data that it learnt."""
+    run = write_run(tmp_path / "run", target_model_dir)
+    adapted(target_model_dir, run / "adapter")
     chat = {
         "messages": [
             {"role": "user", "content": "Hi."},
@@ -52,7 +54,7 @@ def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     ]
     data.write_text("\n".join(lines), encoding="utf-8")
     config = {
-        "base_model": str(backbone_dir),
+        "base_model": str(target_model_dir),
         "datasets": [{"path": str(data), "type": "messages"}],
         "adapter": "lora",
     }
@@ -62,23 +64,23 @@ def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     return run
 
 
-def test_a_joint_runs_backbone_is_compared_with_the_original(joint_run: Path) -> None:
-    found = measure_backbone_quality(resolve_model(str(joint_run), None, None))
+def test_a_joint_runs_target_model_is_compared_with_the_original(joint_run: Path) -> None:
+    found = measure_target_model_quality(resolve_model(str(joint_run), None, None))
     assert found is not None
     assert found["kl"] > 1e-4
     assert found["perplexity_after"] != found["perplexity_before"]
     assert found["tokens"] > 0
 
 
-def test_a_run_with_a_frozen_backbone_is_not_measured(run_dir: Path) -> None:
-    assert measure_backbone_quality(resolve_model(str(run_dir), None, None)) is None
+def test_a_run_with_a_frozen_target_model_is_not_measured(run_dir: Path) -> None:
+    assert measure_target_model_quality(resolve_model(str(run_dir), None, None)) is None
 
 
 def test_a_run_without_its_data_is_not_measured(joint_run: Path) -> None:
     config = yaml.safe_load((joint_run / "config.yaml").read_text(encoding="utf-8"))
     config["datasets"][0]["path"] = "absent.jsonl"
     (joint_run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    assert measure_backbone_quality(resolve_model(str(joint_run), None, None)) is None
+    assert measure_target_model_quality(resolve_model(str(joint_run), None, None)) is None
 
 
 def batches() -> list[Batch]:
@@ -109,7 +111,7 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
+def plain(before: TargetModel, after: TargetModel) -> tuple[int, float, float, float]:
     """Tokens, cross-entropy before and after, KL: from all logits of one document after the other."""
     count, old_loss, new_loss, kl = 0, 0.0, 0.0, 0.0
     for tokens, labels in documents():
@@ -127,24 +129,24 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
     return count, old_loss / count, new_loss / count, kl / count
 
 
-def write_config(run: Path, backbone_dir: Path) -> None:
+def write_config(run: Path, target_model_dir: Path) -> None:
     (run / "config.yaml").write_text(
-        yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8"
+        yaml.safe_dump({"base_model": str(target_model_dir)}), encoding="utf-8"
     )
 
 
 def test_a_run_with_an_adapter_against_plain_formulas(
-    run_dir: Path, backbone_dir: Path, tmp_path: Path
+    run_dir: Path, target_model_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "heads").symlink_to(run_dir / "heads")
-    write_config(tmp_path, backbone_dir)
-    adapted(backbone_dir, tmp_path / "adapter")
-    found = compare_backbones(
-        *load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches()
+    write_config(tmp_path, target_model_dir)
+    adapted(target_model_dir, tmp_path / "adapter")
+    found = compare_target_models(
+        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)), batches()
     )
-    merged = load_backbone(str(backbone_dir))
+    merged = load_target_model(str(target_model_dir))
     Adapter.load(merged, tmp_path / "adapter").merge()
-    tokens, before, after, kl = plain(load_backbone(str(backbone_dir)), merged)
+    tokens, before, after, kl = plain(load_target_model(str(target_model_dir)), merged)
     assert kl > 0.01
     assert found.tokens == tokens
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx(
@@ -153,29 +155,29 @@ def test_a_run_with_an_adapter_against_plain_formulas(
 
 
 def test_a_trained_model_is_compared_with_the_original(
-    run_dir: Path, backbone_dir: Path, tmp_path: Path
+    run_dir: Path, target_model_dir: Path, tmp_path: Path
 ) -> None:
-    changed = load_backbone(str(backbone_dir))
+    changed = load_target_model(str(target_model_dir))
     torch.manual_seed(4)
     with torch.no_grad():
         changed.model.lm_head.weight.add_(0.02 * torch.randn_like(changed.model.lm_head.weight))
     changed.model.save_pretrained(tmp_path / "model")
     changed.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "heads").symlink_to(run_dir / "heads")
-    write_config(tmp_path, backbone_dir)
-    found = compare_backbones(
-        *load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches()
+    write_config(tmp_path, target_model_dir)
+    found = compare_target_models(
+        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)), batches()
     )
-    _, before, after, kl = plain(load_backbone(str(backbone_dir)), changed)
+    _, before, after, kl = plain(load_target_model(str(target_model_dir)), changed)
     assert kl > 0.001
     assert (found.loss_before, found.loss_after, found.kl) == pytest.approx(
         (before, after, kl), rel=1e-4
     )
 
 
-def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Path) -> None:
-    found = compare_backbones(
-        *load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches()
+def test_a_frozen_target_model_is_bitwise_unchanged(run_dir: Path, target_model_dir: Path) -> None:
+    found = compare_target_models(
+        *load_versions(resolve_model(str(run_dir), None, None), str(target_model_dir)), batches()
     )
     assert found.loss_before > 0
     assert (found.loss_after, found.kl) == (found.loss_before, 0.0)
@@ -187,7 +189,7 @@ def test_conversations_are_measured_in_batches_and_counted(
     progress = RunProgress(Console(quiet=True))
     paths = resolve_model(str(joint_run), None, None)
     with progress.phase("perplexity", QUALITY_TOKENS, "tokens") as phase:
-        together = measure_backbone_quality(paths, phase=phase)
+        together = measure_target_model_quality(paths, phase=phase)
     assert together is not None
     assert phase.line().startswith(f"perplexity: {together['tokens']}/{together['tokens']} tokens")
 
@@ -196,9 +198,9 @@ def test_conversations_are_measured_in_batches_and_counted(
     monkeypatch.setattr(
         EncodedDataset, "batch", lambda self, rows: batches.append(len(rows)) or batch(self, rows)
     )
-    assert measure_backbone_quality(paths) == together
-    monkeypatch.setattr(backbone_quality, "_POSITIONS", 1)
-    apart = measure_backbone_quality(paths)
+    assert measure_target_model_quality(paths) == together
+    monkeypatch.setattr(target_model_quality, "_POSITIONS", 1)
+    apart = measure_target_model_quality(paths)
     count = batches[0]
     assert count > 1
     assert batches[1:] == [1] * count

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from medusa_train.errors import BackboneError
+from medusa_train.errors import TargetModelError
 from medusa_train.models.architecture import tree_obstacle
 from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, Form, has_compiler, needed_forms
@@ -57,13 +57,13 @@ from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, pro
 from medusa_train.trees.tree import Tree
 
 
-class Backbone:
+class TargetModel:
     """The language model whose next tokens are drafted and verified.
 
     The transformers model is used unchanged but for its attention function (`models.attention`):
     its forward gets a 4-D additive mask, explicit position ids and a cache on `Slots`. Logits are
     computed here from the hidden states, so that heads can apply the same transforms.
-    `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is
+    `loading.load_target_model` builds a target model from a directory or the hub and checks that it is
     supported.
 
     Args:
@@ -85,7 +85,7 @@ class Backbone:
             with exact sizes.
 
     Raises:
-        BackboneError: the model has no lm_head.
+        TargetModelError: the model has no lm_head.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str = "") -> None:
@@ -96,7 +96,7 @@ class Backbone:
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
         if head is None:
-            raise BackboneError(
+            raise TargetModelError(
                 f"{type(model).__name__} has no lm_head: not a causal language model"
             )
         self.device: torch.device = head.weight.device
@@ -335,7 +335,7 @@ class Backbone:
         return masks if len(masks) > 1 and self.window is not None else masks.popitem()[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the backbone's next-token logits, [..., d] -> [..., V]."""
+        """Compute the target model's next-token logits, [..., d] -> [..., V]."""
         if self.softcap is None and self.scale == 1.0:
             return self.output_embeddings(hidden)
         return self.lm_head().transform(self.output_embeddings(hidden))
@@ -359,7 +359,7 @@ class Backbone:
         """Return the input embedding, with the factor that some models apply before the first
         layer.
 
-        The factor is measured on the first layer's input. BackboneError: the model changes
+        The factor is measured on the first layer's input. TargetModelError: the model changes
         embeddings in another way.
         """
         table = self.model.get_input_embeddings()
@@ -369,7 +369,7 @@ class Backbone:
         inputs, vectors = captured[0].double(), table(probe).double()
         scale = float((inputs * vectors).sum() / vectors.square().sum().clamp(min=1e-30))
         if (inputs - vectors * scale).norm() > 1e-2 * inputs.norm():
-            raise BackboneError(
+            raise TargetModelError(
                 f"{type(self.body).__name__} is not supported by this draft: the input of its first"
                 " layer is not a scaled token embedding"
             )
@@ -377,20 +377,20 @@ class Backbone:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers; raises BackboneError if the architecture has no `layers`."""
+        """The decoder layers; raises TargetModelError if the architecture has no `layers`."""
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise BackboneError(
+            raise TargetModelError(
                 f"{type(self.body).__name__} has no list of decoder layers named `layers`"
             )
         return layers
 
     def layer(self, index: int) -> nn.Module:
-        """Return decoder layer `index`, from 0; raises BackboneError if there is none."""
+        """Return decoder layer `index`, from 0; raises TargetModelError if there is none."""
         layers = self.layers
         if not 0 <= index < len(layers):
-            raise BackboneError(
-                f"no layer {index + 1}: {self.name or 'the backbone'} has {len(layers)} layers"
+            raise TargetModelError(
+                f"no layer {index + 1}: {self.name or 'the target model'} has {len(layers)} layers"
             )
         return layers[index]
 
@@ -400,11 +400,11 @@ class Backbone:
         """
         return Slots(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
-    def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
-        """Convert the weights in place and return the model as a new backbone."""
+    def to_dtype(self, dtype: str | torch.dtype) -> TargetModel:
+        """Convert the weights in place and return the model as a new target model."""
         with exact_buffers(self.model):
             self.model.to(parse_dtype(dtype, self.device))
-        converted = Backbone(self.model, self.tokenizer, self.name)
+        converted = TargetModel(self.model, self.tokenizer, self.name)
         converted.stop_tokens = self.stop_tokens
         converted.eos_ids = self.eos_ids
         return converted
@@ -434,11 +434,11 @@ class Backbone:
     # Early exit
 
     def split_at(self, exit_layer: int) -> LayerSplit:
-        """Split the layers after the first `exit_layer`; BackboneError: out of range, or they
+        """Split the layers after the first `exit_layer`; TargetModelError: out of range, or they
         cannot run separately.
         """
         if exit_layer not in self._splits:
-            check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
+            check_exit_layer(exit_layer, self.num_layers, self.name or "the target model")
             runner = LayerRunner(self.body, self.layer_types)
             attention = partial(self.masked_attention, enabled=True)
             split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
@@ -473,9 +473,9 @@ class Backbone:
             ]
             hidden = split.run_rest(torch.cat(early, dim=1), inputs, nodes.cache()).hidden
         except (TypeError, AttributeError, LookupError, ValueError) as error:
-            raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
+            raise TargetModelError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
-            raise BackboneError(
+            raise TargetModelError(
                 f"{name} cannot run layer by layer: hidden states differ from the whole model's"
             )
 
@@ -489,7 +489,7 @@ class Backbone:
         backward pass; passes without `segments` still run with the implementation that takes masks.
 
         Raises:
-            BackboneError: documents attend to each other, since the model does not pass the bounds
+            TargetModelError: documents attend to each other, since the model does not pass the bounds
                 on. The model is left unchanged, also by errors of the implementation.
         """
         self.model.set_attn_implementation(implementation)
@@ -508,7 +508,7 @@ class Backbone:
                 self.model.set_attn_implementation(self.attention)
                 self.varlen = False
         if not separate:
-            raise BackboneError(
+            raise TargetModelError(
                 f"{type(self.model).__name__} with {implementation} mixes packed documents"
             )
 
@@ -560,7 +560,7 @@ class Backbone:
             trees: whether passes verify trees too.
 
         Raises:
-            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this
+            TargetModelError: the model has sliding windows or longrope, or torch.compile fails on this
                 machine; not where steps are CUDA graphs, which are fast without it.
         """
         if self.step_runner is not None and (
@@ -568,7 +568,7 @@ class Backbone:
         ):
             return
         if self.compile_obstacle is not None:
-            raise BackboneError(
+            raise TargetModelError(
                 f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out"
             )
         on_cpu = self.device.type == "cpu"
@@ -592,14 +592,14 @@ class Backbone:
         those over any number of nodes.
 
         Raises:
-            BackboneError: torch.compile fails, or the program would not fit into memory: it may
+            TargetModelError: torch.compile fails, or the program would not fit into memory: it may
                 hold a prepacked copy of the weights. Trees of this size are then verified by the
                 program for any number of nodes.
         """
         if self.compiled is None or not self.can_compile_tree(nodes):
             return
         if not copies_fit(self.model.parameters()):
-            raise BackboneError(
+            raise TargetModelError(
                 "compile: too little memory is free for a program for this size of tree, which may"
                 " hold a copy of the weights"
             )
