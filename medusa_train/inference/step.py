@@ -66,8 +66,8 @@ from medusa_train.models.drafts.base import (
     Proposer,
     at_positions,
 )
-from medusa_train.models.features import FINAL_STATES, Features
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_slots import COLUMNS, ROWS, Slots, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
@@ -90,12 +90,12 @@ class _Row:
     Attributes:
         root_position: of the last root.
         path: the nodes of that tree that were accepted, in order, the root (0) first.
-        notes: what the draft keeps, see `Proposer.new_row`.
+        request_state: what the draft keeps, see `Proposer.new_request_state`.
     """
 
     root_position: int
     path: list[int]
-    notes: Any
+    request_state: Any
 
     @property
     def next_root_position(self) -> int:
@@ -169,13 +169,13 @@ class _Verified:
 
     Attributes:
         proposal: what was verified.
-        feats: states of the nodes, [B, n + 1, d].
+        hidden_states: states of the nodes, [B, n + 1, d].
         logits: of the nodes, [B, n + 1, V].
         branch: logits at the outputs of its branch tokens, [B, outputs, V]; None without a branch.
     """
 
     proposal: Proposal
-    feats: Features
+    hidden_states: HiddenStates
     logits: Tensor
     branch: Tensor | None = None
 
@@ -207,7 +207,7 @@ class _Prompts:
     Attributes: see `Steps.add_rows`.
     """
 
-    feats: Features
+    hidden_states: HiddenStates
     tokens: Tensor
     prompts: Sequence[list[int]]
     known: int
@@ -242,10 +242,10 @@ class Steps:
             self.limits = Limits(0, 0)
         self._draft = draft
         self._tree = tree
-        self._needs = FINAL_STATES
+        self._aux_layers: tuple[int, ...] = ()
         num_caches = 0
         if draft is not None:
-            self._needs = draft.needs
+            self._aux_layers = draft.aux_layers
             num_caches = draft.num_caches
 
         # 2. keys and values: of the target model's layers, and of each layer of the draft on its own
@@ -278,16 +278,16 @@ class Steps:
         nodes = self.limits.size + 1  # n + 1
         self._allocated_rows = rows
 
-        # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of early layers, and
+        # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of auxiliary layers, and
         # tokens [rows, n + 1]
         hidden_size = target_model.hidden_size
         self._hidden = torch.zeros(
             rows, nodes, hidden_size, dtype=target_model.dtype, device=target_model.device
         )
-        self._early: Tensor | None = None
-        if self._needs.early:
-            early_size = hidden_size * len(self._needs.early)
-            self._early = self._hidden.new_zeros(rows, nodes, early_size)
+        self._aux: Tensor | None = None
+        if self._aux_layers:
+            aux_size = hidden_size * len(self._aux_layers)
+            self._aux = self._hidden.new_zeros(rows, nodes, aux_size)
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target_model.device)
 
         # 2. the buffers of steps of fixed shape
@@ -310,8 +310,8 @@ class Steps:
     def _row_states(self) -> list[Tensor]:
         """What a step reads of the step before, by row."""
         states = [self._hidden, self._tokens]
-        if self._early is not None:
-            states.append(self._early)
+        if self._aux is not None:
+            states.append(self._aux)
         return states
 
     # A step
@@ -355,7 +355,8 @@ class Steps:
             row.root_position = row.next_root_position  # by the old path, so before it is replaced
             row.path = path
             if self._draft is not None:
-                self._draft.extend_row(row.notes, path_tokens[:-1])  # without the next root
+                without_next_root = path_tokens[:-1]
+                self._draft.extend_request_state(row.request_state, without_next_root)
         return accepted
 
     def _step_exact(
@@ -373,7 +374,7 @@ class Steps:
         proposal = verified.proposal
         # a branch is always a draft's; only the type checker has to be told
         if verified.branch is not None and self._draft is not None:
-            self._draft.observe(self._notes, proposal, verified.branch)
+            self._draft.observe(self._request_states, proposal, verified.branch)
         # 5. accept; the first rows are the active ones, a compiled pass may have others
         active = len(self._rows)
         tokens = proposal.tokens[:active]  # [active, n + 1]
@@ -412,7 +413,7 @@ class Steps:
         inputs = self._unpack(packed, room, host)
 
         # 1. compact. Padding of paths lands behind them, where the pass writes or the mask hides. A
-        # draft's slots need it not: `read` writes its accepted positions itself
+        # draft's slots need it not: `extend` writes its accepted positions itself
         if self._may_have_gaps(inputs):
             compact(inputs.storage, inputs.starts, inputs.path)
 
@@ -497,25 +498,25 @@ class Steps:
             roots=inputs.root_tokens,
             root_list=root_list,
             caches=self._draft_caches(inputs.room),
-            rows=self._notes,
+            request_states=self._request_states,
             tree=self._tree,
             nodes=given,
             may_stop=host is not None,
         )
-        states = draft.read(step)
+        states = draft.extend(step)
         if host is not None and host.roots_only:
-            draft.skip_guess(step, states)
+            draft.skip_proposal(step, states)
             return Proposal(inputs.root_tokens[:, None], self._root_only_tree)
-        return draft.guess(step, states)
+        return draft.propose(step, states)
 
     def _accepted_path(self, inputs: _Inputs) -> AcceptedPath:
         """Return the accepted nodes of B rows, with the states and tokens that were kept of them."""
         rows = len(inputs.path)
-        early = self._early
-        if early is not None:
-            early = early[:rows]  # [B, n + 1, d of early layers]
+        aux = self._aux
+        if aux is not None:
+            aux = aux[:rows]  # [B, n + 1, d of auxiliary layers]
         return AcceptedPath(
-            feats=Features(self._hidden[:rows], early),  # [B, n + 1, d]
+            hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
             path=inputs.path,
             counts=inputs.counts,
@@ -528,9 +529,9 @@ class Steps:
         return [DraftCache(slots.storage(room), room, last) for slots in self._draft_slots]
 
     @property
-    def _notes(self) -> list[Any]:
-        """What the draft keeps of each active row; a pass may have further rows, without notes."""
-        return [row.notes for row in self._rows]
+    def _request_states(self) -> list[Any]:
+        """What the draft keeps of each active row; a pass may have further rows, without a state."""
+        return [row.request_state for row in self._rows]
 
     # 3. Verify
 
@@ -542,13 +543,15 @@ class Steps:
             nodes: where they stand.
         """
         # what a draft ran the first layers over is run through the others only
-        feats, logits = self._target_model.run_nodes(tokens, nodes, self._needs, proposal.early)
+        hidden_states, logits = self._target_model.run_nodes(
+            tokens, nodes, self._aux_layers, proposal.aux
+        )
         if proposal.branch is None:
-            return _Verified(proposal, feats, logits)
+            return _Verified(proposal, hidden_states, logits)
         count = proposal.tokens.shape[1]  # n + 1
         logits_read = proposal.at_outputs(logits)  # [B, n + 1 + outputs, V]
         branch = logits_read[:, count:]  # [B, outputs, V]
-        return _Verified(proposal, feats.first(count), logits_read[:, :count], branch)
+        return _Verified(proposal, hidden_states.first(count), logits_read[:, :count], branch)
 
     def _place_given_tree(self, inputs: _Inputs) -> NodeSlots | None:
         """Return where the nodes of the tree stand that the draft is given to fill; None where it
@@ -629,12 +632,12 @@ class Steps:
         if self._draft is None:
             return
         tokens = verified.proposal.tokens  # [B, n + 1]
-        feats = verified.feats
+        hidden_states = verified.hidden_states
         rows, count = tokens.shape
         self._tokens[:rows, :count] = tokens
-        self._hidden[:rows, :count] = feats.hidden
-        if self._early is not None and feats.early is not None:
-            self._early[:rows, :count] = feats.early
+        self._hidden[:rows, :count] = hidden_states.final
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[:rows, :count] = hidden_states.aux
 
     # Steps of fixed shape
 
@@ -746,13 +749,15 @@ class Steps:
         tokens = torch.tensor(padded, device=device)  # [B, T]
         # 2. one causal pass, which writes to the slots of the next free rows
         cache = prompt_cache(self.slots, len(self._rows), len(prompts), known)
-        feats = self._target_model.run(tokens, cache=cache, need=self._needs)
-        self._prompts = _Prompts(feats, tokens, prompts, known)
+        hidden_states = self._target_model.run(tokens, cache=cache, aux_layers=self._aux_layers)
+        self._prompts = _Prompts(hidden_states, tokens, prompts, known)
         # 3. accepting a tree without draft tokens gives the token after its root, here the prompt's
         # last token
         last = _last_positions(prompts, known)
         root_tokens = at_positions(tokens, last)[:, None]  # [B, 1]
-        logits = self._target_model.logits(at_positions(feats.hidden, last))[:, None]  # [B, 1, V]
+        logits = self._target_model.logits(at_positions(hidden_states.final, last))[
+            :, None
+        ]  # [B, 1, V]
         accepted = accept(rule, root_tokens, logits, self._root_only_tree, generators)
         return [path.tokens[-1] for path in accepted]
 
@@ -761,10 +766,14 @@ class Steps:
         waiting = self._prompts
         assert waiting is not None
         self._prompts = None
-        self.add_rows(waiting.feats, waiting.tokens, waiting.prompts, waiting.known)
+        self.add_rows(waiting.hidden_states, waiting.tokens, waiting.prompts, waiting.known)
 
     def add_rows(
-        self, feats: Features, tokens: Tensor, prompts: Sequence[list[int]], known: int = 0
+        self,
+        hidden_states: HiddenStates,
+        tokens: Tensor,
+        prompts: Sequence[list[int]],
+        known: int = 0,
     ) -> None:
         """Add rows whose prompts are in the slots, and let the draft read them.
 
@@ -772,7 +781,7 @@ class Steps:
         is like all others.
 
         Args:
-            feats: of the prompts behind their first `known` positions, [B, T, d].
+            hidden_states: of the prompts behind their first `known` positions, [B, T, d].
             tokens: the same, long [B, T], padded behind.
         """
         first = len(self._rows)
@@ -780,20 +789,20 @@ class Steps:
         # 1. the draft
         if self._draft is not None:
             caches = [prompt_cache(slots, first, count, known) for slots in self._draft_slots]
-            self._draft.prefill(feats, tokens, caches)
+            self._draft.prefill(hidden_states, tokens, caches)
         # 2. the last tokens as roots of trees without nodes
         rows = slice(first, first + count)
         last = _last_positions(prompts, known)
-        self._hidden[rows, 0] = at_positions(feats.hidden, last)
+        self._hidden[rows, 0] = at_positions(hidden_states.final, last)
         self._tokens[rows, 0] = at_positions(tokens, last)
-        if self._early is not None and feats.early is not None:
-            self._early[rows, 0] = at_positions(feats.early, last)
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[rows, 0] = at_positions(hidden_states.aux, last)
         # 3. of which the root alone was accepted
         for prompt in prompts:
-            notes: Any = None
+            request_state: Any = None
             if self._draft is not None:
-                notes = self._draft.new_row(prompt)
-            self._rows.append(_Row(len(prompt) - 1, path=[0], notes=notes))
+                request_state = self._draft.new_request_state(prompt)
+            self._rows.append(_Row(len(prompt) - 1, path=[0], request_state=request_state))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows only: row i becomes the former row `rows[i]` >= i, so that no row is
@@ -872,7 +881,9 @@ class Steps:
         for count in sorted(row_counts, reverse=True):
             for key_length in reversed(key_lengths):
                 last_root_position = key_length - nodes - 1
-                self._rows = [_Row(last_root_position, path=[0], notes=None) for _ in range(count)]
+                self._rows = [
+                    _Row(last_root_position, path=[0], request_state=None) for _ in range(count)
+                ]
                 packed_rows = self._pack([0] * count)
                 self._run_fixed(fixed, packed_rows, key_length, logits)
         self.reset()
