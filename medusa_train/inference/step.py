@@ -67,8 +67,8 @@ from medusa_train.models.drafts.base import (
     Proposer,
     at_positions,
 )
-from medusa_train.models.features import FINAL_STATES, Features
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import COLUMNS, ROWS, KVCache, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
@@ -170,13 +170,13 @@ class _Verified:
 
     Attributes:
         proposal: what was verified.
-        feats: states of the nodes, [B, n + 1, d].
+        hidden_states: states of the nodes, [B, n + 1, d].
         logits: of the nodes, [B, n + 1, V].
         branch: logits at the outputs of its branch tokens, [B, outputs, V]; None without a branch.
     """
 
     proposal: Proposal
-    feats: Features
+    hidden_states: HiddenStates
     logits: Tensor
     branch: Tensor | None = None
 
@@ -208,7 +208,7 @@ class _Prompts:
     Attributes: see `Steps.add_rows`.
     """
 
-    feats: Features
+    hidden_states: HiddenStates
     tokens: Tensor
     prompts: Sequence[list[int]]
     num_cached: int
@@ -243,10 +243,10 @@ class Steps:
             self.limits = Limits(0, 0)
         self._draft = draft
         self._tree = tree
-        self._needs = FINAL_STATES
+        self._aux_layers: tuple[int, ...] = ()
         num_caches = 0
         if draft is not None:
-            self._needs = draft.needs
+            self._aux_layers = draft.aux_layers
             num_caches = draft.num_caches
 
         # 2. keys and values: of the target model's layers, and of each layer of the draft on its own
@@ -280,16 +280,16 @@ class Steps:
         nodes = self.limits.size + 1  # n + 1
         self._allocated_rows = rows
 
-        # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of early layers, and
+        # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of auxiliary layers, and
         # tokens [rows, n + 1]
         hidden_size = target_model.hidden_size
         self._hidden = torch.zeros(
             rows, nodes, hidden_size, dtype=target_model.dtype, device=target_model.device
         )
-        self._early: Tensor | None = None
-        if self._needs.early:
-            early_size = hidden_size * len(self._needs.early)
-            self._early = self._hidden.new_zeros(rows, nodes, early_size)
+        self._aux: Tensor | None = None
+        if self._aux_layers:
+            aux_size = hidden_size * len(self._aux_layers)
+            self._aux = self._hidden.new_zeros(rows, nodes, aux_size)
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target_model.device)
 
         # 2. the buffers of steps of fixed shape
@@ -312,8 +312,8 @@ class Steps:
     def _row_states(self) -> list[Tensor]:
         """What a step reads of the step before, by row."""
         states = [self._hidden, self._tokens]
-        if self._early is not None:
-            states.append(self._early)
+        if self._aux is not None:
+            states.append(self._aux)
         return states
 
     # A step
@@ -415,7 +415,7 @@ class Steps:
         inputs = self._unpack(packed, num_columns, host)
 
         # 1. compact. Padding of paths lands behind them, where the pass writes or the mask hides. A
-        # draft's KV cache need it not: `read` writes its accepted positions itself
+        # draft's KV cache need it not: `extend` writes its accepted positions itself
         if self._may_have_gaps(inputs):
             compact(inputs.storage, inputs.starts, inputs.path)
 
@@ -505,20 +505,20 @@ class Steps:
             nodes=fixed_nodes,
             may_stop=host is not None,
         )
-        states = draft.read(step)
+        states = draft.extend(step)
         if host is not None and host.skip_draft:
-            draft.skip_guess(step, states)
+            draft.skip_proposal(step, states)
             return Proposal(inputs.last_tokens[:, None], self._root_only_tree)
-        return draft.guess(step, states)
+        return draft.propose(step, states)
 
     def _accepted_path(self, inputs: _Inputs) -> AcceptedPath:
         """Return the accepted nodes of B rows, with the states and tokens that were kept of them."""
         rows = len(inputs.path)
-        early = self._early
-        if early is not None:
-            early = early[:rows]  # [B, n + 1, d of early layers]
+        aux = self._aux
+        if aux is not None:
+            aux = aux[:rows]  # [B, n + 1, d of auxiliary layers]
         return AcceptedPath(
-            feats=Features(self._hidden[:rows], early),  # [B, n + 1, d]
+            hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
             path=inputs.path,
             counts=inputs.counts,
@@ -548,13 +548,15 @@ class Steps:
             nodes: where they stand.
         """
         # what a draft ran the first layers over is run through the others only
-        feats, logits = self._target_model.run_nodes(tokens, nodes, self._needs, proposal.early)
+        hidden_states, logits = self._target_model.run_nodes(
+            tokens, nodes, self._aux_layers, proposal.aux
+        )
         if proposal.branch is None:
-            return _Verified(proposal, feats, logits)
+            return _Verified(proposal, hidden_states, logits)
         count = proposal.tokens.shape[1]  # n + 1
         logits_read = proposal.at_outputs(logits)  # [B, n + 1 + outputs, V]
         branch = logits_read[:, count:]  # [B, outputs, V]
-        return _Verified(proposal, feats.first(count), logits_read[:, :count], branch)
+        return _Verified(proposal, hidden_states.first(count), logits_read[:, :count], branch)
 
     def _place_given_tree(self, inputs: _Inputs) -> NodeInputs | None:
         """Return where the nodes of the tree stand that the draft is given to fill; None where it
@@ -637,12 +639,12 @@ class Steps:
         if self._draft is None:
             return
         tokens = verified.proposal.tokens  # [B, n + 1]
-        feats = verified.feats
+        hidden_states = verified.hidden_states
         rows, count = tokens.shape
         self._tokens[:rows, :count] = tokens
-        self._hidden[:rows, :count] = feats.hidden
-        if self._early is not None and feats.early is not None:
-            self._early[:rows, :count] = feats.early
+        self._hidden[:rows, :count] = hidden_states.final
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[:rows, :count] = hidden_states.aux
 
     # Steps of fixed shape
 
@@ -753,13 +755,15 @@ class Steps:
         tokens = torch.tensor(padded, device=device)  # [B, T]
         # 2. one causal pass, which writes to the KV cache of the next free rows
         cache = prompt_cache(self.kv_cache, len(self._rows), len(prompts), num_cached)
-        feats = self._target_model.run(tokens, cache=cache, need=self._needs)
-        self._prompts = _Prompts(feats, tokens, prompts, num_cached)
+        hidden_states = self._target_model.run(tokens, cache=cache, aux_layers=self._aux_layers)
+        self._prompts = _Prompts(hidden_states, tokens, prompts, num_cached)
         # 3. accepting a tree without draft tokens gives the token after its root, here the prompt's
         # last token
         last = _last_positions(prompts, num_cached)
         last_tokens = at_positions(tokens, last)[:, None]  # [B, 1]
-        logits = self._target_model.logits(at_positions(feats.hidden, last))[:, None]  # [B, 1, V]
+        logits = self._target_model.logits(at_positions(hidden_states.final, last))[
+            :, None
+        ]  # [B, 1, V]
         accepted = accept(rule, last_tokens, logits, self._root_only_tree, generators)
         return [path.tokens[-1] for path in accepted]
 
@@ -768,10 +772,14 @@ class Steps:
         waiting = self._prompts
         assert waiting is not None
         self._prompts = None
-        self.add_rows(waiting.feats, waiting.tokens, waiting.prompts, waiting.num_cached)
+        self.add_rows(waiting.hidden_states, waiting.tokens, waiting.prompts, waiting.num_cached)
 
     def add_rows(
-        self, feats: Features, tokens: Tensor, prompts: Sequence[list[int]], num_cached: int = 0
+        self,
+        hidden_states: HiddenStates,
+        tokens: Tensor,
+        prompts: Sequence[list[int]],
+        num_cached: int = 0,
     ) -> None:
         """Add rows whose prompts are in the KV cache, and let the draft read them.
 
@@ -779,7 +787,7 @@ class Steps:
         is like all others.
 
         Args:
-            feats: of the prompts behind their first `num_cached` positions, [B, T, d].
+            hidden_states: of the prompts behind their first `num_cached` positions, [B, T, d].
             tokens: the same, long [B, T], padded behind.
         """
         first = len(self._rows)
@@ -789,14 +797,14 @@ class Steps:
             caches = [
                 prompt_cache(kv_cache, first, count, num_cached) for kv_cache in self._draft_caches
             ]
-            self._draft.prefill(feats, tokens, caches)
+            self._draft.prefill(hidden_states, tokens, caches)
         # 2. the last tokens as roots of trees without nodes
         rows = slice(first, first + count)
         last = _last_positions(prompts, num_cached)
-        self._hidden[rows, 0] = at_positions(feats.hidden, last)
+        self._hidden[rows, 0] = at_positions(hidden_states.final, last)
         self._tokens[rows, 0] = at_positions(tokens, last)
-        if self._early is not None and feats.early is not None:
-            self._early[rows, 0] = at_positions(feats.early, last)
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[rows, 0] = at_positions(hidden_states.aux, last)
         # 3. of which the root alone was accepted
         for prompt in prompts:
             state: Any = None
