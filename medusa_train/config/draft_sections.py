@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from medusa_train.config.keys import HEADS, TRAINING, Section, key, keys_marked
+from medusa_train.config.keys import HEADS, Section, key, keys_marked
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
     Bool,
@@ -129,7 +129,7 @@ _NORMALIZE_EMBEDDINGS = key(
     "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published",
     HEADS,
 )
-_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
+_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight")
 
 
 class MedusaConfig(DraftConfig):
@@ -158,10 +158,8 @@ class MedusaConfig(DraftConfig):
         HEADS,
         le=1024,
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k", TRAINING)
-    soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
-    )
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k")
+    soft_targets: Share = key(0.0, "weight of the base model's distribution in the heads' targets")
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
@@ -210,7 +208,6 @@ class HydraConfig(DraftConfig):
         1.0,
         "weight of the base model's distribution in the heads' targets; the data's token has the"
         " rest",
-        TRAINING,
     )
 
     def describe(self) -> str:
@@ -251,10 +248,9 @@ class AmphistaConfig(DraftConfig):
     alignment_weight: NonNegativeFloat = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the base model's distribution (default: ours)",
-        TRAINING,
     )
     label_weight: NonNegativeFloat = key(
-        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
+        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)"
     )
     decay_coefficient: PositiveShare = _DECAY
 
@@ -387,9 +383,9 @@ class Eagle3Config(DraftConfig):
     norm_output: Bool = key(
         False, "each drafted token reads the normed output of the one before (EAGLE 3.1)", HEADS
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k")
     soft_targets: Share = key(
-        1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        1.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -451,10 +447,10 @@ class DFlashConfig(DraftConfig):
     )
     vocab_size: VocabSize | None = _VOCAB_SIZE
     decay_coefficient: PositiveShare = key(
-        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum", TRAINING
+        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum"
     )
     soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        0.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
     @property

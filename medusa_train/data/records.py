@@ -30,7 +30,7 @@ from medusa_train.data.json_values import (
     json_type,
     optional_text,
 )
-from medusa_train.data.tool_calls import link_results, parse_tools
+from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
 from medusa_train.data.turns import TurnKeys, mark_cut_answers, parse_turns
 from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
 
@@ -79,7 +79,6 @@ _SELF_DISTILLATION_KEYS = (
 #: Columns that name a prompt; the first that is there counts.
 PROMPT_IDS = ("id", "question_id", "custom_id")
 #: Columns that hold variables of the chat template.
-TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
 #: Entries of it that hold tools (smoltalk2).
 TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")

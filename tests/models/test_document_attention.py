@@ -158,7 +158,7 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = prompt_cache(target_model.new_slots(), 0, 1)
+        cache = prompt_cache(target_model.new_kv_cache(), 0, 1)
         return [
             target_model.run(tokens, positions=positions, mask=mask).hidden,
             target_model.run(tokens, cache=cache).hidden,

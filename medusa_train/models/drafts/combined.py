@@ -68,13 +68,13 @@ class MergedDraft(Proposer):
         """Let the heads read the prompts."""
         self.heads.prefill(feats, tokens, caches)
 
-    def new_row(self, prompt: Sequence[int]) -> Any:
+    def new_request_state(self, prompt: Sequence[int]) -> Any:
         """Index a prompt for the lookup."""
-        return self.lookup.new_row(prompt)
+        return self.lookup.new_request_state(prompt)
 
-    def extend_row(self, row: Any, tokens: Sequence[int]) -> None:
+    def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
         """Append accepted tokens to a text."""
-        self.lookup.extend_row(row, tokens)
+        self.lookup.extend_request_state(state, tokens)
 
     def read(self, step: DraftStep) -> Any:
         """Let the heads read the accepted path."""
@@ -96,7 +96,7 @@ class MergedDraft(Proposer):
         branch = self.lookup.lookahead_branch(step)
         # 3. where none was new, the heads' tree is on the device already
         if any(tree.size != proposal.tree.size for tree in trees):
-            return propose_trees(trees, step.roots.device, branch)
+            return propose_trees(trees, step.last_tokens.device, branch)
         if branch is None:
             return proposal
         return replace(proposal, branch=branch)
@@ -105,8 +105,8 @@ class MergedDraft(Proposer):
         """Within this context the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
-    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Pass the logits of the branch tokens on to the draft without training, which requested
         them.
         """
-        self.lookup.observe(rows, proposal, logits)
+        self.lookup.observe(request_states, proposal, logits)
