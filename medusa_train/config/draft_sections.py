@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from medusa_train.config.keys import HEADS, TRAINING, Section, key, keys_marked
+from medusa_train.config.keys import HEADS, Section, key, keys_marked
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
     Bool,
@@ -79,7 +79,7 @@ class DraftConfig(Section):
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
     dynamic_trees: ClassVar[bool] = False
-    layers_key: ClassVar[str] = ""  # of `early_layers`
+    layers_key: ClassVar[str] = ""  # of `aux_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
     if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DraftConfig(Section):
         """The name of its key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
@@ -129,7 +129,7 @@ _NORMALIZE_EMBEDDINGS = key(
     "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published",
     HEADS,
 )
-_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
+_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight")
 
 
 class MedusaConfig(DraftConfig):
@@ -158,10 +158,8 @@ class MedusaConfig(DraftConfig):
         HEADS,
         le=1024,
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k", TRAINING)
-    soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
-    )
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k")
+    soft_targets: Share = key(0.0, "weight of the base model's distribution in the heads' targets")
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
@@ -210,7 +208,6 @@ class HydraConfig(DraftConfig):
         1.0,
         "weight of the base model's distribution in the heads' targets; the data's token has the"
         " rest",
-        TRAINING,
     )
 
     def describe(self) -> str:
@@ -251,10 +248,9 @@ class AmphistaConfig(DraftConfig):
     alignment_weight: NonNegativeFloat = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the base model's distribution (default: ours)",
-        TRAINING,
     )
     label_weight: NonNegativeFloat = key(
-        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
+        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)"
     )
     decay_coefficient: PositiveShare = _DECAY
 
@@ -330,7 +326,7 @@ class KangarooConfig(DraftConfig):
             )
         return self
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
 
@@ -387,12 +383,12 @@ class Eagle3Config(DraftConfig):
     norm_output: Bool = key(
         False, "each drafted token reads the normed output of the one before (EAGLE 3.1)", HEADS
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k")
     soft_targets: Share = key(
-        1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        1.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
 
@@ -451,10 +447,10 @@ class DFlashConfig(DraftConfig):
     )
     vocab_size: VocabSize | None = _VOCAB_SIZE
     decay_coefficient: PositiveShare = key(
-        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum", TRAINING
+        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum"
     )
     soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        0.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
     @property
@@ -468,7 +464,7 @@ class DFlashConfig(DraftConfig):
         weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
         return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose states are read."""
         return self.layers or spread_layers(num_layers, self.num_layers)
 

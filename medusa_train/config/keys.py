@@ -26,16 +26,14 @@ Self = TypeVar("Self", bound="Config")
 
 
 class Affects(Enum):
-    """What the value of a key changes: what a resume and a second stage have to know of it."""
+    """What the value of a key changes, if a resume or a second stage has to know of it."""
 
     DATA = "which examples there are, and their order"
     HEADS = "what kind of heads, and their shape"
     WEIGHTS = "which other weights are trained, and the states of the optimizer"
-    TRAINING = "how they are trained; may change at a resume"
-    NOTHING = "nothing that is trained: places, logs, speed"
 
 
-DATA, HEADS, WEIGHTS, TRAINING, NOTHING = Affects
+DATA, HEADS, WEIGHTS = Affects
 
 
 class Mode(Enum):

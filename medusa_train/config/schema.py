@@ -38,11 +38,9 @@ from medusa_train.config.keys import (
     HEADS,
     JOINT,
     LOCAL,
-    NOTHING,
     SERVE,
     SERVER,
     THIS_RUN,
-    TRAINING,
     WEIGHTS,
     Config,
     Section,
@@ -307,33 +305,29 @@ class TrainConfig(Config):
     medusa_num_layers: NonNegativeInt = flat("num_layers")
     medusa_decay_coefficient: PositiveShare = flat("decay_coefficient")
     medusa_heads_coefficient: NonNegativeFloat = key(
-        0.2, "lambda0: weight of the heads' loss (medusa2 only)", TRAINING, JOINT
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", JOINT
     )
     medusa_scheduler: Schedule = key(
         "constant",
         "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
         " fraction R of the run)",
-        TRAINING,
         JOINT,
     )
     medusa_only_heads: Bool | None = key(
-        None, "true: recipe medusa1, false: medusa2; default: follows from recipe", TRAINING
+        None, "true: recipe medusa1, false: medusa2; default: follows from recipe"
     )
     medusa_lr_multiplier: PositiveFloat | None = key(
         None,
         "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1",
-        TRAINING,
     )
     medusa_self_distillation: Bool = key(
         False,
         "LM loss is the KL from the base model without adapter (medusa2 only)",
-        TRAINING,
         JOINT,
     )
     medusa_distillation_regularization: Share = key(
         0.0,
         "rho: weight of the teacher's distribution in the LM target (medusa2 only)",
-        TRAINING,
         JOINT,
     )
     medusa_soft_targets: Share = flat("soft_targets")
@@ -342,14 +336,12 @@ class TrainConfig(Config):
         "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
         WEIGHTS,
     )
-    medusa_logging: Bool = key(
-        False, "log the top-k accuracy of each head during training", NOTHING
-    )
+    medusa_logging: Bool = key(False, "log the top-k accuracy of each head during training")
     medusa_share_lm_head: Bool = flat("share_lm_head")
     medusa_vocab_size: VocabSize | None = flat("vocab_size")
     medusa_markov_rank: NonNegativeInt = flat("markov_rank")
     calibration_tokens: NonNegativeInt = key(
-        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", NOTHING
+        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree"
     )
 
     # Adapter
@@ -360,7 +352,7 @@ class TrainConfig(Config):
     lora_alpha: PositiveInt = key(
         16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS, ADAPTER
     )
-    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", TRAINING, ADAPTER)
+    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", ADAPTER)
     lora_target_modules: OneOrMore[PlainText] | None = key(
         None, "linear layers to adapt; default: all", WEIGHTS, ADAPTER
     )
@@ -372,7 +364,6 @@ class TrainConfig(Config):
         None,
         "finished run to initialize heads and adapter from (two-stage training); replaces"
         " stage_one",
-        TRAINING,
         THIS_RUN,
     )
     stage_one: StageOne | None = key(
@@ -380,24 +371,21 @@ class TrainConfig(Config):
         "two-stage training in one run: the heads are trained first, in output_dir/stage_one, by"
         " this configuration with recipe: medusa1, without the keys of the adapter and of joint"
         " training, and with the keys that are set here: {learning_rate: 1e-3, num_epochs: 1}",
-        TRAINING,
         THIS_RUN,
     )
 
     # Data
     datasets: OneOrMore[DatasetConfig] = key(..., "training data", DATA, min_length=1)
-    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in", NOTHING)
+    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
         "store the frozen base model's hidden states under dataset_prepared_path; later epochs and"
         " runs read them instead of running the base model",
-        NOTHING,
     )
     dataset_processes: PositiveInt | None = key(
         None,
         "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small"
         " data: 1",
-        NOTHING,
     )
     sequence_len: Int = key(
         2048,
@@ -457,42 +445,37 @@ class TrainConfig(Config):
 
     # Optimization
     micro_batch_size: PositiveInt = key(
-        1, "conversations per forward pass (rows if sample_packing)", TRAINING
+        1, "conversations per forward pass (rows if sample_packing)"
     )
-    gradient_accumulation_steps: PositiveInt = key(1, "forward passes per optimizer step", TRAINING)
-    num_epochs: PositiveFloat = key(2, "number of epochs", TRAINING)
+    gradient_accumulation_steps: PositiveInt = key(1, "forward passes per optimizer step")
+    num_epochs: PositiveFloat = key(2, "number of epochs")
     max_steps: PositiveInt | None = key(
-        None, "maximum number of optimizer steps; overrides num_epochs", TRAINING
+        None, "maximum number of optimizer steps; overrides num_epochs"
     )
     optimizer: Optimizer = key(
         "adamw_torch",
         "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes",
         WEIGHTS,
     )
-    adam_beta1: Fraction = key(0.9, "decay of AdamW's mean of gradients", TRAINING)
+    adam_beta1: Fraction = key(0.9, "decay of AdamW's mean of gradients")
     adam_beta2: Fraction = key(
         0.999,
         "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo at 7B and 8B: 0.95",
-        TRAINING,
     )
-    adam_epsilon: PositiveFloat = key(1e-8, "AdamW's term against division by zero", TRAINING)
+    adam_epsilon: PositiveFloat = key(1e-8, "AdamW's term against division by zero")
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
-        "cosine", "learning rate schedule; constant has no warm-up", TRAINING
+        "cosine", "learning rate schedule; constant has no warm-up"
     )
-    cosine_min_lr_ratio: Fraction = key(
-        0.0, "final learning rate of cosine, relative to the peak", TRAINING
-    )
+    cosine_min_lr_ratio: Fraction = key(0.0, "final learning rate of cosine, relative to the peak")
     learning_rate: PositiveFloat = key(
-        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier", TRAINING
+        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier"
     )
-    warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps", TRAINING)
-    warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run", TRAINING)
-    weight_decay: NonNegativeFloat = key(0.0, "weight decay, applied to matrices only", TRAINING)
-    max_grad_norm: NonNegativeFloat = key(
-        1.0, "maximum gradient norm for clipping; 0: no clipping", TRAINING
-    )
+    warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps")
+    warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run")
+    weight_decay: NonNegativeFloat = key(0.0, "weight decay, applied to matrices only")
+    max_grad_norm: NonNegativeFloat = key(1.0, "maximum gradient norm for clipping; 0: no clipping")
     max_nonfinite_steps: NonNegativeInt = key(
-        0, "maximum number of NaN/Inf steps to skip before aborting", TRAINING
+        0, "maximum number of NaN/Inf steps to skip before aborting"
     )
     seed: NonNegativeInt = key(42, "random seed", DATA)
 
@@ -500,80 +483,69 @@ class TrainConfig(Config):
     bf16: BoolOrAuto = key(
         "auto",
         "compute in bfloat16; auto: if the device multiplies it faster than float32",
-        TRAINING,
     )
-    fp16: Bool = key(
-        False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)", TRAINING
-    )
-    tf32: Bool = key(False, "allow TF32 in float32 matrix products", TRAINING)
+    fp16: Bool = key(False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)")
+    tf32: Bool = key(False, "allow TF32 in float32 matrix products")
     gradient_checkpointing: BoolOrAuto = key(
         False,
         "recompute activations to save memory (medusa2 only); auto: if the estimate without it takes"
         " more than 90 % of the GPU's memory",
-        NOTHING,
     )
     flash_attention: BoolOrAuto = key(
         "auto",
         "use flash-attn's varlen kernel on packed rows, else one call of torch's attention for each"
         " conversation; auto: if it is installed and supported",
-        NOTHING,
     )
     torch_compile: Bool = key(
         False,
         "run the frozen base model's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer. Not benchmarked on a GPU yet",
-        NOTHING,
     )
     deepspeed: TextOrMapping | None = key(
-        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping", TRAINING
+        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping"
     )
 
     # Run
-    output_dir: Text = key("runs/medusa", "output directory of the run", NOTHING)
+    output_dir: Text = key("runs/medusa", "output directory of the run")
     overwrite_output_dir: Bool = key(
-        False, "delete an earlier run in output_dir and start over", NOTHING, THIS_RUN
+        False, "delete an earlier run in output_dir and start over", THIS_RUN
     )
     resume_from_checkpoint: Resume = key(
         None,
         "true or auto: resume from the newest checkpoint; or the path of one",
-        NOTHING,
         THIS_RUN,
     )
-    logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps", NOTHING)
+    logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps")
     eval_steps: Interval | None = key(
-        None, "evaluate every N optimizer steps (below 1: fraction of the run)", NOTHING
+        None, "evaluate every N optimizer steps (below 1: fraction of the run)"
     )
     evals_per_epoch: PositiveInt | None = key(
-        None, "evaluations per epoch; default: 1 if eval_steps is not set", NOTHING
+        None, "evaluations per epoch; default: 1 if eval_steps is not set"
     )
     save_steps: Interval | None = key(
-        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)", NOTHING
+        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)"
     )
     saves_per_epoch: PositiveInt | None = key(
-        None, "checkpoints per epoch; default: 1 if save_steps is not set", NOTHING
+        None, "checkpoints per epoch; default: 1 if save_steps is not set"
     )
     save_total_limit: PositiveInt = key(
         2,
         "number of newest checkpoints to keep, in addition to the weights of the best one",
-        NOTHING,
     )
     early_stopping_patience: PositiveInt | None = key(
         None,
         "stop after this many evaluations without improvement, and use the weights of the best one",
-        TRAINING,
     )
     export: OneOrMore[ExportTarget] | None = key(
-        None, "layouts to export to output_dir/export after training", NOTHING, THIS_RUN
+        None, "layouts to export to output_dir/export after training", THIS_RUN
     )
-    use_tensorboard: Bool = key(
-        False, "write TensorBoard event files to output_dir/tensorboard", NOTHING
-    )
-    wandb_project: Text | None = key(None, "Weights & Biases project to log to", NOTHING)
-    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)", NOTHING)
+    use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
+    wandb_project: Text | None = key(None, "Weights & Biases project to log to")
+    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
     wandb_name: Text | None = key(
-        None, "Weights & Biases name of the run; default: its directory's", NOTHING, THIS_RUN
+        None, "Weights & Biases name of the run; default: its directory's", THIS_RUN
     )
-    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", NOTHING, THIS_RUN)
+    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", THIS_RUN)
 
     def violations(self) -> Iterable[Violation]:
         """Yield the rules of training that are broken."""

@@ -29,7 +29,7 @@ from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.trees.kv_slots import KEY_BLOCK
+from medusa_train.trees.kv_cache import KEY_BLOCK
 from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64
@@ -61,7 +61,7 @@ class SpeedTest:
         self._batch_size = mode.batch_size
         if mode.batch_size > 1 and not BatchDecoder(model.target_model).can_batch:
             raise TargetModelError("longrope models can't decode in batches; set batch_size: 1")
-        shared = model.target_model.new_slots()
+        shared = model.target_model.new_kv_cache()
 
         def loop(proposer: Proposer | None, tree: Tree | None) -> LoopDecoder:
             rule = mode.baseline_rule if proposer is None else mode.rule

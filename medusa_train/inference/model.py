@@ -16,7 +16,7 @@ from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.turns import read_messages, read_tools
 from medusa_train.errors import DataError, MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import (
     Decoder,
@@ -230,7 +230,7 @@ class Model:
         if max_new_tokens is not None:
             max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         # 1. the acceptance rule; greedy decoding is the limit of both others
-        rule: Rule = None
+        rule: AcceptanceRule = Greedy()
         temperature = _number("temperature", temperature, 0.0)
         if temperature and typical:
             rule = Typical(
