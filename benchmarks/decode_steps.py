@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import Replayable
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft

@@ -21,8 +21,6 @@ def write(kv_cache: KVCache, first: int, lengths: Sequence[int], start: int = 0)
     states = torch.randn(LAYERS, len(lengths), HEADS, max(lengths), DIM)
     for layer, keys in enumerate(states):
         cache.update(keys, -keys, layer)
-    cache.commit()
-    assert cache.length == start + max(lengths)
     return states
 
 
