@@ -12,8 +12,8 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
@@ -30,7 +30,7 @@ class GivenTokens(Proposer):
         self.num_heads = num_heads
         self._vocab_size = target_model.vocab_size
 
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Return the last tokens with the guesses below them."""
         guesses = (
             torch.arange(1, step.tree.size + 1, device=step.last_tokens.device) % self._vocab_size
@@ -78,7 +78,7 @@ class TargetModelStep:
         hidden = torch.zeros(
             rows, 1, target_model.hidden_size, dtype=target_model.dtype, device=device
         )
-        self._feats = Features(hidden.expand(-1, length, -1))  # [B, length, d]
+        self._feats = HiddenStates(hidden.expand(-1, length, -1))  # [B, length, d]
         self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
         self._prompts = [[0] * length] * rows
 
@@ -113,21 +113,21 @@ def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows
 
 
 def proposal(target_model: TargetModel, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
-    """Return `draft.guess` for one state, replayed where steps are."""
+    """Return `draft.propose` for one state, replayed where steps are."""
     device = target_model.device
     tree = tree.to(device)
     hidden = torch.randn(1, target_model.hidden_size, device=device, dtype=target_model.dtype)
     zero = torch.zeros(1, dtype=torch.long, device=device)
-    accepted = AcceptedPath(Features(hidden[None]), zero[None], zero[None], zero + 1, zero)
+    accepted = AcceptedPath(HiddenStates(hidden[None]), zero[None], zero[None], zero + 1, zero)
     step = DraftStep(accepted, zero, [0], [], [], tree, None, may_stop=False)
     runner = target_model.step_runner
     if runner is None:
-        return torch.inference_mode()(lambda: draft.guess(step, hidden))
+        return torch.inference_mode()(lambda: draft.propose(step, hidden))
     tokens = torch.zeros(1, tree.size + 1, dtype=torch.long, device=device)
     graphs: dict[Hashable, Replayable] = {}
 
     def guess() -> None:
-        tokens.copy_(draft.guess(step, hidden).tokens)
+        tokens.copy_(draft.propose(step, hidden).tokens)
 
     return torch.inference_mode()(lambda: runner.run(graphs, "heads", guess))
 

@@ -79,7 +79,7 @@ class DraftConfig(Section):
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
     dynamic_trees: ClassVar[bool] = False
-    layers_key: ClassVar[str] = ""  # of `early_layers`
+    layers_key: ClassVar[str] = ""  # of `aux_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
     if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DraftConfig(Section):
         """The name of its key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
@@ -326,7 +326,7 @@ class KangarooConfig(DraftConfig):
             )
         return self
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
 
@@ -388,7 +388,7 @@ class Eagle3Config(DraftConfig):
         1.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
 
@@ -464,7 +464,7 @@ class DFlashConfig(DraftConfig):
         weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
         return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose states are read."""
         return self.layers or spread_layers(num_layers, self.num_layers)
 

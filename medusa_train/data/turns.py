@@ -107,6 +107,15 @@ def parse_turns(
     return messages
 
 
+def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
+    """Return whether a turn makes tool calls, or is the result of one."""
+    if not isinstance(turn, Mapping):
+        return False
+    name = str(turn.get(keys.role)).lower()
+    is_call = any(turn.get(key) for key in ("tool_calls", "function_call"))
+    return bool(is_call) or name in _CALL_ROLES or _ROLES.get(name) == "tool"
+
+
 def _parse_turn(
     turn: Mapping[str, Any], keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
 ) -> Message:

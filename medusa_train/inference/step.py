@@ -66,9 +66,9 @@ from medusa_train.models.drafts.base import (
     Proposer,
     at_positions,
 )
-from medusa_train.models.features import FINAL_STATES, Features
 from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import COLUMNS, ROWS, KVCache, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.row_trees import RowTrees
@@ -140,7 +140,7 @@ class _FixedBuffers:
 class _Prefilled(NamedTuple):
     """Prompts that the target model has read and the draft has not, see `Steps.add_rows`."""
 
-    feats: Features
+    hidden_states: HiddenStates
     tokens: Tensor
     prompts: Sequence[list[int]]
     num_cached: int
@@ -172,7 +172,7 @@ class Steps:
             draft, tree, self.limits = None, self._empty_tree, Limits(0, 0)
         self._draft = draft
         self._tree = tree
-        self._needs = FINAL_STATES if draft is None else draft.needs
+        self._aux_layers: tuple[int, ...] = () if draft is None else draft.aux_layers
         # 2. keys and values: of the target model's layers, and of each layer of the draft on its own
         num_caches = 0 if draft is None else draft.num_caches
         self.kv_cache = kv_cache
@@ -204,12 +204,12 @@ class Steps:
         nodes = self.limits.size + 1  # n + 1
         new = partial(torch.zeros, device=target_model.device)
         self._allocated_rows = rows
-        # 1. of the nodes of the last tree: their states, those of early layers, and their tokens
+        # 1. of the nodes of the last tree: their states, those of auxiliary layers, and their tokens
         width = target_model.hidden_size
         self._hidden = new(rows, nodes, width, dtype=target_model.dtype)
-        self._early: Tensor | None = None
-        if self._needs.early:
-            self._early = self._hidden.new_zeros(rows, nodes, width * len(self._needs.early))
+        self._aux: Tensor | None = None
+        if self._aux_layers:
+            self._aux = self._hidden.new_zeros(rows, nodes, width * len(self._aux_layers))
         self._tokens = new(rows, nodes, dtype=torch.long)
         # 2. inputs and results of steps of fixed shape
         self._fixed: _FixedBuffers | None = None
@@ -226,8 +226,8 @@ class Steps:
     def _row_states(self) -> list[Tensor]:
         """What a step reads of the step before, by row."""
         states = [self._hidden, self._tokens]
-        if self._early is not None:
-            states.append(self._early)
+        if self._aux is not None:
+            states.append(self._aux)
         return states
 
     # A step
@@ -304,7 +304,7 @@ class Steps:
         draft = self._draft
 
         # 1. compact. Padded path entries are written after the accepted ones; this pass overwrites
-        # them or masks them out. Draft caches need no compaction, because `read` rewrites them
+        # them or masks them out. Draft caches need no compaction, because `extend` rewrites them
         if self._may_have_gaps(inputs.path):
             compact(storage, inputs.starts, inputs.path)
 
@@ -315,13 +315,13 @@ class Steps:
             if draft.fixed_shape and not skip_draft:
                 nodes = self._place_nodes(self._tree, lengths, storage, num_columns)
             step = self._draft_step(inputs, num_columns, last_token_list, nodes)
-            states = draft.read(step)
+            states = draft.extend(step)
             if skip_draft:
-                draft.skip_guess(step, states)
+                draft.skip_proposal(step, states)
         if draft is None or skip_draft:
             proposal = Proposal(inputs.last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
         else:
-            proposal = draft.guess(step, states)
+            proposal = draft.propose(step, states)
 
         # 3. verify
         tokens, tree = proposal.pass_inputs()  # [B, n + 1], with branch tokens [B, n + 1 + m]
@@ -333,7 +333,9 @@ class Steps:
             nodes = self._place_nodes(tree, lengths, storage, key_length)
         elif tree.size < self._tree.size:  # the draft stopped early, at some level
             nodes = nodes.first_nodes(tree.size + 1)
-        feats, logits = self._target_model.run_nodes(tokens, nodes, self._needs, proposal.early)
+        hidden_states, logits = self._target_model.run_nodes(
+            tokens, nodes, self._aux_layers, proposal.aux
+        )
 
         # 4. keep
         if draft is None:
@@ -343,11 +345,11 @@ class Steps:
             logits = proposal.at_outputs(logits)  # [B, n + 1 + outputs, V]
             draft.observe(self._request_states, proposal, logits[:, count:])
             logits = logits[:, :count]
-            feats = feats.first(count)
+            hidden_states = hidden_states.first(count)
         self._tokens[:rows, :count] = proposal.tokens
-        self._hidden[:rows, :count] = feats.hidden
-        if self._early is not None and feats.early is not None:
-            self._early[:rows, :count] = feats.early
+        self._hidden[:rows, :count] = hidden_states.final
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[:rows, :count] = hidden_states.aux
         return proposal, logits
 
     def _pack(self, last_tokens: Sequence[int]) -> list[list[int]]:
@@ -387,11 +389,11 @@ class Steps:
         caches, and the inputs of the `nodes` of a tree that it is given.
         """
         rows = len(inputs.path)  # B
-        early = self._early
-        if early is not None:
-            early = early[:rows]  # [B, n + 1, d of early layers]
+        aux = self._aux
+        if aux is not None:
+            aux = aux[:rows]  # [B, n + 1, d of auxiliary layers]
         accepted = AcceptedPath(
-            feats=Features(self._hidden[:rows], early),  # [B, n + 1, d]
+            hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
             path=inputs.path,
             counts=inputs.counts,
@@ -567,11 +569,11 @@ class Steps:
         tokens = torch.tensor(padded, device=self._target_model.device)  # [B, T]
         # 2. one causal pass, which writes to the next free rows of the KV cache
         cache = prompt_cache(self.kv_cache, len(self._rows), len(prompts), num_cached)
-        feats = self._target_model.run(tokens, cache=cache, need=self._needs)
-        self._prefilled = _Prefilled(feats, tokens, prompts, num_cached)
+        hidden_states = self._target_model.run(tokens, cache=cache, aux_layers=self._aux_layers)
+        self._prefilled = _Prefilled(hidden_states, tokens, prompts, num_cached)
         # 3. the token after each prompt
         last = [len(prompt) - num_cached - 1 for prompt in prompts]
-        logits = self._target_model.logits(at_positions(feats.hidden, last))  # [B, V]
+        logits = self._target_model.logits(at_positions(hidden_states.final, last))  # [B, V]
         return sample_next(rule, logits, generators)
 
     def _add_prefilled_rows(self) -> None:
@@ -582,7 +584,11 @@ class Steps:
             self.add_rows(*prefilled)
 
     def add_rows(
-        self, feats: Features, tokens: Tensor, prompts: Sequence[list[int]], num_cached: int = 0
+        self,
+        hidden_states: HiddenStates,
+        tokens: Tensor,
+        prompts: Sequence[list[int]],
+        num_cached: int = 0,
     ) -> None:
         """Add rows whose prompts are in the KV cache, and let the draft read them.
 
@@ -590,20 +596,20 @@ class Steps:
         accepted, so that the first step is like all others.
 
         Args:
-            feats: of the prompts behind their first `num_cached` positions, [B, T, d].
+            hidden_states: of the prompts behind their first `num_cached` positions, [B, T, d].
             tokens: the same, long [B, T], padded behind.
         """
         first, count = len(self._rows), len(prompts)
         draft = self._draft
         if draft is not None:
             caches = [prompt_cache(cache, first, count, num_cached) for cache in self._draft_caches]
-            draft.prefill(feats, tokens, caches)
+            draft.prefill(hidden_states, tokens, caches)
         last = [len(prompt) - num_cached - 1 for prompt in prompts]
         rows = slice(first, first + count)
-        self._hidden[rows, 0] = at_positions(feats.hidden, last)
+        self._hidden[rows, 0] = at_positions(hidden_states.final, last)
         self._tokens[rows, 0] = at_positions(tokens, last)
-        if self._early is not None and feats.early is not None:
-            self._early[rows, 0] = at_positions(feats.early, last)
+        if self._aux is not None and hidden_states.aux is not None:
+            self._aux[rows, 0] = at_positions(hidden_states.aux, last)
         for prompt in prompts:
             state = None if draft is None else draft.new_request_state(prompt)
             self._rows.append(_Row(len(prompt) - 1, [0], state))

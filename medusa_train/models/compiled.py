@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.features import Features, capture_outputs
 from medusa_train.models.rounding import ceil_div
+from medusa_train.models.target_states import HiddenStates, capture_outputs
 from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
@@ -86,7 +86,7 @@ class Form(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        """Whether it has nodes beside the root."""
+        """Whether it has nodes below the root."""
         return self.tokens != 1
 
 
@@ -104,7 +104,7 @@ class CompiledPass:
     Args:
         body: the decoder, whose weights must not change from now on.
         forms: the passes to compile, see `needed_forms`.
-        early: layers after which states are returned too.
+        aux: layers after which states are returned too.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class CompiledPass:
         logits: Callable[[Tensor], Tensor],
         on_cpu: bool,
         forms: Sequence[Form] = needed_forms(1, True),
-        early: Sequence[nn.Module] = (),
+        aux: Sequence[nn.Module] = (),
     ) -> None:
         captured: list[Tensor] = []
 
@@ -123,7 +123,7 @@ class CompiledPass:
             mask: Tensor,
             columns: Tensor,
             storage: Sequence[Tensor],
-        ) -> tuple[Features, Tensor]:
+        ) -> tuple[HiddenStates, Tensor]:
             captured.clear()
             out = body(
                 input_ids=tokens,
@@ -132,11 +132,11 @@ class CompiledPass:
                 past_key_values=NodeCache(storage, columns, mask.shape[3]),
                 use_cache=True,
             )
-            states = torch.cat(captured, dim=-1) if early else None
+            states = torch.cat(captured, dim=-1) if aux else None
             captured.clear()
-            return Features(out.last_hidden_state, states), logits(out.last_hidden_state)
+            return HiddenStates(out.last_hidden_state, states), logits(out.last_hidden_state)
 
-        self._capture = partial(capture_outputs, early, captured)
+        self._capture = partial(capture_outputs, aux, captured)
         self._on_cpu = on_cpu
         # Only shapes can change between calls. Skipping all other guards saves a tenth of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
@@ -144,7 +144,7 @@ class CompiledPass:
             options["cpp_wrapper"] = True  # no Python between kernels
         self._run = run
         self._options = options
-        self._programs: dict[Form, Callable[..., tuple[Features, Tensor]]] = {}
+        self._programs: dict[Form, Callable[..., tuple[HiddenStates, Tensor]]] = {}
         self._ready: set[Form] = set()
         for form in forms:
             self.add(form)
@@ -227,7 +227,7 @@ class CompiledPass:
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, columns: Tensor, storage: Tensor
-    ) -> tuple[Features, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         """Return hidden states and logits [B, q, V] of q new tokens of each row.
 
         Args:
@@ -253,7 +253,7 @@ class CompiledPass:
         mask: Tensor,
         columns: Tensor,
         storage: Sequence[Tensor],
-    ) -> tuple[Features, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         """Run the first pass of its form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.features import Features
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
@@ -137,10 +137,10 @@ class LayerSplit:
         with self._attention():
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
-    def run_rest(self, early: Tensor, inputs: LayerInputs, cache: NodeCache) -> Features:
-        """Run the remaining layers and the final norm on `early` [B, T, d], the joined outputs of
+    def run_rest(self, aux: Tensor, inputs: LayerInputs, cache: NodeCache) -> HiddenStates:
+        """Run the remaining layers and the final norm on `aux` [B, T, d], the joined outputs of
         `run_first`.
         """
         with self._attention():
-            states = self._runner.run(early, self._rest, inputs, cache)
-        return Features(self._runner.body.norm(states), early)
+            states = self._runner.run(aux, self._rest, inputs, cache)
+        return HiddenStates(self._runner.body.norm(states), aux)

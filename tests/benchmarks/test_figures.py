@@ -56,23 +56,6 @@ def test_every_result_page_has_an_answer_a_table_and_a_line_in_the_list() -> Non
         assert f"- [{figures.title(page.stem)}](../results/{page.name}) " in listing
 
 
-def test_the_readme_has_the_demo_as_it_was_measured_on_two_processors() -> None:
-    minutes, gains, tests = [], [], []
-    for run in results("demo")["runs"]:
-        minutes.append(in_minutes(sum(run["command_seconds"].values())))
-        overall = run["overall"]
-        gains.append(f"{overall['speedup']:.2f}x, {overall['tokens_per_step']:.2f} tokens a step")
-        tests.append(in_minutes(run["make_test_seconds"]))
-    readme = (figures.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert f"| `make demo`, once installed | {' | '.join(minutes)} |" in readme
-    assert f"| what its heads gain | {' | '.join(gains)} |" in readme
-    assert f"| `make test` | {' | '.join(tests)} |" in readme
-
-
-def in_minutes(seconds: float) -> str:
-    return "{} min {} s".format(*divmod(round(seconds), 60))
-
-
 def test_the_readmes_headline_has_the_order_of_its_drafts() -> None:
     runs = {run["draft"]: run["overall"]["speedup"] for run in results("qwen_coder")["runs"]}
     trained = max(runs["Medusa-1"], runs["EAGLE-3"])

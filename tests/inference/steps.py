@@ -45,12 +45,12 @@ def proposal_after(
     """Return what the draft proposes below `last_tokens`, the next tokens after the prompts."""
     steps = begun(target_model, draft, tree, prompts)
     proposals: list[Proposal] = []
-    guess = draft.guess
+    propose = draft.propose
 
     def noted(step: DraftStep, states: Any) -> Proposal:
-        proposals.append(guess(step, states))
+        proposals.append(propose(step, states))
         return proposals[-1]
 
-    with patch.object(draft, "guess", noted):
+    with patch.object(draft, "propose", noted):
         steps.step(last_tokens)
     return proposals[0]

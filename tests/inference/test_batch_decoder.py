@@ -39,8 +39,8 @@ class OracleHeads(MedusaDraft):
 
     truth: dict[int, list[int]]
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
-        proposal = super().guess(step, states)
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
+        proposal = super().propose(step, states)
         for row, root in enumerate(step.last_token_list):
             known = self.truth.get(root, [])
             for node, path in enumerate(step.tree.paths, start=1):

@@ -13,8 +13,8 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 
@@ -43,13 +43,13 @@ class OracleDraft(Draft):
         self.wrong_every = wrong_every
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def head_states(self, feats: Features, batch: TokenRows):  # type: ignore[no-untyped-def]
-        yield feats.hidden
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows):  # type: ignore[no-untyped-def]
+        yield hidden_states.final
 
     def lm_head(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def guess(self, step: DraftStep, states: None) -> Proposal:
+    def propose(self, step: DraftStep, states: None) -> Proposal:
         (root,) = step.last_token_list
         length = int(step.accepted.lengths)
         tree = step.tree

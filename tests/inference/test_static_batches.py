@@ -18,8 +18,8 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.features import Features
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.transformers_adapters import NodeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
@@ -296,7 +296,7 @@ class Passes:
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, columns: Tensor, storage: Tensor
-    ) -> tuple[Features, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         contiguous = all(
             tensor.is_contiguous() for tensor in (tokens, positions, mask, columns, storage)
         )
@@ -309,7 +309,7 @@ class Passes:
             past_key_values=cache,
             use_cache=True,
         )
-        return Features(out.last_hidden_state), self._target_model.logits(out.last_hidden_state)
+        return HiddenStates(out.last_hidden_state), self._target_model.logits(out.last_hidden_state)
 
 
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])

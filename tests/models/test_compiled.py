@@ -389,7 +389,7 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     decoders = [Decoder(target_model, one, tree) for one in drafts]
     before = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert any(any(out.accepted) for out in before)
-    target_model.decoding_need = draft.needs
+    target_model.decoding_aux_layers = draft.aux_layers
     target_model.compile_passes()
     passes = target_model.compiled
     assert passes is not None
@@ -403,10 +403,10 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     assert compiled.call_count == sum(out.steps for out in after)
 
 
-EARLY = pytest.mark.parametrize("kind", [Eagle3Draft, KangarooDraft])
+AUX_DRAFTS = pytest.mark.parametrize("kind", [Eagle3Draft, KangarooDraft])
 
 
-@EARLY
+@AUX_DRAFTS
 @pytest.mark.xdist_group("traced")
 def test_traced_passes_return_early_states(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
@@ -421,7 +421,7 @@ def test_traced_passes_return_early_states(kind: Any, monkeypatch: pytest.Monkey
     torch.compiler.reset()
 
 
-@EARLY
+@AUX_DRAFTS
 @needs_compiler
 @pytest.mark.slow
 def test_compiled_passes_return_early_states(kind: Any) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.features import FeatureSpec
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KVCache, compact
 from medusa_train.trees.transformers_adapters import NodeInputs, prompt_cache
@@ -43,9 +42,9 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     prefix = PROMPT.shape[1]
     whole, split_cache = _after_prompt(target_model), _after_prompt(target_model)
     expected, _ = target_model.run_nodes(
-        tokens, _placed(target_model, TREE, whole, prefix), FeatureSpec(early=(layers,))
+        tokens, _placed(target_model, TREE, whole, prefix), (layers,)
     )
-    assert expected.early is not None
+    assert expected.aux is not None
     nodes = _placed(target_model, TREE, split_cache, prefix)
     inputs = split.inputs(nodes.positions, nodes.masks)
     parts = [
@@ -56,16 +55,16 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
         )
         for level in TreeLevels(TREE).levels
     ]
-    early = torch.cat(parts, dim=1)
-    assert torch.allclose(early, expected.early, atol=1e-11)
-    rest = split.run_rest(early, inputs, nodes.cache()).hidden
-    assert torch.allclose(rest, expected.hidden, atol=1e-11)
+    aux = torch.cat(parts, dim=1)
+    assert torch.allclose(aux, expected.aux, atol=1e-11)
+    rest = split.run_rest(aux, inputs, nodes.cache()).final
+    assert torch.allclose(rest, expected.final, atol=1e-11)
     following = torch.tensor([[33, 34]])
     outs = []
     for kv_cache in (whole, split_cache):
         compact(kv_cache.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
         outs.append(
-            target_model.run(following, cache=prompt_cache(kv_cache, 0, 1, prefix + 3)).hidden
+            target_model.run(following, cache=prompt_cache(kv_cache, 0, 1, prefix + 3)).final
         )
     assert torch.allclose(*outs, atol=1e-11)
 

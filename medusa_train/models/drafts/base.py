@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import MedusaError
-from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
@@ -36,16 +36,16 @@ class Proposal:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
-        early: [B, n + 1, d], the nodes' states after `needs.early` layers of the target model, if the
+        aux: [B, n + 1, d], the nodes' states after `aux_layers` layers of the target model, if the
             draft ran these itself and wrote their keys and values to the target model's KV cache:
             verification runs only the others.
         branch: further tokens of the pass, which are not verified; the draft gets their logits
-            (`Proposer.observe`). Not together with `early`.
+            (`Proposer.observe`). Not together with `aux`.
     """
 
     tokens: Tensor
     tree: Tree | RowTrees
-    early: Tensor | None = None
+    aux: Tensor | None = None
     branch: LookaheadBranch | None = None
 
     def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
@@ -87,16 +87,16 @@ class AcceptedPath:
 
     Paths differ in length, so all tensors along the path are padded at the end to P nodes: the
     longest of the paths or, in steps of fixed shape, one node more than the tree is deep.
-    A draft may read and store the padding: it stands after the accepted nodes, where it is masked
+    A draft may read and store the padding: it comes after the accepted nodes, where it is masked
     and later overwritten.
 
     Attributes:
-        feats: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
+        hidden_states: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
         path: the accepted nodes, the root first, long [B, P].
         counts: their number, long [B]. starts: position of the root, long [B].
     """
 
-    feats: Features
+    hidden_states: HiddenStates
     tokens: Tensor
     path: Tensor
     counts: Tensor
@@ -133,7 +133,7 @@ class AcceptedPath:
 
 
 class CachedLayer(Protocol):
-    """A layer of a draft whose keys and values are in a KV cache."""
+    """A layer of a draft whose keys and values are kept in a KV cache."""
 
     window: int | None
 
@@ -215,7 +215,7 @@ class DraftStep:
 class Proposer:
     """Guesses the tokens after the target model's next token, in trees: what decoding needs of a draft.
 
-    In each step `read` takes the accepted path, and `guess` fills a tree below the last tokens:
+    In each step `extend` takes the accepted path, and `propose` fills a tree below the last tokens:
 
         target model   .. x_t-1  x_t | x_t+1: the last token, accepted but not verified yet: the root
         draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
@@ -224,16 +224,16 @@ class Proposer:
     the same step, so sampling stays lossless.
 
     Attributes:
-        needs: states of the target model that it reads.
+        aux_layers: after how many of the target model's layers it reads auxiliary hidden states.
         num_heads: K, the depth of the deepest tree that it can fill.
         num_caches: layers of its own with keys and values.
         fixed_shape: whether it fills the tree that it is given, with the same work every time, so
             that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
-        runs_target_model: whether `guess` runs layers of the target model over its draft tokens, see
-            `Proposal.early`.
+        runs_target_model: whether `propose` runs layers of the target model over its draft tokens, see
+            `Proposal.aux`.
     """
 
-    needs: FeatureSpec = FINAL_STATES
+    aux_layers: tuple[int, ...] = ()
     num_heads: int
     fixed_shape: bool = True
     runs_target_model: bool = False
@@ -252,13 +252,15 @@ class Proposer:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
         return Limits(tree.size, tree.max_depth)
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Read B prompts; a draft without caches need not.
 
         The last position of each is read again as the accepted path of the first step.
 
         Args:
-            feats: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
+            hidden_states: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
             caches: one for each layer of the draft. Its `length` positions precede the prompts.
         """
 
@@ -269,23 +271,23 @@ class Proposer:
     def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
         """Add accepted tokens to what `new_request_state` returned, the root's first."""
 
-    def read(self, step: DraftStep) -> Any:
-        """Read the accepted path; return what `guess` needs.
+    def extend(self, step: DraftStep) -> Any:
+        """Read the accepted path; return what `propose` needs.
 
         The padding of the path may be read too, see `AcceptedPath`.
         """
         return None
 
     @abstractmethod
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Guess the tokens of `step.tree`, which is not empty, below the last_tokens.
 
         Args:
-            states: as `read` returned it.
+            states: as `extend` returned it.
         """
 
-    def skip_guess(self, step: DraftStep, states: Any) -> None:
-        """Take the place of `guess` where the last tokens alone are verified."""
+    def skip_proposal(self, step: DraftStep, states: Any) -> None:
+        """Take the place of `propose` where the last tokens alone are verified."""
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context proposals fill the whole tree however unlikely their guesses, as
@@ -311,14 +313,13 @@ class Draft(Proposer, nn.Module):
     token, or with the target model's own prediction. Decoding reads what `Proposer` has.
 
     Attributes:
-        needs: states of the target model that the draft reads, in training and in decoding.
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one before it computes the next one.
         setting_names: attributes that are `settings`.
         threshold: confidence up to which drafting stops; 0: never.
         dynamic: nodes and levels of the trees that it chooses for each row and step; None: it fills
-            the trees that are given to `guess`.
+            the trees that are given to `propose`.
     """
 
     setting_names: tuple[str, ...] = ()
@@ -384,22 +385,24 @@ class Draft(Proposer, nn.Module):
         return None
 
     @abstractmethod
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head(k)` reads.
 
         Position t is compared with the token t + k + 1 of the same document. Where there is none
         the state is ignored; elsewhere it must not depend on other documents.
 
         Args:
-            feats: states as `needs` says, of the same rows. batch: tokens, positions and segments
+            hidden_states: of the same rows, with the states of `aux_layers`. batch: tokens, positions and segments
                 [B, T].
         """
 
-    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(
+        self, hidden_states: HiddenStates, batch: TokenRows
+    ) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that rank the token t + k + 1, given the true
         tokens before it.
         """
-        return self.head_states(feats, batch)
+        return self.head_states(hidden_states, batch)
 
     @abstractmethod
     def lm_head(self, k: int) -> LMHead:

@@ -19,11 +19,11 @@ from medusa_train.models.document_attention import (
     register_document_attention,
     separates_documents,
 )
-from medusa_train.models.features import capture_inputs
 from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import capture_inputs
 from medusa_train.trees.masks import apply_sliding_window
 from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 

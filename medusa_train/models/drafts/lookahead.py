@@ -29,7 +29,7 @@ class LookaheadDraft(LookupDraft):
 
     The window has W columns and N - 1 levels of draft tokens (W = 3, N = 4):
 
-        level 0      root  a   b            the token of level l in column i stands l + i positions
+        level 0      root  a   b            the token of level l in column i is l + i positions
         level 1        c   d   e            after the root
         level 2        f   g   h
         predicted      i   j   k            after f, g and h

@@ -81,12 +81,12 @@ class LookupDraft(Proposer):
         return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
-        """Return the tokens that the draft runs through the target model beside its tree; None if there
+        """Return the tokens that the draft runs through the target model in addition to its tree; None if there
         are none.
         """
         return None
 
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Propose the continuations of each row's text."""
         trees = self.draft_trees(step)
         branch = self.lookahead_branch(step)

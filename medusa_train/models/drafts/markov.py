@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import shift_labels
-from medusa_train.models.features import TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
+from medusa_train.models.target_states import TokenRows
 from medusa_train.trees.tree import Tree
 
 #: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products with

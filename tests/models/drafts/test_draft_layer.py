@@ -13,9 +13,9 @@ from medusa_train.models import document_attention
 from medusa_train.models.drafts.base import AcceptedPath, DraftCache
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import prompt_cache
 from tests.families import FAMILIES, NoTokenizer, random_target_model
@@ -41,9 +41,12 @@ def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
         target_model, exit_layer=exit_layer, mlp_size=target_model.config.intermediate_size
     )
     tokens = torch.randint(target_model.vocab_size, (1, 9))
-    feats = target_model.run(tokens, need=draft.needs)
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
     torch.testing.assert_close(
-        draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10
+        draft.states(hidden_states, Rows.from_tokens(tokens)),
+        hidden_states.final,
+        rtol=1e-10,
+        atol=1e-10,
     )
 
 
@@ -305,7 +308,7 @@ def accepted_path(states: torch.Tensor, paths: list[list[int]]) -> AcceptedPath:
     """Paths of nodes whose tokens are their states, padded at the end."""
     longest = max(map(len, paths))
     return AcceptedPath(
-        Features(states),
+        HiddenStates(states),
         states[..., 0],
         path=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
         counts=torch.tensor([len(path) for path in paths]),

@@ -10,8 +10,8 @@ from medusa_train.models import lm_head as lm_head_module
 from medusa_train.models import prepack
 from medusa_train.models.drafts import markov as markov_module
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -37,7 +37,7 @@ def random_heads(
 def propose(draft: MedusaDraft, hidden: Tensor, last_tokens: Tensor, tree: Tree) -> Tensor:
     """Proposed tokens [B, n + 1] after the states [B, d]."""
     tokens = torch.zeros(len(hidden), 1, dtype=torch.long)
-    rows = DraftRows(draft, Features(hidden[:, None]), tokens, [1] * len(hidden))
+    rows = DraftRows(draft, HiddenStates(hidden[:, None]), tokens, [1] * len(hidden))
     return rows.propose(last_tokens, tree).tokens
 
 
@@ -125,12 +125,16 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
         with torch.no_grad():  # trained heads with an untrained bias
             parameter.copy_(theirs.add_(0.05 * torch.randn_like(theirs)))
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats, rows = target_model.run(tokens), Rows.from_tokens(tokens)
-    states = zip(draft.head_states(feats, rows), plain.head_states(feats, rows), strict=True)
+    hidden_states, rows = target_model.run(tokens), Rows.from_tokens(tokens)
+    states = zip(
+        draft.head_states(hidden_states, rows), plain.head_states(hidden_states, rows), strict=True
+    )
     for k, (mine, theirs) in enumerate(states, start=1):
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
     last_tokens = torch.tensor([42])
-    proposals = [propose(one, feats.hidden[:, -1], last_tokens, TREE) for one in (draft, plain)]
+    proposals = [
+        propose(one, hidden_states.final[:, -1], last_tokens, TREE) for one in (draft, plain)
+    ]
     assert torch.equal(*proposals)
 
 
@@ -144,7 +148,9 @@ def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     )
     read = [
         state[0, :, D:]
-        for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)
+        for state in draft.head_states(
+            HiddenStates(torch.zeros(1, 5, D, dtype=torch.float64)), rows
+        )
     ]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))
