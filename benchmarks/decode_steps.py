@@ -15,7 +15,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import KVCache
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
@@ -107,7 +107,7 @@ def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows
         dtype=target_model.dtype,
     )
     states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
-    cache = prompt_cache(kv_cache, 0, rows)
+    cache = PromptCache(kv_cache, 0, rows)
     for layer in range(target_model.num_layers):
         cache.update(states, states, layer)
 

@@ -72,7 +72,7 @@ from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import COLUMNS, ROWS, KVCache, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeInputs, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 _log = logging.getLogger(__name__)
@@ -298,15 +298,16 @@ class Steps:
         Returns:
             The proposal, and the logits of its nodes, [B, n + 1, V].
         """
-        inputs = _Inputs(*packed[:, :3].unbind(1), packed[:, 3:])
-        lengths = inputs.starts + inputs.counts  # [B]
+        last_tokens, starts, counts = packed[:, :3].unbind(1)  # [B] each
+        inputs = _Inputs(last_tokens, starts, counts, packed[:, 3:])
+        lengths = starts + counts  # [B]
         storage = self.kv_cache.storage(num_columns)
         draft = self._draft
 
         # 1. compact. Padded path entries are written after the accepted ones; this pass overwrites
         # them or masks them out. Draft caches need no compaction, because `extend` rewrites them
         if self._may_have_gaps(inputs.path):
-            compact(storage, inputs.starts, inputs.path)
+            compact(storage, starts, inputs.path)
 
         # 2. draft. It may run the target model's first layers over the nodes of a tree that it is
         # given, so it gets their inputs
@@ -319,7 +320,7 @@ class Steps:
             if skip_draft:
                 draft.skip_proposal(step, states)
         if draft is None or skip_draft:
-            proposal = Proposal(inputs.last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
+            proposal = Proposal(last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
         else:
             proposal = draft.propose(step, states)
 
@@ -568,7 +569,7 @@ class Steps:
         padded = [[*prompt[num_cached:], *[0] * (longest - len(prompt))] for prompt in prompts]
         tokens = torch.tensor(padded, device=self._target_model.device)  # [B, T]
         # 2. one causal pass, which writes to the next free rows of the KV cache
-        cache = prompt_cache(self.kv_cache, len(self._rows), len(prompts), num_cached)
+        cache = PromptCache(self.kv_cache, len(self._rows), len(prompts), num_cached)
         hidden_states = self._target_model.run(tokens, cache=cache, aux_layers=self._aux_layers)
         self._prefilled = _Prefilled(hidden_states, tokens, prompts, num_cached)
         # 3. the token after each prompt
@@ -602,7 +603,7 @@ class Steps:
         first, count = len(self._rows), len(prompts)
         draft = self._draft
         if draft is not None:
-            caches = [prompt_cache(cache, first, count, num_cached) for cache in self._draft_caches]
+            caches = [PromptCache(cache, first, count, num_cached) for cache in self._draft_caches]
             draft.prefill(hidden_states, tokens, caches)
         last = [len(prompt) - num_cached - 1 for prompt in prompts]
         rows = slice(first, first + count)

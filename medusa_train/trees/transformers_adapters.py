@@ -26,11 +26,12 @@ class PromptCache(Cache):
     model's own causal mask applies. Shorter prompts of a pass are padded behind.
 
     Args:
-        rows: of the prompts.
+        first, count: the rows of the prompts.
         length: positions that these rows hold already and that the pass continues.
     """
 
-    def __init__(self, kv_cache: KVCache, rows: slice, length: int = 0) -> None:
+    def __init__(self, kv_cache: KVCache, first: int, count: int, length: int = 0) -> None:
+        rows = slice(first, first + count)
         # layers do not refer to this cache: in a circle, memory would stay until Python looks for
         # circles
         layers = [
@@ -38,15 +39,6 @@ class PromptCache(Cache):
         ]
         super().__init__(layers=layers)
         self.length = length
-
-
-def prompt_cache(kv_cache: KVCache, first: int, count: int, length: int = 0) -> PromptCache:
-    """Return the cache for a pass over the prompts of `count` rows from row `first` on.
-
-    Args:
-        length: positions that these rows hold already and that the pass continues.
-    """
-    return PromptCache(kv_cache, slice(first, first + count), length)
 
 
 class _Layer(CacheLayerMixin, ABC):
