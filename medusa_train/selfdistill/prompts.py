@@ -16,8 +16,8 @@ from pathlib import Path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.read_chats import describe_problems, first_problems
 from medusa_train.data.records import PROMPT_IDS, parse_user_turns, usable_id
+from medusa_train.data.report import Unread
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress
 

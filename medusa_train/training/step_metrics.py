@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -107,14 +108,13 @@ class Window(StepTotals):
         self.steps += 1
         self.grad_norm += grad_norm
         self.seconds += seconds
-        self.loss += totals.loss
-        self.tokens += totals.tokens
-        self.lm_ce += totals.lm_ce
-        self.lm_kl += totals.lm_kl
-        self.lm_count += totals.lm_count
-        self.correct = _add_per_head(self.correct, totals.correct)
-        self.counts = _add_per_head(self.counts, totals.counts)
-        self.known = _add_per_head(self.known, totals.known)
+        for name, value in vars(totals).items():
+            total = getattr(self, name)
+            if isinstance(value, list):  # one entry per head; none yet in a new window
+                pairs = zip_longest(total, value, fillvalue=0)
+                setattr(self, name, [before + more for before, more in pairs])
+            else:
+                setattr(self, name, total + value)
 
     def means(self) -> dict[str, Any]:
         """Return the window's figures of a training record in metrics.jsonl.
@@ -138,9 +138,3 @@ class Window(StepTotals):
         if self.overscaled:
             means["overscaled_steps"] = self.overscaled
         return means
-
-
-def _add_per_head(sums: list[int], counts: list[int]) -> list[int]:
-    if not sums:  # of a new window
-        return list(counts)
-    return [total + count for total, count in zip(sums, counts, strict=True)]

@@ -5,7 +5,7 @@ import pytest
 
 from medusa_train.data.json_values import RecordError
 from medusa_train.data.records import normalize, parse_user_turns
-from medusa_train.data.unread import COLUMNS, Unread
+from medusa_train.data.report import COLUMNS, Unread
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
