@@ -13,9 +13,9 @@ from medusa_train.inference.runners import Replayable
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.models.target_states import HiddenStates
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
@@ -31,15 +31,17 @@ class GivenTokens(Proposer):
         self.num_heads = num_heads
         self._vocab_size = target_model.vocab_size
 
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
-        """Return the roots with the guesses below them."""
-        guesses = torch.arange(1, step.tree.size + 1, device=step.roots.device) % self._vocab_size
-        tokens = [step.roots[:, None], guesses.expand(len(step.roots), -1)]
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
+        """Return the last tokens with the guesses below them."""
+        guesses = (
+            torch.arange(1, step.tree.size + 1, device=step.last_tokens.device) % self._vocab_size
+        )
+        tokens = [step.last_tokens[:, None], guesses.expand(len(step.last_tokens), -1)]
         return Proposal(torch.cat(tokens, dim=1), step.tree)
 
 
 class Context:
-    """Slots with `length` positions of random keys and values, and steps after them that are run
+    """A KV cache with `length` positions of random keys and values, and steps after them that are run
     again and again.
 
     A step is what `Decoder` runs between two tokens, but for the heads: compaction, the
@@ -53,17 +55,17 @@ class Context:
     ) -> None:
         self.target_model = target_model
         self.length = length
-        self._slots = target_model.new_slots(length + max_nodes + 1)
+        self._kv_cache = target_model.new_kv_cache(length + max_nodes + 1)
         if target_model.step_runner is None or rows > 1:
-            self._slots.make_room(rows, length + max_nodes + 33)
-        write_random(target_model, self._slots, length, rows)
+            self._kv_cache.make_room(rows, length + max_nodes + 33)
+        write_random(target_model, self._kv_cache, length, rows)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> TargetModelStep:
         """Return a step over the root and the nodes of `tree`."""
         tree = tree.to(self.target_model.device)
         draft = GivenTokens(self.target_model, tree.max_depth) if tree.size else None
-        steps = Steps(self.target_model, draft, tree, self._slots)
+        steps = Steps(self.target_model, draft, tree, self._kv_cache)
         return TargetModelStep(steps, self.target_model, self.length)
 
 
@@ -73,11 +75,11 @@ class TargetModelStep:
     def __init__(self, steps: Steps, target_model: TargetModel, length: int) -> None:
         self.steps = steps
         device = target_model.device
-        rows = steps.slots.rows
+        rows = steps.kv_cache.rows
         hidden = torch.zeros(
             rows, 1, target_model.hidden_size, dtype=target_model.dtype, device=device
         )
-        self._feats = Features(hidden.expand(-1, length, -1))  # [B, length, d]
+        self._feats = HiddenStates(hidden.expand(-1, length, -1))  # [B, length, d]
         self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
         self._prompts = [[0] * length] * rows
 
@@ -93,8 +95,8 @@ class TargetModelStep:
         self.steps.step([0] * len(self._prompts))
 
 
-def write_random(target_model: TargetModel, slots: Slots, length: int, rows: int) -> None:
-    """Write `length` positions of random keys and values to slots, which takes no prefill."""
+def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows: int) -> None:
+    """Write `length` positions of random keys and values to a KV cache, which takes no prefill."""
     config = target_model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(
@@ -106,27 +108,27 @@ def write_random(target_model: TargetModel, slots: Slots, length: int, rows: int
         dtype=target_model.dtype,
     )
     states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
-    cache = prompt_cache(slots, 0, rows)
+    cache = prompt_cache(kv_cache, 0, rows)
     for layer in range(target_model.num_layers):
         cache.update(states, states, layer)
 
 
 def proposal(target_model: TargetModel, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
-    """Return `draft.guess` for one state, replayed where steps are."""
+    """Return `draft.propose` for one state, replayed where steps are."""
     device = target_model.device
     tree = tree.to(device)
     hidden = torch.randn(1, target_model.hidden_size, device=device, dtype=target_model.dtype)
     zero = torch.zeros(1, dtype=torch.long, device=device)
-    accepted = AcceptedPath(Features(hidden[None]), zero[None], zero[None], zero + 1, zero)
+    accepted = AcceptedPath(HiddenStates(hidden[None]), zero[None], zero[None], zero + 1, zero)
     step = DraftStep(accepted, zero, [0], [], [], tree, None, may_stop=False)
     runner = target_model.step_runner
     if runner is None:
-        return torch.inference_mode()(lambda: draft.guess(step, hidden))
+        return torch.inference_mode()(lambda: draft.propose(step, hidden))
     tokens = torch.zeros(1, tree.size + 1, dtype=torch.long, device=device)
     graphs: dict[Hashable, Replayable] = {}
 
     def guess() -> None:
-        tokens.copy_(draft.guess(step, hidden).tokens)
+        tokens.copy_(draft.propose(step, hidden).tokens)
 
     return torch.inference_mode()(lambda: runner.run(graphs, "heads", guess))
 

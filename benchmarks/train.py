@@ -211,14 +211,16 @@ class Step:
 
     def micro_batch(self, batch: Batch) -> Tensor:
         """Add the gradients of a micro-batch, and return its loss."""
-        feats = self.student.features(batch)
-        teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else None
+        hidden_states = self.student.hidden_states(batch)
+        teacher = (
+            self.student.teacher(batch, hidden_states) if self.objective.needs_teacher else None
+        )
         lm_head = self.student.target_model.lm_head() if self.student.joint else None
         cut, counts = GraphCut(), self.objective.target_counts(batch)
-        feats = replace(feats, hidden=cut.detach(feats.hidden))
+        hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
         with self.student.precision.autocast():
             loss = self.objective.loss(
-                feats, batch, counts, lm_head=lm_head, teacher=teacher, grad_scale=1.0
+                hidden_states, batch, counts, lm_head=lm_head, teacher=teacher, grad_scale=1.0
             ).loss
         cut.backward()
         return loss

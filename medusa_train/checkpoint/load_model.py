@@ -160,7 +160,7 @@ def load_for_decoding(
     draft = None
     if paths.heads is not None:
         draft = load_draft(paths.heads, target_model, target_model.dtype)
-        target_model.decoding_need = draft.needs
+        target_model.decoding_aux_layers = draft.aux_layers
         if paths.threshold is not None:
             draft.threshold = paths.threshold
         if prepack:

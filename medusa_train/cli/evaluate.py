@@ -160,7 +160,8 @@ def _refuse_other_options(mode: str, flags: dict[str, str | None], read: tuple[s
 def _load_bench(cfg: EvalConfig) -> Bench:
     from medusa_train.evaluation.questions import load_bench
 
-    return load_bench(cfg.bench, error_console().print).limited(cfg.limit)
+    bench = load_bench(cfg.bench, error_console().print, cfg.turns_per_chat)
+    return bench.limited(cfg.limit)
 
 
 def _resolve_paths(cfg: EvalConfig) -> ModelPaths:

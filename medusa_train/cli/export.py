@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from medusa_train.export.write import Exported
 
 HELP = """
-Export Medusa heads, EAGLE-3 drafts or a jointly trained base model for another program.
+Export a draft, or a jointly trained base model, for a server or another program.
 
 [bold]Examples[/bold]
 
@@ -37,9 +37,9 @@ Export Medusa heads, EAGLE-3 drafts or a jointly trained base model for another 
 
   medusa-export runs/mine --to merged --push-to-hub OWNER/NAME
 
-RUN is a run or a directory of heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model);
-default: the newest run. Each export has a model card, which says how to serve it. --push-to-hub uploads it; a new
-repository is private unless private=false.
+RUN is a run or a directory of heads (this project's, the public Medusa code's, TGI's, vLLM's or EAGLE-3's, or a whole
+Medusa-2 model); default: the newest run. Each export has a model card, which says how to serve it. --push-to-hub
+uploads it; a new repository is private unless private=false.
 
 [bold]--to[/bold]
 
@@ -49,9 +49,9 @@ repository is private unless private=false.
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
-  vllm          vLLM (model.safetensors), Medusa heads or EAGLE-3
+  vllm          vLLM (model.safetensors): Medusa heads, EAGLE-3 or DFlash
 
-  sglang        SGLang, EAGLE-3 only
+  sglang        SGLang: EAGLE-3 or DFlash
 
   speculators   the speculators library, EAGLE-3 only
 

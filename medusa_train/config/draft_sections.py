@@ -99,7 +99,7 @@ class DraftConfig(Section):
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
     dynamic_trees: ClassVar[bool] = False
-    layers_key: ClassVar[str] = ""  # of `early_layers`
+    layers_key: ClassVar[str] = ""  # of `aux_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
     if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class DraftConfig(Section):
         """The name of its key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the base model's layers the draft reads states, besides the final
         ones.
         """
@@ -368,7 +368,7 @@ class KangarooConfig(DraftConfig):
             )
         return self
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
 
@@ -435,7 +435,7 @@ class Eagle3Config(DraftConfig):
         1.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
 
@@ -533,7 +533,7 @@ class DFlashConfig(DraftConfig):
             layer_passes=self.num_layers,
         )
 
-    def early_layers(self, num_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose states are read."""
         return self.layers or spread_layers(num_layers, self.num_layers)
 

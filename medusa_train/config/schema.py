@@ -738,7 +738,8 @@ class EvalConfig(DecodingKeys):
 
     bench: Text = key(
         "tiny",
-        "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file or its directory",
+        "benchmark: tiny, tools, mtbench, specbench, humaneval, gsm8k, or a question file or its"
+        " directory",
     )
     model: Text | None = key(
         None, "run directory or directory of heads; default: the newest run in runs/"
@@ -795,6 +796,9 @@ class EvalConfig(DecodingKeys):
     )
     batch_size: PositiveInt = key(1, "number of questions to answer in the same passes", LOCAL)
     limit: PositiveInt | None = key(None, "use only N questions, taken from all categories in turn")
+    turns_per_chat: PositiveInt = key(
+        4, "of a chat with tools, ask for the first N recorded answers, each after what precedes it"
+    )
     output_dir: Text | None = key(
         None,
         "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a"
@@ -956,6 +960,11 @@ class SelfDistillConfig(DecodingKeys):
     )
     max_turns: PositiveInt | None = key(
         None, "use only the first N user turns of each conversation"
+    )
+    turns_per_chat: PositiveInt = key(
+        4,
+        "answers of a chat with tools to generate, spread over it: each after the recorded messages"
+        " before it, and in a conversation of its own",
     )
     min_chars: PositiveInt | None = key(
         None, "minimum length of a conversation's user turns in characters"

@@ -238,7 +238,7 @@ def unknown_template(name: str) -> str | None:
 def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
     reserved = sorted((RENDERING | _OF_CHATS).intersection(value))
     if reserved:
-        raise problem(f"{', '.join(reserved)}: set by the renderer itself; remove it")
+        raise problem(f"{', '.join(reserved)}: set for each chat by its record; remove it")
     for name in value:
         if not name.isidentifier():
             raise problem(f"{format_value(name)} is not the name of a variable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +18,14 @@ from medusa_train.data.conversation import (
 from medusa_train.data.json_values import RecordError, found_under, json_type, optional_text
 from medusa_train.data.record_files import shown_name
 from medusa_train.data.report import TURN_KEYS, TURNS, Unread, unread_keys
-from medusa_train.data.tool_calls import calls_of, link_results, parse_calls, result_parts
+from medusa_train.data.tool_calls import (
+    TOOLS,
+    calls_of,
+    link_results,
+    parse_calls,
+    parse_tools,
+    result_parts,
+)
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 
@@ -97,6 +105,15 @@ def parse_turns(
         except RecordError as error:
             raise RecordError(f"turn {number}: {error}") from None
     return messages
+
+
+def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
+    """Return whether a turn makes tool calls, or is the result of one."""
+    if not isinstance(turn, Mapping):
+        return False
+    name = str(turn.get(keys.role)).lower()
+    is_call = any(turn.get(key) for key in ("tool_calls", "function_call"))
+    return bool(is_call) or name in _CALL_ROLES or _ROLES.get(name) == "tool"
 
 
 def _parse_turn(
@@ -249,6 +266,17 @@ def read_messages(chat: object) -> list[Message]:
         names = ", ".join(shown_name(name) for _, name in sorted(unread))
         warn_once(f"messages: not read: {names}")
     return messages
+
+
+def read_tools(tools: object) -> str:
+    """Return the tools of a chat that is to be answered as variables of its template, see
+    `Conversation.variables`. Raises DataError.
+    """
+    try:
+        functions = parse_tools(tools, TOOLS)
+        return json.dumps({TOOLS: functions}) if functions else ""
+    except (RecordError, TypeError, ValueError) as error:
+        raise DataError(str(error)) from None
 
 
 def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:

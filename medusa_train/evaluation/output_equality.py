@@ -120,6 +120,6 @@ def logit_gaps(
 ) -> list[float]:
     """Return, per candidate token after prompt and answer, the best logit minus the candidate's."""
     tokens = torch.tensor([[*prompt_ids, *answer]], device=target_model.device)  # [1, T]
-    last = target_model.run(tokens).hidden[:, -1]  # [1, d]
+    last = target_model.run(tokens).final[:, -1]  # [1, d]
     logits = target_model.logits(last).float()[0]  # [V]
     return [float(logits.max() - logits[candidate]) for candidate in candidates]

@@ -193,7 +193,7 @@ def _version(target_model: TargetModel) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
         moved = batch.to(target_model.device)
         run = target_model.run(moved.tokens, positions=moved.positions, segments=moved.segments)
-        return run.hidden, target_model.lm_head()
+        return run.final, target_model.lm_head()
 
     return version
 

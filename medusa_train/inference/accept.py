@@ -38,6 +38,11 @@ class Accepted(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Greedy:
+    """Greedy acceptance: the tokens are those of plain greedy decoding."""
+
+
+@dataclass(frozen=True)
 class Typical:
     """Typical acceptance: `p(x) > min(epsilon, delta * exp(-H(p)))` (Medusa, Typical Acceptance).
 
@@ -64,22 +69,21 @@ class Typical:
             raise ConfigError(problems)
 
 
-Rule = Sampling | Typical | None
+AcceptanceRule = Greedy | Sampling | Typical
 
 #: What `accept_matching` reads of each node: the token that follows it, and its own.
-FOLLOWING = 0
-OWN = 1
+TARGET_ARGMAX = 0
+NODE_TOKEN = 1
 
 
 def accept(
-    rule: Rule,
+    rule: AcceptanceRule,
     node_tokens: Tensor,
     logits: Tensor,
     tree: Tree | RowTrees,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[Accepted]:
-    """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for
-    rejection, or `Typical`.
+    """Accept a path of each of B verified trees by `rule`.
 
     Args:
         node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the target model at
@@ -91,7 +95,7 @@ def accept(
     Raises:
         ValueError: `Sampling` has no generator for every row.
     """
-    if rule is None:
+    if isinstance(rule, Greedy):
         return accept_greedy(node_tokens, logits, tree)
     if isinstance(rule, Typical):
         return accept_typical(node_tokens, logits, tree, rule)
@@ -208,8 +212,8 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the one that follows its parent.
 
     Args:
-        choices: long [B, 2, n + 1]: the token that follows each node (`FOLLOWING`), and the node's
-            own (`OWN`).
+        choices: long [B, 2, n + 1]: the token that follows each node (`TARGET_ARGMAX`), and the node's
+            own (`NODE_TOKEN`).
     """
     accepted = []
     for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from medusa_train.inference.accept import Rule
+from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.generate import (
     Decoder,
     Generation,
@@ -78,7 +78,7 @@ class BatchDecoder:
         prompts: Sequence[list[int]],
         max_new_tokens: int,
         eos_ids: Collection[int] | None = None,
-        rule: Rule = None,
+        rule: AcceptanceRule = Greedy(),
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
         """Return an answer to every prompt, in their order; arguments and errors as in
@@ -105,7 +105,10 @@ class BatchDecoder:
         return [answers[i] for i in range(len(prompts))]
 
     def begin(
-        self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None
+        self,
+        max_new_tokens: int,
+        eos_ids: Collection[int] | None = None,
+        rule: AcceptanceRule = Greedy(),
     ) -> RunningBatch:
         """Return an empty batch, to which requests can be added at any time; arguments as in
         `generate_batch`.
@@ -114,17 +117,17 @@ class BatchDecoder:
         return RunningBatch(self, max_new_tokens, stops, rule)
 
     @torch.inference_mode()
-    def capture(self, rows: int, positions: int, rule: Rule = None) -> None:
+    def capture(self, rows: int, positions: int, rule: AcceptanceRule = Greedy()) -> None:
         """After a first batch, capture the steps by `rule` of all with `rows` rows of `positions`
         tokens, prompts included.
         """
         steps = self._idle_steps
         if steps is None:
             return
-        positions = min(positions + self.limits.size + 1, steps.slots.capacity)
+        positions = min(positions + self.limits.size + 1, steps.kv_cache.capacity)
         steps.reset()
         steps.make_room(rows, positions)
-        steps.capture(rows, positions, keep_logits=rule is not None)
+        steps.capture(rows, positions, keep_logits=not isinstance(rule, Greedy))
 
     @property
     def can_batch(self) -> bool:
@@ -150,10 +153,10 @@ class BatchDecoder:
         if steps is None:
             # the last token of an answer may lie one position past the context, see
             # `max_answer_length`
-            slots = self.target_model.new_slots(
+            kv_cache = self.target_model.new_kv_cache(
                 self.target_model.max_context + self.limits.size + 2
             )
-            return Steps(self.target_model, self.draft, self.tree, slots)
+            return Steps(self.target_model, self.draft, self.tree, kv_cache)
         steps.reset()
         return steps
 
@@ -166,7 +169,7 @@ class BatchDecoder:
         prompts: Sequence[list[int]],
         max_new_tokens: int,
         eos_ids: Collection[int] | None,
-        rule: Rule,
+        rule: AcceptanceRule,
         generators: Sequence[torch.Generator | None],
     ) -> list[Generation]:
         """Answer one prompt after the other; arguments as in `generate_batch`."""
@@ -214,7 +217,11 @@ class RunningBatch:
     """
 
     def __init__(
-        self, decoder: BatchDecoder, max_new_tokens: int, stops: Collection[int], rule: Rule
+        self,
+        decoder: BatchDecoder,
+        max_new_tokens: int,
+        stops: Collection[int],
+        rule: AcceptanceRule,
     ) -> None:
         self.active: list[_Row] = []
         self._decoder = decoder

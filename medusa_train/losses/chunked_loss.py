@@ -382,7 +382,7 @@ def chunk_size(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> i
 
     At least `_LEAST_CHUNK`, since every chunk reads the whole weight and, if trained, its whole
     gradient. On a GPU more, in powers of two. Its total memory decides, not its free memory: else
-    chunks, and so rounding, would differ beside other processes and after a resume.
+    chunks, and so rounding, would differ next to other processes and after a resume.
 
     Args:
         device: its type. memory: its total bytes; 0, as for CPUs: the chunk does not grow.

@@ -162,7 +162,7 @@ class Objective:
 
     def loss(
         self,
-        feats: Any,
+        hidden_states: Any,
         batch: Batch,
         counts_total: Tensor,
         *,
@@ -177,8 +177,8 @@ class Objective:
         any time there are the activations of one head and no gradients besides those in `.grad`.
 
         Args:
-            feats: the target model's features of this batch for the draft, with a graph if the target model
-                is trained. The language model's loss needs `hidden` [B, T, d].
+            hidden_states: of the target model for this batch, with a graph if the target model is
+                trained. The language model's loss needs `final` [B, T, d].
             batch: labels and segments [B, T], and what the draft reads besides.
             counts_total: `target_counts` summed over the global batch; a term without targets
                 contributes 0.
@@ -187,7 +187,7 @@ class Objective:
             teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to
                 them; required if `needs_teacher`. In Medusa-1 the frozen target model is the teacher.
             grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`,
-                and the returned loss has no graph. States in `feats` must not have one either, see
+                and the returned loss has no graph. States in `hidden_states` must not have one either, see
                 `GraphCut`.
         """
         # 1. the factor on each term's sum; that on its gradients is `grad_scale` times as large
@@ -200,7 +200,7 @@ class Objective:
         lm: LMSums | None = None
         if factors.lm is not None:
             assert lm_head is not None
-            states = feats.hidden.flatten(0, -2)  # [B * T, d]
+            states = hidden_states.final.flatten(0, -2)  # [B * T, d]
             target = _targets(batch, 0).flatten()  # [B * T]
             soft_target = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
             scale = _scaled(factors.lm, grad_scale)
@@ -212,7 +212,7 @@ class Objective:
         # 3. the heads' terms
         scales = [_scaled(factor, grad_scale) for factor in factors.heads]
         head_targets = self._head_targets(batch)
-        heads = self._head_terms(feats, batch, head_targets, teacher, scales)
+        heads = self._head_terms(hidden_states, batch, head_targets, teacher, scales)
         for head, factor in zip(heads, factors.heads, strict=True):
             contributions.append(head.loss_sum * factor)
 
@@ -227,7 +227,7 @@ class Objective:
 
     def _head_terms(
         self,
-        feats: Any,
+        hidden_states: Any,
         batch: Batch,
         targets: Sequence[Tensor],
         teacher: tuple[Tensor, LMHead] | None,
@@ -247,7 +247,7 @@ class Objective:
         # they pass through these
         terms: list[LossSums] = []
         cut = GraphCut()
-        for k, states in enumerate(self.draft.head_states(feats, batch), start=1):
+        for k, states in enumerate(self.draft.head_states(hidden_states, batch), start=1):
             scale = scales[k - 1]
             if scale is not None and not self.draft.independent_heads:
                 states = cut.detach(states)

@@ -150,7 +150,7 @@ def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
 
 
 def _use_products_on_cpu(folded: Tensor) -> bool:
-    """Return whether products are faster on a CPU; under torch.compile alike for all batches, which
+    """Return whether products are faster on a CPU; under torch.compile the same for all batches, which
     one program serves.
     """
     batch, _, rows, _ = folded.shape

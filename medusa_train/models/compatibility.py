@@ -9,11 +9,11 @@ import torch
 
 from medusa_train.errors import MedusaError, TargetModelError
 from medusa_train.models.architecture import describe_exception, not_supported
-from medusa_train.models.features import Rows
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.hf_config import has_experts
 from medusa_train.models.precision import is_out_of_memory
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
@@ -90,7 +90,7 @@ def _model_problem(target_model: TargetModel) -> str | None:
 def _not_finite(target_model: TargetModel) -> str | None:
     """Return what is wrong with a model whose logits are NaN or infinite; None if they are finite."""
     probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
-    if bool(torch.isfinite(target_model.logits(target_model.run(probe).hidden)).all()):
+    if bool(torch.isfinite(target_model.logits(target_model.run(probe).final)).all()):
         return None
     problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
@@ -105,7 +105,7 @@ def _not_finite(target_model: TargetModel) -> str | None:
 def _reproduces_logits(target_model: TargetModel) -> bool:
     probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
     expected = target_model.model(input_ids=probe, use_cache=False).logits.float()
-    logits = target_model.logits(target_model.run(probe).hidden).float()
+    logits = target_model.logits(target_model.run(probe).final).float()
     return torch.allclose(
         logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max().clamp(min=1.0))
     )
@@ -119,8 +119,8 @@ def _padding_problem(target_model: TargetModel) -> str | None:
     """
     tokens = torch.arange(10, device=target_model.device).view(2, 5) % target_model.vocab_size
     rows = Rows.from_tokens(tokens)
-    padded = target_model.run(rows.tokens, positions=rows.positions, segments=rows.segments).hidden
-    alone = target_model.run(tokens[:1, :3]).hidden
+    padded = target_model.run(rows.tokens, positions=rows.positions, segments=rows.segments).final
+    alone = target_model.run(tokens[:1, :3]).final
     if target_model.agrees(padded[0, :3], alone[0]):
         return None
     return "its output for a token depends on later tokens of the row, or on other rows"
@@ -165,12 +165,12 @@ def _verifies_trees(target_model: TargetModel) -> bool:
         * max(1, target_model.vocab_size // 8)
         % target_model.vocab_size
     )
-    expected = target_model.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
-    slots = target_model.new_slots()
-    target_model.run(tokens[None, :3], cache=prompt_cache(slots, 0, 1))
+    expected = target_model.run(tokens[[0, 1, 2, 3, 5, 6]][None]).final[0, -1]
+    kv_cache = target_model.new_kv_cache()
+    target_model.run(tokens[None, :3], cache=prompt_cache(kv_cache, 0, 1))
     depths = tree.depths.to(target_model.device)
     masks = target_model.node_masks(tree.ancestors.to(target_model.device), depths)
     lengths = torch.tensor([3], device=target_model.device)
-    nodes = target_model.place_nodes(depths, masks, lengths, slots.storage(7), 7)
-    hidden = target_model.run_nodes(tokens[None, 3:], nodes)[0].hidden[0, -1]
+    nodes = target_model.place_nodes(depths, masks, lengths, kv_cache.storage(7), 7)
+    hidden = target_model.run_nodes(tokens[None, 3:], nodes)[0].final[0, -1]
     return target_model.agrees(hidden, expected)

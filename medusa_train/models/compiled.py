@@ -2,7 +2,7 @@
 
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
 operations and calls kernels without Python, but nothing may depend on the length of the prefix:
-keys and values are written to slots given by a tensor, and attention reads a part of the cache that
+keys and values are written to columns given by a tensor, and attention reads a part of the cache that
 grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
 decoding and another one trees of any size, and two more do so for batches of any number of rows.
 The tree that single rows verify in most steps can have a program of its own size: with 3 nodes and a
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.features import Features, capture_outputs
 from medusa_train.models.rounding import ceil_div
-from medusa_train.trees.transformers_adapters import SlotCache
+from medusa_train.models.target_states import HiddenStates, capture_outputs
+from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
 # nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
@@ -86,7 +86,7 @@ class Form(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        """Whether it has nodes beside the root."""
+        """Whether it has nodes below the root."""
         return self.tokens != 1
 
 
@@ -104,7 +104,7 @@ class CompiledPass:
     Args:
         body: the decoder, whose weights must not change from now on.
         forms: the passes to compile, see `needed_forms`.
-        early: layers after which states are returned too.
+        aux: layers after which states are returned too.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class CompiledPass:
         logits: Callable[[Tensor], Tensor],
         on_cpu: bool,
         forms: Sequence[Form] = needed_forms(1, True),
-        early: Sequence[nn.Module] = (),
+        aux: Sequence[nn.Module] = (),
     ) -> None:
         captured: list[Tensor] = []
 
@@ -121,22 +121,22 @@ class CompiledPass:
             tokens: Tensor,
             positions: Tensor,
             mask: Tensor,
-            slots: Tensor,
+            columns: Tensor,
             storage: Sequence[Tensor],
-        ) -> tuple[Features, Tensor]:
+        ) -> tuple[HiddenStates, Tensor]:
             captured.clear()
             out = body(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=SlotCache(storage, slots, mask.shape[3]),
+                past_key_values=NodeCache(storage, columns, mask.shape[3]),
                 use_cache=True,
             )
-            states = torch.cat(captured, dim=-1) if early else None
+            states = torch.cat(captured, dim=-1) if aux else None
             captured.clear()
-            return Features(out.last_hidden_state, states), logits(out.last_hidden_state)
+            return HiddenStates(out.last_hidden_state, states), logits(out.last_hidden_state)
 
-        self._capture = partial(capture_outputs, early, captured)
+        self._capture = partial(capture_outputs, aux, captured)
         self._on_cpu = on_cpu
         # Only shapes can change between calls. Skipping all other guards saves a tenth of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
@@ -144,7 +144,7 @@ class CompiledPass:
             options["cpp_wrapper"] = True  # no Python between kernels
         self._run = run
         self._options = options
-        self._programs: dict[Form, Callable[..., tuple[Features, Tensor]]] = {}
+        self._programs: dict[Form, Callable[..., tuple[HiddenStates, Tensor]]] = {}
         self._ready: set[Form] = set()
         for form in forms:
             self.add(form)
@@ -213,8 +213,8 @@ class CompiledPass:
                     (rows, 1, count, 2 * positions), float("-inf"), dtype=dtype, device=device
                 )
                 mask[..., :2] = 0
-                slots = torch.arange(1, 1 + count, device=device)
-                inputs = (tokens, torch.ones_like(tokens), mask[..., :positions], slots)
+                columns = torch.arange(1, 1 + count, device=device)
+                inputs = (tokens, torch.ones_like(tokens), mask[..., :positions], columns)
                 self._compile(form, *inputs, storage.unbind())
         except TorchDynamoException as error:
             needed = (
@@ -226,20 +226,20 @@ class CompiledPass:
             ) from error
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
-    ) -> tuple[Features, Tensor]:
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, columns: Tensor, storage: Tensor
+    ) -> tuple[HiddenStates, Tensor]:
         """Return hidden states and logits [B, q, V] of q new tokens of each row.
 
         Args:
             tokens, positions: [B, q].
             mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For
                 a single row a slice of a larger one.
-            slots: positions at which the keys and values of the tokens are written, long [q] for a
+            columns: positions at which the keys and values of the tokens are written, long [q] for a
                 single row, [B, q] for several.
             storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with
                 capacity > S, of which the first B rows are used.
         """
-        inputs = (tokens, positions, mask, slots, storage.unbind())
+        inputs = (tokens, positions, mask, columns, storage.unbind())
         form = self._form(*tokens.shape)
         if form not in self._ready:
             return self._compile(form, *inputs)
@@ -251,31 +251,36 @@ class CompiledPass:
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor,
-        slots: Tensor,
+        columns: Tensor,
         storage: Sequence[Tensor],
-    ) -> tuple[Features, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         """Run the first pass of its form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
         if form.batched:
             mask = mask.contiguous()
-            slots = slots.expand(len(tokens), -1).contiguous()
-            for tensor in (tokens, positions, mask, slots):
+            columns = columns.expand(len(tokens), -1).contiguous()
+            for tensor in (tokens, positions, mask, columns):
                 mark_dynamic(tensor, 0)
         mark_dynamic(mask, 3)
         for layer in storage:
             for dim in (1, 3) if form.batched else (3,):
                 mark_dynamic(layer, dim)
         if form.tokens is None:
-            for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, slots.dim() - 1)):
+            for tensor, dim in (
+                (tokens, 1),
+                (positions, 1),
+                (mask, 2),
+                (columns, columns.dim() - 1),
+            ):
                 mark_dynamic(tensor, dim)
         # On a CPU weights become constants, which can be prepacked, and projections with the same
         # input become one product (from torch 2.12). As options of torch.compile both settings take
         # effect too late.
         settings = {"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}
         with inductor.patch(settings), self._capture():  # hooks become part of the program
-            out = self._programs[form](tokens, positions, mask, slots, storage)
+            out = self._programs[form](tokens, positions, mask, columns, storage)
         self._ready.add(form)
         return out
 

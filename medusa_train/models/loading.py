@@ -161,7 +161,7 @@ def load_tokenizer(
         TargetModelError: it cannot be read.
         ConfigError: it has no such token.
     """
-    # unless `mistral_format` is off, a tekken.json beside tokenizer.json wins, whose tokenizer has
+    # unless `mistral_format` is off, a tekken.json next to tokenizer.json wins, whose tokenizer has
     # no offsets
     options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
@@ -352,7 +352,7 @@ def auto_dtype_that_fits(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return what `auto` stands for with a model: `auto_dtype`, but "bfloat16" on a CPU on which the
+    """Return what `auto` means for a model: `auto_dtype`, but "bfloat16" on a CPU on which the
     weights fit into the free memory in no other dtype; `report` then gets a line about it.
 
     Args:

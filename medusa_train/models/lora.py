@@ -31,7 +31,7 @@ class LoraSpec:
         r, alpha, dropout: as in LoRA; the branch is scaled by alpha / r.
         targets: names of linear layers (`q_proj`, `lm_head`, ...); None: all linear layers, lm_head
             included.
-        modules_to_save: modules that are trained fully beside the adapter.
+        modules_to_save: modules that are trained fully in addition to the adapter.
     """
 
     r: int = 32

@@ -88,7 +88,7 @@ def emulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:
-    """Return what `auto` stands for: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU,
+    """Return what `auto` means: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU,
     else "float32".
 
     Args:

@@ -24,13 +24,6 @@ from medusa_train.models.document_attention import (
     document_mask,
     separates_documents,
 )
-from medusa_train.models.features import (
-    FINAL_STATES,
-    Features,
-    FeatureSpec,
-    capture_inputs,
-    capture_outputs,
-)
 from medusa_train.models.hf_config import (
     check_exit_layer,
     context_length,
@@ -51,9 +44,14 @@ from medusa_train.models.stop_tokens import (
     chat_encoder_or_none,
     find_stop_tokens,
 )
-from medusa_train.trees.kv_slots import KEY_BLOCK, ROWS, Slots
+from medusa_train.models.target_states import (
+    HiddenStates,
+    capture_inputs,
+    capture_outputs,
+)
+from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
 from medusa_train.trees.masks import NodeMasks, layer_masks
-from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache, prompt_cache
 from medusa_train.trees.tree import Tree
 
 
@@ -61,7 +59,7 @@ class TargetModel:
     """The language model whose next tokens are drafted and verified.
 
     The transformers model is used unchanged but for its attention function (`models.attention`):
-    its forward gets a 4-D additive mask, explicit position ids and a cache on `Slots`. Logits are
+    its forward gets a 4-D additive mask, explicit position ids and a cache on `KVCache`. Logits are
     computed here from the hidden states, so that heads can apply the same transforms.
     `loading.load_target_model` builds a target model from a directory or the hub and checks that it is
     supported.
@@ -79,7 +77,7 @@ class TargetModel:
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
-        decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
+        decoding_aux_layers: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
         step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run eagerly,
             with exact sizes.
@@ -118,7 +116,7 @@ class TargetModel:
         self.attention = use_folded_heads(model)
         self.varlen = False
         self._splits: dict[int, LayerSplit] = {}
-        self.decoding_need = FINAL_STATES
+        self.decoding_aux_layers: tuple[int, ...] = ()
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
 
@@ -146,8 +144,8 @@ class TargetModel:
         mask: Tensor | None = None,
         cache: PromptCache | None = None,
         segments: Tensor | None = None,
-        need: FeatureSpec = FINAL_STATES,
-    ) -> Features:
+        aux_layers: tuple[int, ...] = (),
+    ) -> HiddenStates:
         """Run the decoder layers once, without computing logits: in training, and over prompts.
 
         Args:
@@ -160,7 +158,7 @@ class TargetModel:
                 `cache`. A model with a `tree_obstacle` takes one document a row.
 
         Returns:
-            Hidden states after the final norm, and after the layers of `need.early`.
+            Hidden states after the final norm, and after the layers of `aux_layers`.
 
         Raises:
             ValueError: `mask` without position ids.
@@ -177,7 +175,10 @@ class TargetModel:
         attention_mask: Any = mask
         if mask is not None and positions is not None:
             attention_mask = self._with_windows(mask, positions)
-        with self.masked_attention(enabled=not bounds), self.early_states(need) as captured:
+        with (
+            self.masked_attention(enabled=not bounds),
+            self.capture_aux_states(aux_layers) as captured,
+        ):
             out = self.body(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -186,42 +187,44 @@ class TargetModel:
                 use_cache=cache is not None,
                 **bounds,
             )
-        return Features(out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None)
+        return HiddenStates(
+            out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None
+        )
 
     def run_nodes(
         self,
         tokens: Tensor,
-        nodes: NodeSlots,
-        need: FeatureSpec = FINAL_STATES,
-        early: Tensor | None = None,
-    ) -> tuple[Features, Tensor]:
+        nodes: NodeInputs,
+        aux_layers: tuple[int, ...] = (),
+        aux: Tensor | None = None,
+    ) -> tuple[HiddenStates, Tensor]:
         """Run one pass over the nodes of a tree: the verification of a decoding step.
 
         Args:
             tokens: long [B, n + 1].
-            early: [B, n + 1, d], states after the layers of `need`, which have written their keys
+            aux: [B, n + 1, d], states after the layers of `aux_layers`, which have written their keys
                 and values already; only the remaining layers run.
 
         Returns:
             States [B, n + 1, d] and logits [B, n + 1, V].
         """
         # 1. the whole pass by a compiled program, if there is one for it
-        compiled = self._compiled_pass(tokens, nodes, need, early)
+        compiled = self._compiled_pass(tokens, nodes, aux_layers, aux)
         if compiled is not None:
             return self._run_compiled(compiled, tokens, nodes)
         # 2. only the layers after those that a self-draft ran
-        if early is not None:
-            split = self.split_at(*need.early)
+        if aux is not None:
+            split = self.split_at(*aux_layers)
             inputs = split.inputs(nodes.positions, nodes.masks)
-            feats = split.run_rest(early, inputs, nodes.cache())
-            return feats, self.logits(feats.hidden)
+            hidden_states = split.run_rest(aux, inputs, nodes.cache())
+            return hidden_states, self.logits(hidden_states.final)
         # 3. all layers, with one mask or one for each type of layer
         mask: Any = None
         if nodes.masks is not None:
             mask = dict(nodes.masks)
             if self._has_one_mask(nodes):
                 mask = next(iter(nodes.masks.values()))
-        with self.masked_attention(enabled=True), self.early_states(need) as captured:
+        with self.masked_attention(enabled=True), self.capture_aux_states(aux_layers) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -232,26 +235,26 @@ class TargetModel:
         states = None
         if captured:
             states = torch.cat(captured, dim=-1)
-        return Features(out.last_hidden_state, states), self.logits(out.last_hidden_state)
+        return HiddenStates(out.last_hidden_state, states), self.logits(out.last_hidden_state)
 
-    def _has_one_mask(self, nodes: NodeSlots) -> bool:
+    def _has_one_mask(self, nodes: NodeInputs) -> bool:
         """Return whether all layers read the same mask, or none."""
         return nodes.masks is None or len(nodes.masks) == 1 or self.window is None
 
     def _compiled_pass(
-        self, tokens: Tensor, nodes: NodeSlots, need: FeatureSpec, early: Tensor | None
+        self, tokens: Tensor, nodes: NodeInputs, aux_layers: tuple[int, ...], aux: Tensor | None
     ) -> CompiledPass | None:
         """Return the compiled program that runs this pass of `run_nodes`; None if there is none."""
         # 1. programs take one mask
         if nodes.masks is None or not self._has_one_mask(nodes):
             return None
-        # 2. they are compiled for these features, rows and nodes, or not at all
-        compiled = self.compiled_for(need)
+        # 2. they are compiled for these hidden states, rows and nodes, or not at all
+        compiled = self.compiled_for(aux_layers)
         if compiled is None or not compiled.covers(*tokens.shape):
             return None
         # 3. a program repeats the layers that a self-draft ran. On a CPU that costs less than the
         # other layers uncompiled; replayed steps run only the others
-        if early is not None and self.step_runner is not None:
+        if aux is not None and self.step_runner is not None:
             return None
         # 4. memory of several rows needs the programs for several
         has_single_row = len(tokens) == 1
@@ -262,8 +265,8 @@ class TargetModel:
 
     @staticmethod
     def _run_compiled(
-        compiled: CompiledPass, tokens: Tensor, nodes: NodeSlots
-    ) -> tuple[Features, Tensor]:
+        compiled: CompiledPass, tokens: Tensor, nodes: NodeInputs
+    ) -> tuple[HiddenStates, Tensor]:
         assert nodes.masks is not None
         mask = next(iter(nodes.masks.values()))
         columns = nodes.columns
@@ -291,16 +294,16 @@ class TargetModel:
         storage: Tensor,
         key_length: int,
         first_column: int | None = None,
-    ) -> NodeSlots:
-        """Return where the nodes of a tree stand: node i of a row in column length + i.
+    ) -> NodeInputs:
+        """Return where the nodes of a tree are: node i of a row in column length + i.
 
         Args:
             depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
-            lengths: position of the root, long [B]. storage, first_column: see `NodeSlots`.
+            lengths: position of the root, long [B]. storage, first_column: see `NodeInputs`.
         """
-        roots = lengths[:, None]  # [B, 1]
-        positions = roots + torch.atleast_2d(depths)  # [B, n + 1]
-        columns = roots + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
+        starts = lengths[:, None]  # [B, 1]
+        positions = starts + torch.atleast_2d(depths)  # [B, n + 1]
+        columns = starts + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
         # compiled passes and kernels of GPUs want the rows of a mask aligned, which they are not
         # where the mask of a known length is a slice
         length = first_column
@@ -312,7 +315,7 @@ class TargetModel:
                 node_masks[kind] = mask.after(length, key_length)
             else:
                 node_masks[kind] = mask.at(lengths, key_length)
-        return NodeSlots(
+        return NodeInputs(
             # nodes past the context are never accepted, but the model's position table must cover
             # their ids
             positions=positions.clamp(max=self.max_context - 1),
@@ -323,11 +326,13 @@ class TargetModel:
             key_length=key_length,
         )
 
-    def early_states(self, need: FeatureSpec) -> AbstractContextManager[list[Tensor]]:
-        """Within this context a pass appends the states after the layers of `need` to a list, which
+    def capture_aux_states(
+        self, aux_layers: tuple[int, ...]
+    ) -> AbstractContextManager[list[Tensor]]:
+        """Within this context a pass appends the states after the layers of `aux_layers` to a list, which
         it yields.
         """
-        return capture_outputs([self.layer(count - 1) for count in need.early])
+        return capture_outputs([self.layer(count - 1) for count in aux_layers])
 
     def _with_windows(self, mask: Tensor, positions: Tensor) -> Any:
         """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""
@@ -394,11 +399,11 @@ class TargetModel:
             )
         return layers[index]
 
-    def new_slots(self, capacity: int = 0) -> Slots:
-        """Return empty slots for rows up to the end of the context, or of `capacity` positions if
+    def new_kv_cache(self, capacity: int = 0) -> KVCache:
+        """Return an empty KV cache for rows up to the end of the context, or of `capacity` positions if
         that is more.
         """
-        return Slots(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
+        return KVCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     def to_dtype(self, dtype: str | torch.dtype) -> TargetModel:
         """Convert the weights in place and return the model as a new target model."""
@@ -457,21 +462,21 @@ class TargetModel:
             * max(1, self.vocab_size // 8)
             % self.vocab_size
         )
-        slots = self.new_slots()
-        self.run(tokens[:, :2], cache=prompt_cache(slots, 0, 1))
+        kv_cache = self.new_kv_cache()
+        self.run(tokens[:, :2], cache=prompt_cache(kv_cache, 0, 1))
         depths = tree.depths.to(self.device)
         masks = self.node_masks(tree.ancestors.to(self.device), depths)
         lengths = torch.tensor([2], device=self.device)
-        nodes = self.place_nodes(depths, masks, lengths, slots.storage(5), 5)
-        expected = self.run_nodes(tokens[:, 2:], nodes)[0].hidden
+        nodes = self.place_nodes(depths, masks, lengths, kv_cache.storage(5), 5)
+        expected = self.run_nodes(tokens[:, 2:], nodes)[0].final
         name = f"base_model {self.name}: {type(self.model).__name__}"
         try:
             inputs = split.inputs(nodes.positions, nodes.masks)
-            early = [
+            aux = [
                 split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), nodes.cache(a, b))
                 for a, b in ((0, 1), (1, 3))
             ]
-            hidden = split.run_rest(torch.cat(early, dim=1), inputs, nodes.cache()).hidden
+            hidden = split.run_rest(torch.cat(aux, dim=1), inputs, nodes.cache()).final
         except (TypeError, AttributeError, LookupError, ValueError) as error:
             raise TargetModelError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
@@ -499,7 +504,7 @@ class TargetModel:
             tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
             separate = separates_documents(
                 lambda rows, positions, segments: (
-                    self.run(rows, positions=positions, segments=segments).hidden
+                    self.run(rows, positions=positions, segments=segments).final
                 ),
                 tokens,
             )
@@ -572,9 +577,9 @@ class TargetModel:
                 f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out"
             )
         on_cpu = self.device.type == "cpu"
-        early = [self.layer(count - 1) for count in self.decoding_need.early]
+        aux = [self.layer(count - 1) for count in self.decoding_aux_layers]
         compiled = CompiledPass(
-            self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early
+            self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), aux=aux
         )
         self._warm_up(compiled)
         self.compiled = compiled
@@ -607,12 +612,12 @@ class TargetModel:
         self._warm_up(self.compiled)
 
     def _warm_up(self, compiled: CompiledPass) -> None:
-        slots = Slots(self.num_layers, 1)
+        kv_cache = KVCache(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=prompt_cache(slots, 0, 1))
-        layers, _, _, heads, _, dim = slots.storage(1).shape
+        self.run(token, cache=prompt_cache(kv_cache, 0, 1))
+        layers, _, _, heads, _, dim = kv_cache.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
 
-    def compiled_for(self, need: FeatureSpec) -> CompiledPass | None:
-        """Return the compiled passes, if there are any and they return the hidden states of `need`."""
-        return self.compiled if need in (FINAL_STATES, self.decoding_need) else None
+    def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:
+        """Return the compiled passes, if there are any and they return the hidden states of `aux_layers`."""
+        return self.compiled if aux_layers in ((), self.decoding_aux_layers) else None

@@ -25,8 +25,8 @@ from medusa_train.data.batch import Batch, Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, existing_parent, installed_version, write_failure
-from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 
 _LIBRARIES = ("torch", "transformers", "medusa-train")
@@ -39,10 +39,10 @@ class HiddenStateCache:
     """The states of a frozen base model: read from disk, or computed and stored.
 
     Attributes:
-        device: where features are returned.
+        device: where hidden states are returned.
         rope_switch: see `TargetModel`; beyond it a model computes the whole batch with other
             positions.
-        distributed: the processes that train together; all of them call `features`, the same number
+        distributed: the processes that train together; all of them call `hidden_states`, the same number
             of times.
         read, computed: number of documents whose states were read, and computed, by this process.
     """
@@ -57,8 +57,8 @@ class HiddenStateCache:
     _writable: bool = field(default=True, repr=False)
     _warned: bool = field(default=False, repr=False)
 
-    def features(self, batch: Batch, compute: Callable[[], Features]) -> Features:
-        """Return the features of `batch`; `compute` runs the base model on it, unless all documents
+    def hidden_states(self, batch: Batch, compute: Callable[[], HiddenStates]) -> HiddenStates:
+        """Return the hidden states of `batch`; `compute` runs the base model on it, unless all documents
         are stored.
 
         The states at padding are zero where they are read, and the base model's where it ran. A
@@ -72,14 +72,14 @@ class HiddenStateCache:
             states, missing = self._read(batch, documents)
         if not self.distributed.any(bool(missing)):
             self.read += len(documents)
-            first, *early = states.to(self.device, non_blocking=True)  # [B, T, d] each
-            if not early:
-                return Features(first, None)
-            return Features(first, torch.cat(early, dim=-1))
-        feats = compute()
+            first, *aux = states.to(self.device, non_blocking=True)  # [B, T, d] each
+            if not aux:
+                return HiddenStates(first, None)
+            return HiddenStates(first, torch.cat(aux, dim=-1))
+        hidden_states = compute()
         self.computed += len(documents)
-        # views, so that stored values replace computed ones in `feats`
-        computed = _states_of(feats)
+        # views, so that stored values replace computed ones in `hidden_states`
+        computed = _states_of(hidden_states)
         for document in documents:
             # keep the values of the batch that had it first: a resumed run reads them
             if document not in missing:
@@ -88,7 +88,7 @@ class HiddenStateCache:
                         self.device
                     )
         self._write(missing, computed)
-        return feats
+        return hidden_states
 
     def describe(self, distributed: DistributedContext) -> str:
         """Return what all processes read and computed, in one sentence; each of them calls this."""
@@ -163,12 +163,12 @@ class _Document:
     part: slice
 
 
-def _states_of(feats: Features) -> list[Tensor]:
+def _states_of(hidden_states: HiddenStates) -> list[Tensor]:
     """Return the states of one width d, [B, T, d] each."""
-    if feats.early is None:
-        return [feats.hidden]
-    width = feats.hidden.shape[-1]
-    return [feats.hidden, *feats.early.split(width, dim=-1)]
+    if hidden_states.aux is None:
+        return [hidden_states.final]
+    width = hidden_states.final.shape[-1]
+    return [hidden_states.final, *hidden_states.aux.split(width, dim=-1)]
 
 
 # Start of a run
@@ -177,7 +177,7 @@ def _states_of(feats: Features) -> list[Tensor]:
 def open_hidden_states(
     prepared: Path,
     examples: Iterable[Example],
-    need: FeatureSpec,
+    aux_layers: tuple[int, ...],
     target_model: TargetModel,
     distributed: DistributedContext,
     console: Console,
@@ -187,13 +187,14 @@ def open_hidden_states(
     its full size.
     """
     fingerprint = distributed.run_on_main(
-        lambda: target_model_fingerprint(target_model, need, tf32=tf32)
+        lambda: target_model_fingerprint(target_model, aux_layers, tf32=tf32)
     )
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all
         states = _states_of(
             target_model.run(
-                torch.zeros(1, 1, dtype=torch.long, device=target_model.device), need=need
+                torch.zeros(1, 1, dtype=torch.long, device=target_model.device),
+                aux_layers=aux_layers,
             )
         )
     store = StateStore(
@@ -233,15 +234,15 @@ def describe_states(format: StateFormat, tokens: int) -> str:
 
 
 def target_model_fingerprint(
-    target_model: TargetModel, need: FeatureSpec, *, tf32: bool = False
+    target_model: TargetModel, aux_layers: tuple[int, ...], *, tf32: bool = False
 ) -> str:
-    """Digest everything that determines the states besides the tokens: weights, config, needs and
+    """Digest everything that determines the states besides the tokens: weights, config, layers and
     library versions.
     """
     config = target_model.model.config.to_dict()
     inputs = {
         "config": {name: value for name, value in config.items() if name not in _NAMES},
-        "early": need.early,
+        "early": aux_layers,
         "dtype": str(target_model.dtype),
         "tf32": tf32,
         "libraries": [installed_version(name) for name in _LIBRARIES],

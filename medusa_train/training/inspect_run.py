@@ -25,7 +25,6 @@ from medusa_train.data.draft_vocabulary import DraftVocabulary
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
-from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import load_tokenizer, resolve_target_model
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
@@ -346,8 +345,8 @@ def _describe_hidden_states(stage: _Stage) -> str:
     included.
     """
     text_config = stage.model_config.get_text_config()
-    need = FeatureSpec(early=stage.cfg.draft_config.early_layers(text_config.num_hidden_layers))
-    spec = StateFormat(1 + len(need.early), text_config.hidden_size, stage.dtype)
+    aux_layers = stage.cfg.draft_config.aux_layers(text_config.num_hidden_layers)
+    spec = StateFormat(1 + len(aux_layers), text_config.hidden_size, stage.dtype)
     tokens = sum(distinct_documents([*stage.data.train, *stage.data.validation]).values())
     return (
         f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))} in"

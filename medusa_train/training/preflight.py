@@ -107,7 +107,7 @@ def check_shape(
             f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers}"
             f" layers of {cfg.base_model}; 0 trains the whole model"
         )
-    for count in cfg.draft_config.early_layers(layers):
+    for count in cfg.draft_config.aux_layers(layers):
         check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
 
 

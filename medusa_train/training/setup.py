@@ -178,7 +178,7 @@ def load_models(stage: Stage) -> Models:
             recipe.cache = open_hidden_states(
                 cfg.prepared_dir,
                 [*stage.data.train, *stage.data.validation],
-                draft.needs,
+                draft.aux_layers,
                 recipe.target_model,
                 distributed,
                 stage.progress.console,

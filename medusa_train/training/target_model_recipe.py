@@ -19,13 +19,13 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import TargetModelError
 from medusa_train.models.compiled import compile_layers
-from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.hf_config import decoder_of
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, is_partitioned, to_float32
 from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.hidden_states import HiddenStateCache
 
@@ -56,36 +56,39 @@ class TargetModelRecipe:
         """Set train or eval mode; a frozen base model always stays in eval mode."""
         self.target_model.model.train(mode and self.joint)
 
-    def features(self, batch: Batch, need: FeatureSpec = FINAL_STATES) -> Features:
+    def hidden_states(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> HiddenStates:
         """Return the states that a draft needs: from the cache if there is one, else by a pass of
         the base model.
         """
         if self.cache is None:
-            return self._run(batch, need)
-        return self.cache.features(batch, lambda: self._run(batch, need))
+            return self._run(batch, aux_layers)
+        return self.cache.hidden_states(batch, lambda: self._run(batch, aux_layers))
 
-    def _run(self, batch: Batch, need: FeatureSpec) -> Features:
+    def _run(self, batch: Batch, aux_layers: tuple[int, ...]) -> HiddenStates:
         """Run the base model on `batch`; without a graph if it is frozen."""
         has_graph = self.joint and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_graph), self._autocast(), self.compiled():
             return self.target_model.run(
-                batch.tokens, positions=batch.positions, segments=batch.segments, need=need
+                batch.tokens,
+                positions=batch.positions,
+                segments=batch.segments,
+                aux_layers=aux_layers,
             )
 
-    def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
+    def teacher(self, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, LMHead]:
         """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its adapter
         disabled.
 
-        A frozen base model is its own teacher, with the features `feats`.
+        A frozen base model is its own teacher, by its `hidden_states`.
         """
         if self.adapter is None:
-            return feats.hidden.detach(), self.target_model.lm_head()
+            return hidden_states.final.detach(), self.target_model.lm_head()
         with self.adapter.teacher():
             with self._autocast():
                 teacher = self.target_model.run(
                     batch.tokens, positions=batch.positions, segments=batch.segments
                 )
-            return teacher.hidden, self.target_model.lm_head()
+            return teacher.final, self.target_model.lm_head()
 
     @property
     def saved(self) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The training loop: batch -> features -> loss -> backward -> clip -> step -> log, with evaluations
+"""The training loop: batch -> hidden states -> loss -> backward -> clip -> step -> log, with evaluations
 and checkpoints.
 """
 
@@ -173,7 +173,7 @@ class Trainer:
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
         counts = self.distributed.sum(counts.sum(dim=0))
 
-        # 2. Features, loss and backward pass.
+        # 2. HiddenStates, loss and backward pass.
         results: list[MicroBatchResult] = []
         for batch in micro_batches:
             output = strategy.forward_backward(self.compute_loss, batch, counts)
@@ -210,20 +210,20 @@ class Trainer:
         `Objective.loss`.
         """
         # 1. The base model, and the teacher where the loss has one.
-        feats = self.recipe.features(batch, self.draft.needs)
+        hidden_states = self.recipe.hidden_states(batch, self.draft.aux_layers)
         teacher = None
         if self.objective.needs_teacher:
-            teacher = self.recipe.teacher(batch, feats)
+            teacher = self.recipe.teacher(batch, hidden_states)
         lm_head = None
         if self.recipe.joint:
             lm_head = self.recipe.target_model.lm_head()
         # 2. The losses. Those that accumulate their own gradients stop at the base model's states.
         cut = GraphCut()
         if grad_scale is not None:
-            feats = replace(feats, hidden=cut.detach(feats.hidden))
+            hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
         with self.recipe.precision.autocast():
             output = self.objective.loss(
-                feats,
+                hidden_states,
                 batch,
                 counts,
                 progress=self.state.step / self.schedule.total_steps,

@@ -20,8 +20,8 @@ from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_step
@@ -129,12 +129,12 @@ def validate(
             if distributed.any(stop()):
                 return None
             batch = batch.to(recipe.target_model.device)
-            feats = recipe.features(batch, draft.needs)
+            hidden_states = recipe.hidden_states(batch, draft.aux_layers)
             with recipe.precision.autocast():
-                batch_sums, ranks = _head_sums(draft, batch, feats)
+                batch_sums, ranks = _head_sums(draft, batch, hidden_states)
                 head_sums += batch_sums
                 if recipe.joint:
-                    lm_sums += _lm_sums(recipe, batch, feats)
+                    lm_sums += _lm_sums(recipe, batch, hidden_states)
             ranked = ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
             conversations.append(ranked)
     finally:
@@ -188,7 +188,7 @@ def validation_objective(
     return (1.0 - rho) * (ce or 0.0) + rho * (kl or 0.0) + objective.heads_coefficient * heads
 
 
-def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Tensor]:
+def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
     Returns: Sums, float64 [K, 3 + 10]: cross-entropy in nats, targets, those in the head's
@@ -197,7 +197,7 @@ def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Ten
     """
     sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
     ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)  # [B, T, K]
-    for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
+    for i, hidden in enumerate(draft.teacher_forced_states(hidden_states, batch)):
         # 1. The targets of head i + 1.
         target = shift_labels(batch.labels, i + 1, batch.segments)  # [B, T]
         valid = target != IGNORE_INDEX  # [B, T], N of them true
@@ -234,16 +234,16 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
     return loss, torch.cat(ranks)
 
 
-def _lm_sums(recipe: TargetModelRecipe, batch: Batch, feats: Features) -> Tensor:
+def _lm_sums(recipe: TargetModelRecipe, batch: Batch, hidden_states: HiddenStates) -> Tensor:
     """Sum a trained base model's cross-entropy, KL from its teacher, and targets: float64 [3] on the
     CPU.
     """
     target = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
     teacher = None
     if recipe.adapter is not None:
-        states, teacher_lm_head = recipe.teacher(batch, feats)  # [B, T, d]
+        states, teacher_lm_head = recipe.teacher(batch, hidden_states)  # [B, T, d]
         teacher = Teacher(states.flatten(0, 1), teacher_lm_head, divergence=True)
-    hidden = feats.hidden.flatten(0, 1)  # [B * T, d]
+    hidden = hidden_states.final.flatten(0, 1)  # [B * T, d]
     sums = linear_loss(hidden, recipe.target_model.lm_head(), target, teacher)
     count = (target != IGNORE_INDEX).sum()
     return torch.stack([sums.ce_sum.double(), sums.kl_sum.double(), count.double()]).cpu()

@@ -58,8 +58,8 @@ def time_steps(
             f" context of {target_model.max_context}"
         )
     largest = max(tree.size for tree in trees)
-    slots = target_model.new_slots(len(prompt) + TIMED_TOKENS + largest + 1)
-    decoders = {tree: Decoder(target_model, draft, tree, slots) for tree in trees}
+    kv_cache = target_model.new_kv_cache(len(prompt) + TIMED_TOKENS + largest + 1)
+    decoders = {tree: Decoder(target_model, draft, tree, kv_cache) for tree in trees}
     # 2. a warm-up, then rounds in which all trees take their turn
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     rounds = effort.rounds + 1

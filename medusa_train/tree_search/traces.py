@@ -13,10 +13,10 @@ from torch import Tensor
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.fit import MAX_RANK, Trace
 
 #: Answers that are generated at once.
@@ -185,8 +185,8 @@ def trace_answer(
     # 1. states of all heads at all positions
     tokens = torch.tensor([prompt + answer], device=target_model.device)  # [1, T + 1]
     inputs = tokens[:, :-1]  # [1, T]
-    feats = target_model.run(inputs, need=draft.needs)
-    all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
+    hidden_states = target_model.run(inputs, aux_layers=draft.aux_layers)
+    all_states = draft.teacher_forced_states(hidden_states, Rows.from_tokens(inputs))
     # 2. head by head, the ranks of the tokens that follow; head k guesses answer[p + k] at position
     # `first` + p, where answer[p] is the root
     count = len(answer)

@@ -27,7 +27,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class NodeMasks:
-    """What the nodes of a tree attend to, as masks over the columns of `Slots`.
+    """What the nodes of a tree attend to, as masks over the columns of `KVCache`.
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 

@@ -1,7 +1,7 @@
-"""The memory of `trees.kv_slots` as caches that transformers' models write to, one for each pass.
+"""The memory of `trees.kv_cache` as caches that transformers' models write to, one for each pass.
 
-`PromptCache` is for passes over prompts, `SlotCache` for passes over the nodes of a tree, whose
-places `NodeSlots` describes.
+`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree, whose
+places `NodeInputs` describes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from medusa_train.trees.kv_slots import HEADS, ROWS, WIDTH, Slots
+from medusa_train.trees.kv_cache import HEADS, ROWS, WIDTH, KVCache
 
 
 class PromptCache(Cache):
-    """The cache of transformers' interface for passes over prompts, on the memory of `Slots`.
+    """The cache of transformers' interface for passes over prompts, on the memory of `KVCache`.
 
     A pass writes its q positions after those before it and reads exactly these, so that the model's
     own causal mask applies. Shorter prompts of a pass are padded behind.
@@ -30,11 +30,11 @@ class PromptCache(Cache):
         length: positions that these rows hold already and that the pass continues.
     """
 
-    def __init__(self, slots: Slots, rows: slice, length: int = 0) -> None:
+    def __init__(self, kv_cache: KVCache, rows: slice, length: int = 0) -> None:
         # the layers refer to this and not to the cache: in a circle, memory would stay until Python
         # looks for circles
-        self._pass = _PromptPass(slots, rows, length, length)
-        layers = [_PromptLayer(self._pass, layer) for layer in range(slots.num_layers)]
+        self._pass = _PromptPass(kv_cache, rows, length, length)
+        layers = [_PromptLayer(self._pass, layer) for layer in range(kv_cache.num_layers)]
         super().__init__(layers=layers)
 
     @property
@@ -47,13 +47,13 @@ class PromptCache(Cache):
         self._pass.length = self._pass.written
 
 
-def prompt_cache(slots: Slots, first: int, count: int, length: int = 0) -> PromptCache:
+def prompt_cache(kv_cache: KVCache, first: int, count: int, length: int = 0) -> PromptCache:
     """Return the cache for a pass over the prompts of `count` rows from row `first` on.
 
     Args:
         length: positions that these rows hold already and that the pass continues.
     """
-    return PromptCache(slots, slice(first, first + count), length)
+    return PromptCache(kv_cache, slice(first, first + count), length)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _PromptPass:
         length: positions before the pass. written: positions after the last pass.
     """
 
-    slots: Slots
+    kv_cache: KVCache
     rows: slice
     length: int
     written: int
@@ -80,7 +80,7 @@ class _Layer(CacheLayerMixin, ABC):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: `Slots` allocates."""
+        """Do nothing: `KVCache` allocates."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -140,7 +140,7 @@ class _PromptLayer(_Layer):
     def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
         place = self._place
         place.written = place.length + key_states.shape[2]
-        return place.slots.allocate(key_states, value_states, place.written)[self._index]
+        return place.kv_cache.allocate(key_states, value_states, place.written)[self._index]
 
     def _write(
         self, storage: Tensor, key_states: Tensor, value_states: Tensor
@@ -158,10 +158,10 @@ class _PromptLayer(_Layer):
         return self._place.length
 
     def get_max_length(self) -> int:
-        return self._place.slots.capacity
+        return self._place.kv_cache.capacity
 
 
-class SlotCache(Cache):
+class NodeCache(Cache):
     """The cache of transformers' interface for one pass that writes to given columns.
 
     Args:
@@ -172,11 +172,11 @@ class SlotCache(Cache):
     """
 
     def __init__(self, storage: Sequence[Tensor], columns: Tensor | int, key_length: int) -> None:
-        super().__init__(layers=[_SlotLayer(layer, columns, key_length) for layer in storage])
+        super().__init__(layers=[_NodeLayer(layer, columns, key_length) for layer in storage])
 
 
-class _SlotLayer(_Layer):
-    """One layer of a `SlotCache`.
+class _NodeLayer(_Layer):
+    """One layer of a `NodeCache`.
 
     Keys and values are written at once: if memory is written twice, torch.compile copies all of it
     instead.
@@ -229,17 +229,17 @@ class _SlotLayer(_Layer):
         return self._key_length
 
 
-def slot_cache(storage: Tensor, columns: Tensor, key_length: int) -> SlotCache:
+def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:
     """Return a cache that writes to `columns`, long [B, q], of the first B rows of a storage
     [layers, 2, rows, ...].
     """
     if storage.shape[ROWS] == 1:
         columns = columns[0]
-    return SlotCache(storage.unbind(), columns, key_length)
+    return NodeCache(storage.unbind(), columns, key_length)
 
 
 @dataclass(frozen=True)
-class NodeSlots:
+class NodeInputs:
     """Where the n + 1 nodes of B rows stand: the inputs of a verification pass but for tokens.
 
     Attributes:
@@ -248,7 +248,7 @@ class NodeSlots:
             single row's root, which sees all columns that are read.
         columns: that the nodes are written to, long [B, n + 1].
         first_column: the first of them, where a single row writes slices; else None.
-        storage: of the target model's slots, [layers, 2, rows, kv_heads, columns, head_dim], with more
+        storage: of the target model's KV cache, [layers, 2, rows, kv_heads, columns, head_dim], with more
             columns than key_length, of which the first B rows are used.
         key_length: number of columns that attention reads.
     """
@@ -260,7 +260,7 @@ class NodeSlots:
     storage: Tensor
     key_length: int
 
-    def first_nodes(self, count: int) -> NodeSlots:
+    def first_nodes(self, count: int) -> NodeInputs:
         """Return the first `count` nodes."""
         masks = self.masks
         if masks is not None:
@@ -269,9 +269,9 @@ class NodeSlots:
         columns = self.columns[:, :count]
         return replace(self, positions=positions, masks=masks, columns=columns)
 
-    def cache(self, first: int = 0, last: int | None = None) -> SlotCache:
+    def cache(self, first: int = 0, last: int | None = None) -> NodeCache:
         """Return the cache for a pass over the nodes first .. last - 1."""
         if self.first_column is not None:
             layers = self.storage.unbind()
-            return SlotCache(layers, self.first_column + first, self.key_length)
-        return slot_cache(self.storage, self.columns[:, first:last], self.key_length)
+            return NodeCache(layers, self.first_column + first, self.key_length)
+        return node_cache(self.storage, self.columns[:, first:last], self.key_length)

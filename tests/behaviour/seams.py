@@ -26,6 +26,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.data.datastore import Datastore
+from medusa_train.inference.accept import Greedy as GreedyRule
 from medusa_train.inference.accept import Typical as TypicalRule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.cuda_graphs import GraphRunner
@@ -207,7 +208,7 @@ def _rule(rule: Greedy | Sampling | Typical) -> Any:
         return SamplingRule(rule.temperature, rule.top_k, rule.top_p)
     if isinstance(rule, Typical):
         return TypicalRule(*rule)
-    return None
+    return GreedyRule()
 
 
 def _generators(

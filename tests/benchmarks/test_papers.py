@@ -61,7 +61,7 @@ def test_every_experiment_is_a_sound_plan(name: str) -> None:
         for run in one.names:
             for stage in one.stages(run):
                 cfg = stage.load()  # every override is a key with a valid value
-                assert max(cfg.draft_config.early_layers(6), default=0) < 6
+                assert max(cfg.draft_config.aux_layers(6), default=0) < 6
                 assert (cfg.recipe == "medusa2") == stage.config.endswith("m2.yaml")
             for point in one.points(run):
                 tree = str(point.keys.get("tree"))

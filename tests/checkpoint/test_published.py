@@ -20,8 +20,8 @@ from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.resolve import names_no_target_model, resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from tests.checkpoint.others import D, V, reference_tensors, vllm_tensors, write
 from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
 from tests.families import random_target_model
@@ -127,8 +127,8 @@ def test_a_published_draft_guesses_what_servers_compute(
     assert isinstance(draft, Eagle3Draft)
     assert caplog.messages == []
     with torch.no_grad():
-        feats = target_model.run(TOKENS, need=draft.needs)
-        first = next(draft.teacher_forced_states(feats, Rows.from_tokens(TOKENS)))
+        hidden_states = target_model.run(TOKENS, aux_layers=draft.aux_layers)
+        first = next(draft.teacher_forced_states(hidden_states, Rows.from_tokens(TOKENS)))
         logits = draft.lm_head(1).logits(first[0, -2])
         config = json.loads((tmp_path / "config.json").read_text())
         expected = served_logits(tensors, config, target_model.model, TOKENS)
@@ -185,7 +185,7 @@ def test_layers_that_the_target_model_does_not_have_are_refused(
     eagle = config["eagle_config"]
     eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 7]  # the last one
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_eagle3(tmp_path, target_model).state_layers == (2, 4, 8)
+    assert load_eagle3(tmp_path, target_model).aux_layers == (2, 4, 8)
     eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 8]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"after 9 layers, the base model has 8\)\. Name the"):
@@ -196,7 +196,7 @@ def test_states_are_read_in_the_order_of_their_layers(
     target_model: TargetModel, tmp_path: Path
 ) -> None:
     write_eagle3(tmp_path, EAGLE3["modelopt"], SIZES)  # names [1, 5, 3]
-    assert load_eagle3(tmp_path, target_model).state_layers == (2, 4, 6)
+    assert load_eagle3(tmp_path, target_model).aux_layers == (2, 4, 6)
 
 
 def test_a_layer_of_qwen3_has_the_defaults_of_qwen3(

@@ -49,7 +49,7 @@ def test_without_a_model_the_newest_run_is_evaluated(
 def test_flags_override_the_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     (workplace / "eval.yaml").write_text(
-        "bench: absent\nbase_model: base model\ndtype: float32\nmax_new_tokens: 4\nwarmup:"
+        "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup:"
         " 0\noutput_dir: out\n"
     )
     result = runner.invoke(app, ["eval.yaml", "--bench", "small.jsonl", "limit=1"])

@@ -168,10 +168,10 @@ def test_drafts_without_training_are_not_trained(draft: str) -> None:
 
 def test_eagle3_reads_the_layers_that_vllm_reads_by_default() -> None:
     section = train("draft=eagle3").draft_config
-    assert section.early_layers(32) == (2, 16, 29)
-    assert section.early_layers(6) == (1, 3, 5)
-    assert section.early_layers(1) == (1, 1, 1)
-    assert train("draft=eagle3", "eagle3.layers=[1, 4, 9]").draft_config.early_layers(32) == (
+    assert section.aux_layers(32) == (2, 16, 29)
+    assert section.aux_layers(6) == (1, 3, 5)
+    assert section.aux_layers(1) == (1, 1, 1)
+    assert train("draft=eagle3", "eagle3.layers=[1, 4, 9]").draft_config.aux_layers(32) == (
         1,
         4,
         9,

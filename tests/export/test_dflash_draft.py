@@ -15,9 +15,9 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import Exported, export_run
 from medusa_train.models.drafts.dflash import DFlashDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5]])
 VOCABULARY = torch.arange(40)
@@ -68,8 +68,8 @@ def config_of(exported: Exported) -> dict[str, Any]:
 
 
 def guesses(draft: DFlashDraft, target_model: TargetModel) -> torch.Tensor:
-    feats = target_model.run(TOKENS, need=draft.needs)
-    states = draft.teacher_forced_states(feats, Rows.from_tokens(TOKENS))
+    hidden_states = target_model.run(TOKENS, aux_layers=draft.aux_layers)
+    states = draft.teacher_forced_states(hidden_states, Rows.from_tokens(TOKENS))
     return torch.stack([draft.lm_head(1).logits(state) for state in states])
 
 

@@ -17,9 +17,9 @@ from medusa_train.cli.export import app
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.features import Rows
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from tests.families import random_target_model
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5]])
@@ -43,7 +43,7 @@ def new_draft(target_model: TargetModel, **settings: object) -> Eagle3Draft:
 def outputs(draft: Eagle3Draft, target_model: TargetModel) -> list[torch.Tensor]:
     """The tokens of the best guesses in each step, which no order of the vocabulary changes."""
     states = draft.teacher_forced_states(
-        target_model.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS)
+        target_model.run(TOKENS, aux_layers=draft.aux_layers), Rows.from_tokens(TOKENS)
     )
     head = draft.lm_head(1)
     return [head.tokens_of(head.logits(state).topk(5).indices) for state in states]
@@ -66,7 +66,7 @@ def test_an_export_read_back_drafts_the_same(
     assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced
     loaded = load_draft(exported.target, target_model)
     assert isinstance(loaded, Eagle3Draft)
-    assert loaded.state_layers == draft.state_layers
+    assert loaded.aux_layers == draft.aux_layers
     for mine, theirs in zip(
         outputs(draft, target_model), outputs(loaded, target_model), strict=True
     ):
@@ -118,7 +118,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     sizes = [config[name] for name in ("num_hidden_layers", "draft_vocab_size", "vocab_size")]
     assert sizes == [1, 16, target_model.vocab_size]
-    assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.aux_layers)
     assert tensors["fc.weight"].shape == (d, 3 * d)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
     assert tensors["midlayer.mlp.up_proj.weight"].shape == (layer.intermediate_size, d)
@@ -131,7 +131,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
     export_run(paths, "sglang", tmp_path / "sglang")
     eagle = json.loads((tmp_path / "sglang/config.json").read_text())["eagle_config"]
-    assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.state_layers]
+    assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.aux_layers]
     export_run(paths, "speculators", tmp_path / "speculators")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
     with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_residual"):
@@ -146,7 +146,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     keys = [f"base_model={target_model_dir}", f"output_dir={tmp_path / 'again'}"]
     assert CliRunner().invoke(app, [str(tmp_path / "vllm"), "--to", "vllm", *keys]).exit_code == 0
     again = json.loads((tmp_path / "again/config.json").read_text())
-    assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
+    assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.aux_layers)
 
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_what_a_draft_lacks_or_has_too_much_is_named(
     rewrite(target, tensors, **entries)
     with pytest.raises(CheckpointError, match=message) as error:
         load_draft(target, target_model)
-    assert "Name the target model" not in str(error.value)
+    assert "Name the base model" not in str(error.value)
 
 
 @pytest.mark.parametrize("layers", ["x", 3, -2, {"a": 1}, [1, 2], [2, "4", 6], [2, 4, True]])
@@ -357,7 +357,7 @@ def test_a_draft_of_another_target_model_is_told_so(
     target_model_dir, target_model, tmp_path: Path
 ) -> None:
     target = written(variant(target_model), target_model_dir, tmp_path)
-    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the target model"):
+    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the base model"):
         load_draft(target, random_target_model("llama", dtype=torch.float32, hidden_size=96))
 
 

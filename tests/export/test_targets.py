@@ -35,7 +35,7 @@ def of_the_run(run: Path) -> torch.Tensor:
     """Of the target model that the run is evaluated with."""
     target_model = load_for_decoding(resolve_model(str(run), None, None), "float32").target_model
     with torch.no_grad():
-        return target_model.logits(target_model.run(TOKENS).hidden)
+        return target_model.logits(target_model.run(TOKENS).final)
 
 
 @pytest.mark.parametrize("load_in_4bit", [False, True])
@@ -140,7 +140,7 @@ def test_a_merge_that_unties_lm_head_says_so(tmp_path: Path) -> None:
     adapter.merge()
     tokens = TOKENS % target_model.vocab_size
     with torch.no_grad():
-        expected = target_model.logits(target_model.run(tokens).hidden)
+        expected = target_model.logits(target_model.run(tokens).final)
     target_model.model.config.tie_word_embeddings = True  # as PEFT 0.18 leaves it
     untie_config(target_model)
     target_model.model.save_pretrained(tmp_path)

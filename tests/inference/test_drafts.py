@@ -18,8 +18,8 @@ from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.traces import trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
@@ -99,8 +99,8 @@ def train_briefly(draft: Draft, target_model: TargetModel) -> None:
         for row in rows:
             batch = Rows.from_tokens(torch.tensor([row], device=target_model.device))
             with torch.no_grad():
-                feats = target_model.run(batch.tokens, need=draft.needs)
-            for k, states in enumerate(draft.head_states(feats, batch), start=1):
+                hidden_states = target_model.run(batch.tokens, aux_layers=draft.aux_layers)
+            for k, states in enumerate(draft.head_states(hidden_states, batch), start=1):
                 targets = shift_labels(batch.tokens, k, batch.segments).flatten()
                 logits = draft.lm_head(k).logits(states).flatten(0, 1)
                 losses.append(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100))
@@ -198,11 +198,12 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     target_model = random_target_model("qwen3", dtype=torch.float32)
     draft = random_draft(kind, target_model).train()
     tokens = torch.arange(2, 14).view(2, 6)
-    feats = target_model.run(tokens, need=draft.needs)
-    states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
+    states = list(draft.head_states(hidden_states, Rows.from_tokens(tokens)))
     assert len(states) == draft.trained_heads
     assert (
-        len(list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))) == draft.num_heads
+        len(list(draft.teacher_forced_states(hidden_states, Rows.from_tokens(tokens))))
+        == draft.num_heads
     )
     width = 32 + (SETTINGS[kind].get("markov_rank") or 0)  # type: ignore[operator]
     assert {tuple(state.shape) for state in states} == {(2, 6, width)}
@@ -228,13 +229,15 @@ def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str)
     packed = Rows(
         torch.cat([*documents, torch.zeros(1, 2, dtype=torch.long)], dim=1), positions, segments
     )
-    feats = target_model.run(
-        packed.tokens, positions=positions, segments=segments, need=draft.needs
+    hidden_states = target_model.run(
+        packed.tokens, positions=positions, segments=segments, aux_layers=draft.aux_layers
     )
-    together = [states.split([*lengths, 2], dim=1) for states in draft.head_states(feats, packed)]
+    together = [
+        states.split([*lengths, 2], dim=1) for states in draft.head_states(hidden_states, packed)
+    ]
     for index, tokens in enumerate(documents):
         alone = draft.head_states(
-            target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens)
+            target_model.run(tokens, aux_layers=draft.aux_layers), Rows.from_tokens(tokens)
         )
         for k, expected in enumerate(alone, start=1):
             torch.testing.assert_close(

@@ -15,8 +15,8 @@ from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.trees.tree import Ranks, Tree
 from tests.families import random_target_model
 from tests.inference.chi_square import check_lossless, five_token_target_model
@@ -49,7 +49,9 @@ def enumerated(
     def children(path: Ranks) -> dict[Ranks, float]:
         rows = Rows.from_tokens(torch.tensor([[*text, *path]]))
         states = list(
-            draft.teacher_forced_states(target_model.run(rows.tokens, need=draft.needs), rows)
+            draft.teacher_forced_states(
+                target_model.run(rows.tokens, aux_layers=draft.aux_layers), rows
+            )
         )[len(path)]
         head = draft.lm_head(1)
         best = head.logits(states[0, len(text) - 2]).softmax(-1).topk(k)
@@ -87,10 +89,10 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
         draft.lm_heads[0].weight.data.copy_(head.weight)
         draft = draft.with_dynamic_trees(size)
     prompts = [[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]
-    roots = [5, 6, 8]
-    proposal = proposal_after(target_model, draft, TREE, prompts, roots)
+    last_tokens = [5, 6, 8]
+    proposal = proposal_after(target_model, draft, TREE, prompts, last_tokens)
     shapes = set()
-    for row, root in enumerate(roots):
+    for row, root in enumerate(last_tokens):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         paths = [
             tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)
@@ -145,13 +147,13 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
 ) -> None:
     target_model = random_target_model(family)
     heads = dynamic_draft(target_model, kind=kind)
-    proposals, guess = [], heads.guess
+    proposals, propose = [], heads.propose
 
     def spy(*given: object) -> Proposal:
-        proposals.append(guess(*given))  # type: ignore[arg-type]
+        proposals.append(propose(*given))  # type: ignore[arg-type]
         return proposals[-1]
 
-    monkeypatch.setattr(heads, "guess", spy)
+    monkeypatch.setattr(heads, "propose", spy)
     draft: Proposer = (
         MergedDraft(heads, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4))
         if merged

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 
@@ -43,14 +43,14 @@ class OracleDraft(Draft):
         self.wrong_every = wrong_every
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def head_states(self, feats: Features, batch: TokenRows):  # type: ignore[no-untyped-def]
-        yield feats.hidden
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows):  # type: ignore[no-untyped-def]
+        yield hidden_states.final
 
     def lm_head(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def guess(self, step: DraftStep, states: None) -> Proposal:
-        (root,) = step.root_list
+    def propose(self, step: DraftStep, states: None) -> Proposal:
+        (root,) = step.last_token_list
         length = int(step.accepted.lengths)
         tree = step.tree
         tokens = [root]
@@ -198,7 +198,7 @@ class _Scalars(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rule", "reads"),
     [
-        (None, 1),
+        (Greedy(), 1),
         (Sampling(0.8, top_k=9), 1),
         (Sampling(0.8, top_k=9, top_p=0.9), 2),
         (Typical(), 1),
@@ -207,7 +207,7 @@ class _Scalars(TorchDispatchMode):
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
 def test_a_step_waits_for_the_device_once(
-    family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch
+    family: str, rule: AcceptanceRule, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Top-p reads once more: whether the nucleus needs more than the largest logits."""
     target_model = random_target_model(family)

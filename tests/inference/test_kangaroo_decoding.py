@@ -15,8 +15,8 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.time_steps import QUICK, time_steps
@@ -105,9 +105,9 @@ class Recorder(KangarooDraft):
         self.logits_of_step.append(super().logits(states))
         return self.logits_of_step[-1]
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         self.logits_of_step = []
-        self.proposals.append(super().guess(step, states))
+        self.proposals.append(super().propose(step, states))
         lengths = step.accepted.lengths.tolist()
         self.log.append((lengths, self.logits_of_step[0][:, 0].clone()))
         return self.proposals[-1]
@@ -130,9 +130,9 @@ def test_incremental_states_are_the_training_forms(family: str, tree: str) -> No
         tokens = torch.tensor([text])
         with torch.no_grad():
             return target_model.logits(
-                draft.states(target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[
-                    0
-                ]
+                draft.states(
+                    target_model.run(tokens, aux_layers=draft.aux_layers), Rows.from_tokens(tokens)
+                )[0]
             )
 
     for prompt in PROMPTS:
@@ -199,7 +199,9 @@ def _chain_by_hand(target_model: TargetModel, draft: KangarooDraft, text: list[i
     guesses: list[int] = []
     while len(guesses) < draft.num_heads:
         tokens = torch.tensor([text + guesses])
-        states = draft.states(target_model.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
+        states = draft.states(
+            target_model.run(tokens, aux_layers=draft.aux_layers), Rows.from_tokens(tokens)
+        )
         p = target_model.logits(states[0, -1]).softmax(-1)
         guesses.append(int(p.argmax()))
         if float(p.max()) <= draft.threshold:
@@ -306,12 +308,12 @@ def test_steps_without_a_proposal() -> None:
     steps = begun(target_model, draft, Tree.chain(2), [PROMPTS[0]])
     with torch.inference_mode():
         for root in text[10:13]:
-            steps.step([root], roots_only=True)
+            steps.step([root], skip_draft=True)
         assert not draft.proposals
         steps.step(text[-1:])
         rows = Rows.from_tokens(torch.tensor([text]))
         expected = target_model.logits(
-            draft.states(target_model.run(rows.tokens, need=draft.needs), rows)[0, -1]
+            draft.states(target_model.run(rows.tokens, aux_layers=draft.aux_layers), rows)[0, -1]
         )
     assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
 

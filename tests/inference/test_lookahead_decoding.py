@@ -145,8 +145,8 @@ class RecordedDraft(LookaheadDraft):
         super().__init__(*settings)  # type: ignore[arg-type]
         self.moves: list[tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]] = []
 
-    def extend_row(self, row: LookaheadText, tokens: Sequence[int]) -> None:
-        super().extend_row(row, tokens)
+    def extend_request_state(self, row: LookaheadText, tokens: Sequence[int]) -> None:
+        super().extend_request_state(row, tokens)
         pool = {first: list(reversed(ngrams)) for first, ngrams in row.pool.items()}
         self.moves.append((row.levels, pool))
 

@@ -5,7 +5,7 @@ import torch
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses import chunked_loss
-from medusa_train.models.features import Features
+from medusa_train.models.target_states import HiddenStates
 from tests.losses.toy import B, Rows, T, V, features
 
 
@@ -29,5 +29,5 @@ def batch() -> Rows:
 
 
 @pytest.fixture
-def feats() -> Features:
+def hidden_states() -> HiddenStates:
     return features(3)

@@ -50,7 +50,7 @@ def term(
 
 def objective(
     draft: Any,
-    feats: Any,
+    hidden_states: Any,
     batch: Any,
     *,
     teacher: LMHead | None = None,
@@ -58,9 +58,9 @@ def objective(
     decay: float = 1.0,
 ) -> Tensor:
     """The heads' loss on a frozen target model."""
-    theirs = None if teacher is None else teacher.logits(feats.hidden)
+    theirs = None if teacher is None else teacher.logits(hidden_states.final)
     terms = []
-    for k, states in enumerate(draft.head_states(feats, batch), start=1):
+    for k, states in enumerate(draft.head_states(hidden_states, batch), start=1):
         head = draft.lm_head(k)
         mean = term(head.logits(states), batch, k, teacher=theirs, share=share, kept=head.token_map)
         terms += [] if mean is None else [mean * decay**k]

@@ -11,8 +11,8 @@ from medusa_train.losses import chunked_loss
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 from tests.losses.plain import Random, accumulated, peak_bytes
 
 N, D, V = 23, 6, 17
@@ -126,7 +126,7 @@ def objective_peaks(
             counts = objective.target_counts(batch)
             taught = (hidden.detach(), teacher)
             objective.loss(
-                Features(hidden),
+                HiddenStates(hidden),
                 batch,
                 counts,
                 lm_head=LMHead(weight),

@@ -11,8 +11,8 @@ from torch import Tensor
 from medusa_train.data.batch import IGNORE_INDEX, Batch
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 from tests.losses import formula
 from tests.losses.plain import assert_gradients
 
@@ -39,11 +39,11 @@ class Plain:
         self.draft, self.trained_heads = draft, draft.num_heads
         self.state = dict(draft.named_parameters())
 
-    def head_states(self, feats: Features, batch: Batch) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: Batch) -> Iterator[Tensor]:
         """Logits, since `lm_head` leaves them as they are."""
         e, r = self.state["markov.embedding.weight"], self.state["markov.output.weight"]
         for k in range(1, self.draft.num_heads + 1):
-            logits = self.draft.head_logits(feats.hidden, k)
+            logits = self.draft.head_logits(hidden_states.final, k)
             rows = [
                 [
                     logits[b, t]
@@ -67,7 +67,7 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     labels = torch.where(SEGMENTS >= 0, tokens, IGNORE_INDEX)
     labels[0, 5] = IGNORE_INDEX
     batch = Batch(tokens, labels, torch.arange(10).expand(2, 10), SEGMENTS, [])
-    feats = Features(torch.randn(2, 10, D, generator=generator, dtype=torch.float64))
+    hidden_states = HiddenStates(torch.randn(2, 10, D, generator=generator, dtype=torch.float64))
     teacher = LMHead(torch.randn(V, D, generator=generator, dtype=torch.float64))
     if how == "labels":
         objective, keys = Objective(draft, 0.8), {"decay": 0.8}
@@ -80,10 +80,14 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
 
     def fused(grad_scale: float | None) -> Tensor:
         return objective.loss(
-            feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=grad_scale
+            hidden_states,
+            batch,
+            counts,
+            teacher=(hidden_states.final, teacher),
+            grad_scale=grad_scale,
         ).loss
 
-    wanted = formula.objective(Plain(draft), feats, batch, **keys)
+    wanted = formula.objective(Plain(draft), hidden_states, batch, **keys)
     torch.testing.assert_close(fused(None), wanted, rtol=1e-10, atol=0)
     assert_gradients(fused, wanted, list(draft.parameters()))
     assert all(

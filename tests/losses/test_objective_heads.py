@@ -12,8 +12,8 @@ from torch.nn.functional import one_hot
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.objective import Objective, lambda0
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 from tests.losses.formula import objective as plain
 from tests.losses.plain import accumulated
 from tests.losses.toy import (
@@ -38,7 +38,7 @@ TEACHER = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), d
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("make", [Heads, Stem, ReducedHeads])
 def test_value_and_gradients_are_the_formulas(
-    make: Any, share: float, batch: Rows, feats: Features
+    make: Any, share: float, batch: Rows, hidden_states: HiddenStates
 ) -> None:
     """Independent heads, heads that share a layer, and heads over a reduced vocabulary; whole and
     in micro-batches.
@@ -48,12 +48,12 @@ def test_value_and_gradients_are_the_formulas(
     counts = ours.target_counts(batch)
 
     def run(rows: slice = slice(0, B), grad_scale: float | None = 1.0) -> Tensor:
-        states, theirs = part(feats, rows), (part(feats, rows).hidden, TEACHER)
+        states, theirs = part(hidden_states, rows), (part(hidden_states, rows).final, TEACHER)
         return ours.loss(
             states, batch.part(rows), counts, teacher=theirs, grad_scale=grad_scale
         ).loss
 
-    wanted = plain(heads, feats, batch, teacher=TEACHER, decay=DECAY, share=share)
+    wanted = plain(heads, hidden_states, batch, teacher=TEACHER, decay=DECAY, share=share)
     loss = run(grad_scale=None)
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=0)
     gradients = torch.autograd.grad(wanted, parameters)
@@ -71,13 +71,13 @@ def test_value_and_gradients_are_the_formulas(
     )
 
 
-def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -> None:
+def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, hidden_states: HiddenStates) -> None:
     heads = ReducedHeads()
     objective = Objective(heads, DECAY)
     counts = objective.target_counts(batch)
-    out = objective.loss(feats, batch, counts)
+    out = objective.loss(hidden_states, batch, counts)
     numbers = torch.zeros(3, K, dtype=torch.long)  # per head: valid targets, those in KEPT, hits
-    for k, states in enumerate(heads.head_states(feats, batch), start=1):
+    for k, states in enumerate(heads.head_states(hidden_states, batch), start=1):
         best = KEPT[heads.lm_head(k).logits(states).argmax(-1)]
         for b in range(B):
             for t in range(T - k - 1):
@@ -90,12 +90,12 @@ def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -
     assert bool((out.head_in_vocab > 0).all() & (out.head_in_vocab < out.head_counts).all())
 
 
-def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
+def test_nothing_supervised_gives_zero_not_nan(hidden_states: HiddenStates) -> None:
     heads = ReducedHeads()
-    ours, teacher = Objective(heads, DECAY, soft_targets=1.0), (feats.hidden, TEACHER)
+    ours, teacher = Objective(heads, DECAY, soft_targets=1.0), (hidden_states.final, TEACHER)
     for label in (IGNORE_INDEX, 1):  # 1: not in KEPT
         rows = one_document(torch.full((B, T), label))
-        out = ours.loss(feats, rows, ours.target_counts(rows), teacher=teacher)
+        out = ours.loss(hidden_states, rows, ours.target_counts(rows), teacher=teacher)
         assert out.loss.item() == 0.0
         assert out.head_counts.tolist() == [
             0 if label < 0 else B * (T - k - 1) for k in range(1, K + 1)
@@ -120,7 +120,9 @@ def test_a_copying_task_pins_the_target() -> None:
             outer[:D] = 50 * torch.eye(D)
     rows, objective = one_document(tokens), Objective(heads, DECAY)
     out = objective.loss(
-        Features(one_hot(tokens.roll(-2, dims=1), D).double()), rows, objective.target_counts(rows)
+        HiddenStates(one_hot(tokens.roll(-2, dims=1), D).double()),
+        rows,
+        objective.target_counts(rows),
     )
     assert out.head_counts.tolist() == [T - 2, T - 3, T - 4]
     assert out.head_correct[0] == T - 2
@@ -137,14 +139,15 @@ def test_a_prompt_position_may_predict_a_supervised_token() -> None:
 
 
 def test_nothing_of_joint_training_acts_on_a_frozen_target_model(
-    batch: Rows, feats: Features
+    batch: Rows, hidden_states: HiddenStates
 ) -> None:
     """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's
     mistake.
     """
     objective = Objective(Heads(), DECAY, schedule="sine")
     first, last = (
-        objective.loss(feats, batch, objective.target_counts(batch), progress=s) for s in (0.0, 1.0)
+        objective.loss(hidden_states, batch, objective.target_counts(batch), progress=s)
+        for s in (0.0, 1.0)
     )
     assert first.loss.item() == last.loss.item() > 0
     assert first.lm is None

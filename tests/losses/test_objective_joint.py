@@ -12,8 +12,8 @@ from torch import Tensor
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 from tests.losses.formula import term
 from tests.losses.plain import Random, accumulated, leaves
 from tests.losses.toy import DECAY, B, D, Heads, K, Rows, T, V, features, one_document, part
@@ -40,9 +40,9 @@ class Joint:
     def __init__(self) -> None:
         random = Random(5, torch.float64)
         self.heads = Heads()
-        self.states = features(3).hidden.requires_grad_()
+        self.states = features(3).final.requires_grad_()
         self.student = random.unembedding(V, D, softcap=6.0, rank=2)
-        self.teacher_feats = features(4)
+        self.teacher_states = features(4)
         frozen = self.student.weight.detach()
         self.teacher = LMHead(frozen, softcap=6.0)
         assert self.student.low_rank is not None
@@ -63,12 +63,12 @@ class Joint:
         cut = GraphCut()
         states = self.states[rows]
         out = objective.loss(
-            Features(cut.detach(states) if options else states),
+            HiddenStates(cut.detach(states) if options else states),
             batch,
             counts,
             progress=0.5,
             lm_head=self.student,
-            teacher=(part(self.teacher_feats, rows).hidden, self.teacher),
+            teacher=(part(self.teacher_states, rows).final, self.teacher),
             **options,
         )
         cut.backward()
@@ -78,7 +78,7 @@ class Joint:
         self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, shift: int = 1
     ) -> Tensor:
         """The two terms of the Medusa-2 loss; lambda0 is linear and the run half done."""
-        theirs = self.teacher.logits(self.teacher_feats.hidden)
+        theirs = self.teacher.logits(self.teacher_states.final)
         rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
         logits = self.student.logits(self.states)
         total = term(logits, batch, 0, teacher=theirs, share=rho, divergence=recipe["lm"] == "kl")
@@ -87,7 +87,9 @@ class Joint:
             "shift": shift,
             "teacher_ahead": teacher_ahead,
         }
-        for k, hidden in enumerate(self.heads.head_states(Features(self.states), batch), start=1):
+        for k, hidden in enumerate(
+            self.heads.head_states(HiddenStates(self.states), batch), start=1
+        ):
             loss = term(hidden @ self.heads.outer[k - 1].t(), batch, k, teacher=theirs, **soft)
             total = total + LAMBDA * 0.5 * DECAY**k * loss
         return total
@@ -148,7 +150,7 @@ class Copying(Heads):
         super().__init__()
         self.states, self.unembedding = states, unembedding
 
-    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: Rows) -> Iterator[Tensor]:
         for k in range(1, K + 1):
             yield self.states.roll(-k, dims=1)
 
@@ -158,16 +160,16 @@ class Copying(Heads):
 
 def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
     ours = Objective(
-        Copying(joint.teacher_feats.hidden, joint.teacher), DECAY, lm="kl", soft_targets=1.0
+        Copying(joint.teacher_states.final, joint.teacher), DECAY, lm="kl", soft_targets=1.0
     )
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
     heads = ours._head_terms(
-        Features(joint.states),
+        HiddenStates(joint.states),
         batch,
         ours._head_targets(batch),
-        (joint.teacher_feats.hidden, joint.teacher),
+        (joint.teacher_states.final, joint.teacher),
         [None] * K,
     )
     assert all(sums.kl_sum == 0 for sums in heads)
@@ -180,8 +182,8 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
     segments[:, 8:] = 2
     labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(6))
     labels = torch.where(segments == 1, labels, IGNORE_INDEX)
-    joint.teacher_feats = Features(
-        joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan)
+    joint.teacher_states = HiddenStates(
+        joint.teacher_states.final.masked_fill((segments != 1)[..., None], torch.nan)
     )
     batch = Rows(labels, segments)
     ours = objective(joint, lm="kl", soft_targets=0.5)
@@ -206,7 +208,7 @@ def test_a_fresh_adapter_is_pushed_nowhere_by_kl(joint: Joint, batch: Rows) -> N
     assert joint.student.low_rank is not None
     with torch.no_grad():
         joint.student.low_rank.b.zero_()
-    joint.teacher_feats = Features(joint.states)
+    joint.teacher_states = HiddenStates(joint.states)
     ours = Objective(joint.heads, DECAY, lm="kl", heads_coefficient=0.0)
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.loss.item() == 0.0

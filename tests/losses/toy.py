@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates
 
 B, T, D, V, K, DECAY = 4, 11, 6, 17, 3, 0.8
 KEPT = torch.tensor([12, 3, 5, 0, 9, 16])
@@ -30,9 +30,9 @@ class Heads(nn.Module):
             torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K)
         )
 
-    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: Rows) -> Iterator[Tensor]:
         for inner in self.inner:
-            yield feats.hidden @ inner
+            yield hidden_states.final @ inner
 
     def loss_positions(self, batch: Rows) -> Tensor | None:
         return None
@@ -50,8 +50,10 @@ class Stem(Heads):
             torch.randn(D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         )
 
-    def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
-        yield from super().head_states(Features(torch.tanh(feats.hidden @ self.stem)), batch)
+    def head_states(self, hidden_states: HiddenStates, batch: Rows) -> Iterator[Tensor]:
+        yield from super().head_states(
+            HiddenStates(torch.tanh(hidden_states.final @ self.stem)), batch
+        )
 
 
 class ReducedHeads(Heads):
@@ -81,13 +83,13 @@ class Rows:
         return Rows(self.labels[rows], self.segments[rows])
 
 
-def features(seed: int) -> Features:
+def features(seed: int) -> HiddenStates:
     generator = torch.Generator().manual_seed(seed)
-    return Features(torch.randn(B, T, D, generator=generator, dtype=torch.float64))
+    return HiddenStates(torch.randn(B, T, D, generator=generator, dtype=torch.float64))
 
 
-def part(feats: Features, rows: slice) -> Features:
-    return Features(feats.hidden[rows])
+def part(hidden_states: HiddenStates, rows: slice) -> HiddenStates:
+    return HiddenStates(hidden_states.final[rows])
 
 
 def one_document(labels: Tensor) -> Rows:

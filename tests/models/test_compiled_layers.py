@@ -15,7 +15,6 @@ from medusa_train.errors import TargetModelError
 from medusa_train.models import compiled
 from medusa_train.models.compiled import compile_layers
 from medusa_train.models.document_attention import register_document_attention
-from medusa_train.models.features import FeatureSpec
 from medusa_train.models.target_model import TargetModel
 from tests.families import random_target_model
 
@@ -23,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="torch.compile needs a C++ compiler",
 )
-EARLY = FeatureSpec(early=(1,))
+AUX_LAYERS = (1,)
 #: rows, length and whether rows are packed: one row and several, with a mask and without one
 FIRST = [(1, 12, False), (3, 14, False), (1, 16, True), (2, 18, True)]
 LATER = [(1, 30, False), (5, 9, False), (1, 21, True), (4, 11, True), (2, 13, False)]
@@ -63,11 +62,11 @@ def check_states(
     target_model: TargetModel, compiled: Compiled, rows: int, length: int, packed: bool
 ) -> None:
     inputs = batch(rows, length, packed)
-    expected = target_model.run(**inputs, need=EARLY)
+    expected = target_model.run(**inputs, aux_layers=AUX_LAYERS)
     with compiled():
-        feats = target_model.run(**inputs, need=EARLY)
-    torch.testing.assert_close(feats.hidden, expected.hidden)
-    torch.testing.assert_close(feats.early, expected.early)
+        hidden_states = target_model.run(**inputs, aux_layers=AUX_LAYERS)
+    torch.testing.assert_close(hidden_states.final, expected.final)
+    torch.testing.assert_close(hidden_states.aux, expected.aux)
 
 
 @pytest.mark.usefixtures("traced_layers")

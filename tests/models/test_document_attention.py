@@ -38,7 +38,7 @@ def _registered() -> None:
 
 
 def states(target_model: TargetModel, batch: Batch) -> torch.Tensor:
-    return target_model.run(batch.tokens, positions=batch.positions, segments=batch.segments).hidden
+    return target_model.run(batch.tokens, positions=batch.positions, segments=batch.segments).final
 
 
 def documents(seed: int = 0) -> list[list[Example]]:
@@ -54,7 +54,7 @@ def documents(seed: int = 0) -> list[list[Example]]:
 def masked_states(target_model: TargetModel, batch: Batch) -> Tensor:
     mask = document_mask(batch.segments, target_model.dtype)
     with torch.no_grad():
-        return target_model.run(batch.tokens, positions=batch.positions, mask=mask).hidden
+        return target_model.run(batch.tokens, positions=batch.positions, mask=mask).final
 
 
 def loss(target_model: TargetModel, hidden: Tensor, batch: Batch, k: int) -> Tensor:
@@ -158,11 +158,11 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = prompt_cache(target_model.new_slots(), 0, 1)
+        cache = prompt_cache(target_model.new_kv_cache(), 0, 1)
         return [
-            target_model.run(tokens, positions=positions, mask=mask).hidden,
-            target_model.run(tokens, cache=cache).hidden,
-            target_model.run(tokens).hidden,
+            target_model.run(tokens, positions=positions, mask=mask).final,
+            target_model.run(tokens, cache=cache).final,
+            target_model.run(tokens).final,
         ]
 
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_no_tensor_has_the_size_of_a_mask_of_all_pairs(part: str) -> None:
         target_model.model.requires_grad_(True)
         tokens = torch.arange(length)[None] % target_model.vocab_size
         with LargestTensor() as watched:
-            target_model.run(tokens, positions=positions, segments=segments).hidden.sum().backward()
+            target_model.run(tokens, positions=positions, segments=segments).final.sum().backward()
     else:
         layer = DraftLayer(target_model)
         inputs = torch.randn(1, length, target_model.hidden_size)

@@ -20,7 +20,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 def _logits(target_model: TargetModel) -> torch.Tensor:
-    return target_model.lm_head().logits(target_model.run(TOKENS).hidden)
+    return target_model.lm_head().logits(target_model.run(TOKENS).final)
 
 
 def _randomize(adapter: Adapter, seed: int = 0) -> None:
@@ -61,7 +61,7 @@ def test_logits_of_an_adapted_lm_head_are_the_models() -> None:
         Adapter.attach(target_model, LoraSpec(targets=("q_proj", "query")))
     adapter = Adapter.attach(target_model, LoraSpec(r=4, dropout=0.0, targets=("lm_head",)))
     _randomize(adapter)
-    hidden = target_model.run(TOKENS).hidden
+    hidden = target_model.run(TOKENS).final
     expected = target_model.model(TOKENS, use_cache=False).logits
     assert torch.allclose(target_model.lm_head().logits(hidden), expected, atol=1e-5)
     assert torch.equal(target_model.logits(hidden), expected)
@@ -190,7 +190,7 @@ def test_gradients_of_a_4_bit_target_model_are_the_same_after_an_eval_pass(four_
             with torch.no_grad():
                 target_model.run(TOKENS)
         target_model.model.train()
-        target_model.run(TOKENS).hidden.float().square().sum().backward()
+        target_model.run(TOKENS).final.float().square().sum().backward()
         grad = adapter.parameters()[0].grad
         assert grad is not None
         return grad

@@ -7,7 +7,6 @@ from torch.nn.functional import linear
 
 from medusa_train.models import prepack
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features
 from medusa_train.models.precision import emulates
 from medusa_train.models.prepack import (
     PrepackedLinear,
@@ -16,6 +15,7 @@ from medusa_train.models.prepack import (
     prepack_linears,
     worth_prepacking,
 )
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.tree import Tree
 from tests.models.drafts.steps import DraftRows
 
@@ -114,13 +114,13 @@ def test_prepacked_heads_propose_the_same(
     )
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
-    feats = Features(torch.randn(2, 5, 16))
+    hidden_states = HiddenStates(torch.randn(2, 5, 16))
     tokens = torch.zeros(2, 5, dtype=torch.long)
     tree = Tree.cartesian([3, 2, 2])
-    roots = torch.tensor([7, 9])
+    last_tokens = torch.tensor([7, 9])
 
     def propose() -> torch.Tensor:
-        return DraftRows(draft, feats, tokens, [5, 3]).propose(roots, tree).tokens
+        return DraftRows(draft, hidden_states, tokens, [5, 3]).propose(last_tokens, tree).tokens
 
     with torch.inference_mode():
         plain = propose()

@@ -1,4 +1,4 @@
-"""The target model: finding models, rejecting unsupported ones, masks with sliding windows, and early
+"""The target model: finding models, rejecting unsupported ones, masks with sliding windows, and auxiliary
 states.
 """
 
@@ -10,7 +10,6 @@ from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models.compatibility import check_model
-from medusa_train.models.features import FeatureSpec
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.target_model import TargetModel
@@ -30,8 +29,8 @@ def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
     with torch.no_grad():
         ours = target_model.run(
             tokens, positions=torch.arange(24)[None], mask=causal[None, None]
-        ).hidden
-        assert torch.allclose(ours, target_model.run(tokens).hidden, atol=1e-9)
+        ).final
+        assert torch.allclose(ours, target_model.run(tokens).final, atol=1e-9)
 
 
 def test_a_mistyped_relative_path_is_not_taken_for_a_hub_name() -> None:
@@ -149,16 +148,16 @@ def test_early_states_and_embeddings_are_the_models(family: str) -> None:
             (len(layer._forward_hooks), len(layer._forward_pre_hooks))
             for layer in target_model.body.layers
         ]
-        early = target_model.run(tokens, need=FeatureSpec(early=(1, 2))).early
-        assert torch.equal(early, torch.cat([expected[1], expected[2]], dim=-1))
+        aux = target_model.run(tokens, aux_layers=(1, 2)).aux
+        assert torch.equal(aux, torch.cat([expected[1], expected[2]], dim=-1))
         assert torch.allclose(target_model.embedding()(tokens), expected[0], rtol=1e-6)
-    assert target_model.run(tokens).early is None
+    assert target_model.run(tokens).aux is None
     assert hooks == [
         (len(layer._forward_hooks), len(layer._forward_pre_hooks))
         for layer in target_model.body.layers
     ]
     with pytest.raises(TargetModelError, match="no layer 4: "):
-        target_model.run(tokens, need=FeatureSpec(early=(4,)))
+        target_model.run(tokens, aux_layers=(4,))
 
 
 def test_transformed_embeddings_are_rejected() -> None:

@@ -122,4 +122,4 @@ def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
     assert places["[0, 0]"][0] < places["[0]"][0] < places["[0, 1]"][0]
     assert places["[0, 0]"][1] > places["[0]"][1] > places["next token of the target model"][1]
     assert radii["[0]"] > radii["[1]"] > radii["[0, 1]"]
-    assert {"head 1", "head 2", "backbone"} <= texts(svg)
+    assert {"head 1", "head 2", "target model"} <= texts(svg)

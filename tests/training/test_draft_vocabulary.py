@@ -215,8 +215,10 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, target_model_di
     batch = data.validation.batch([[i] for i in range(len(data.validation))])
     found = validate(recipe, draft, [batch], Objective(draft, 0.8))
     assert found is not None
-    feats = target_model.run(batch.tokens, positions=batch.positions, segments=batch.segments)
-    for k, states in enumerate(draft.head_states(feats, batch), start=1):
+    hidden_states = target_model.run(
+        batch.tokens, positions=batch.positions, segments=batch.segments
+    )
+    for k, states in enumerate(draft.head_states(hidden_states, batch), start=1):
         target = shift_labels(batch.labels, k, batch.segments)
         valid = target != IGNORE_INDEX
         tokens, logits = target[valid], draft.lm_head(k).logits(states[valid])

@@ -25,8 +25,8 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.models.target_states import Rows
 from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 from medusa_train.training.estimate import (
     _KEPT_DRAFT,
@@ -161,7 +161,7 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     )
     draft = Eagle3Draft.from_target_model(target_model, train_steps=steps, dtype=torch.float32)
     tokens = torch.zeros(1, 512, dtype=torch.long)
-    feats = target_model.run(tokens, need=draft.needs)
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
     known = {
         one.untyped_storage().data_ptr()
         for one in [*draft.parameters(), *target_model.model.parameters()]
@@ -178,7 +178,7 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
         torch.autocast("cpu", torch.bfloat16),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one),
     ):
-        states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
+        states = list(draft.head_states(hidden_states, Rows.from_tokens(tokens)))
     copies = 2 * sum(
         one.numel()
         for one in draft.parameters()
@@ -383,13 +383,13 @@ def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) ->
     labels = tokens.clone()
     labels[:, :24] = -100  # which heads read and need not predict
     batch = Batch(tokens, labels, torch.arange(64).expand(8, 64), torch.zeros_like(tokens), [])
-    feats = target_model.run(tokens, need=draft.needs)
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
     objective = Objective(draft, 1.0, soft_targets=cfg.draft_config.heads_loss.soft_targets)
     counts = objective.target_counts(batch)
-    teacher = (feats.hidden, target_model.lm_head()) if objective.needs_teacher else None
+    teacher = (hidden_states.final, target_model.lm_head()) if objective.needs_teacher else None
     in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        objective.loss(feats, batch, counts, teacher=teacher, grad_scale=1.0)
+        objective.loss(hidden_states, batch, counts, teacher=teacher, grad_scale=1.0)
     estimated = Estimate(cfg, target_model.config).draft_operations(8 * 64, 8 * 40)
     assert 0.87 * estimated < counter.get_total_flops() < 1.03 * estimated
 

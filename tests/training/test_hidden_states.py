@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.hidden_state_store import StateFormat, StateStore
 from medusa_train.errors import ConfigError
-from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.training import hidden_states
 from medusa_train.training.hidden_states import HiddenStateCache, target_model_fingerprint
 from medusa_train.training.load_data import load_data
@@ -62,13 +62,13 @@ def make_runs(make_config, tmp_path):
 
 @pytest.fixture
 def passes(monkeypatch) -> list[Any]:
-    """A list that grows with every pass of a base model for features of a batch."""
+    """A list that grows with every pass of a base model for hidden states of a batch."""
     seen: list[Any] = []
     real = TargetModelRecipe._run
 
-    def run(self: TargetModelRecipe, batch: Any, need: FeatureSpec) -> Any:
+    def run(self: TargetModelRecipe, batch: Any, aux_layers: tuple[int, ...]) -> Any:
         seen.append(batch)
-        return real(self, batch, need)
+        return real(self, batch, aux_layers)
 
     monkeypatch.setattr(TargetModelRecipe, "_run", run)
     return seen
@@ -269,22 +269,20 @@ def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(
 
 def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(target_model_dir):
     target_model = load_target_model(str(target_model_dir))
-    first = target_model_fingerprint(target_model, FINAL_STATES)
-    assert target_model_fingerprint(load_target_model(str(target_model_dir)), FINAL_STATES) == first
-    assert target_model_fingerprint(target_model, FeatureSpec(early=(1,))) != first
-    assert target_model_fingerprint(target_model, FINAL_STATES, tf32=True) != first
+    first = target_model_fingerprint(target_model, ())
+    assert target_model_fingerprint(load_target_model(str(target_model_dir)), ()) == first
+    assert target_model_fingerprint(target_model, (1,)) != first
+    assert target_model_fingerprint(target_model, (), tf32=True) != first
     assert (
-        target_model_fingerprint(
-            load_target_model(str(target_model_dir), dtype="bfloat16"), FINAL_STATES
-        )
+        target_model_fingerprint(load_target_model(str(target_model_dir), dtype="bfloat16"), ())
         != first
     )
     target_model.model.config.rms_norm_eps *= 2
-    changed = target_model_fingerprint(target_model, FINAL_STATES)
+    changed = target_model_fingerprint(target_model, ())
     assert changed != first
     with torch.no_grad():
         target_model.layer(1).mlp.up_proj.weight[0, 0] += 1e-3
-    assert target_model_fingerprint(target_model, FINAL_STATES) not in (first, changed)
+    assert target_model_fingerprint(target_model, ()) not in (first, changed)
 
 
 @pytest.fixture
@@ -301,14 +299,14 @@ def cache_and_batch(make_config, console, tmp_path, target_model_dir):
 
 def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
     cache, batch, recipe = cache_and_batch
-    first = cache.features(batch, lambda: recipe._run(batch, FINAL_STATES)).hidden.clone()
+    first = cache.hidden_states(batch, lambda: recipe._run(batch, ())).final.clone()
     for document in list(cache._documents(batch))[1:]:
         del cache.store._entries[document.key]
-    again = cache.features(batch, lambda: Features(first + 1)).hidden
+    again = cache.hidden_states(batch, lambda: HiddenStates(first + 1)).final
     longest = batch.documents[0][0]
     assert torch.equal(again[0, : len(longest)], first[0, : len(longest)])  # stored
     assert torch.equal(again[1:], first[1:] + 1)  # computed, and stored now
-    read = cache.features(batch, lambda: pytest.fail("all of it is stored")).hidden
+    read = cache.hidden_states(batch, lambda: pytest.fail("all of it is stored")).final
     valid = batch.segments >= 0
     assert torch.equal(read[valid], again[valid])
     assert not read[~valid].any()
@@ -318,10 +316,10 @@ def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
 def test_all_processes_run_the_target_model_if_one_lacks_a_document(cache_and_batch, passes):
     """ZeRO-3 gathers its weights from all of them."""
     cache, batch, recipe = cache_and_batch
-    cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
+    cache.hidden_states(batch, lambda: recipe._run(batch, ()))
     asked = []
     cache.distributed = SimpleNamespace(size=2, any=lambda flag: asked.append(flag) or True)
-    cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
+    cache.hidden_states(batch, lambda: recipe._run(batch, ()))
     assert asked == [False]
     assert len(passes) == 2
 

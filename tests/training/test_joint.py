@@ -15,8 +15,8 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.models.features import capture_inputs
 from medusa_train.models.precision import Precision
+from medusa_train.models.target_states import capture_inputs
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.families import random_target_model

@@ -107,7 +107,7 @@ def test_train_mode_is_the_target_model_s_where_it_is_trained(
             parameter.normal_()
 
     def states() -> torch.Tensor:
-        return recipe.target_model.run(torch.arange(5)[None]).hidden.detach()
+        return recipe.target_model.run(torch.arange(5)[None]).final.detach()
 
     recipe.train(False)
     without = states()

@@ -61,7 +61,7 @@ def plain_means(
 
 def features(hidden: Tensor) -> Any:
     """What Medusa's heads read."""
-    return type("Features", (), {"hidden": hidden})()
+    return type("HiddenStates", (), {"hidden": hidden})()
 
 
 @pytest.fixture

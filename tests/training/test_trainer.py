@@ -213,10 +213,10 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, target_mod
         torch.zeros(shape, dtype=torch.long),
         [],
     )
-    feats = recipe.features(batch)
-    teacher = recipe.teacher(batch, feats)
+    hidden_states = recipe.hidden_states(batch)
+    teacher = recipe.teacher(batch, hidden_states)
     out = objective.loss(
-        feats,
+        hidden_states,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
         lm_head=recipe.target_model.lm_head(),

@@ -142,7 +142,7 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
             logits.append(
-                draft.head_logits(target_model.run(batch.tokens).hidden, k)[
+                draft.head_logits(target_model.run(batch.tokens).final, k)[
                     target != IGNORE_INDEX
                 ].detach()
             )
@@ -162,7 +162,7 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
     target_model.model.eval()
     targets = [shift_labels(batch.labels, 0, batch.segments) for batch in random_batches()]
     logits = [
-        target_model.logits(target_model.run(batch.tokens).hidden).detach()
+        target_model.logits(target_model.run(batch.tokens).final).detach()
         for batch in random_batches()
     ]
     flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (logits, targets))
@@ -263,14 +263,17 @@ def test_every_draft_gets_the_gradients_of_the_formula(target_model, kind):
     batch, recipe = random_batches()[0], TargetModelRecipe(target_model, PRECISION)
     share = 0.6 if kind == "amphista" else 1.0
     objective = Objective(draft, 0.8, soft_targets=share, weight=0.5)
-    feats = recipe.features(batch, draft.needs)
-    teacher = recipe.teacher(batch, feats)
+    hidden_states = recipe.hidden_states(batch, draft.aux_layers)
+    teacher = recipe.teacher(batch, hidden_states)
     parameters = list(draft.parameters())
-    wanted = 0.5 * plain_objective(draft, feats, batch, teacher=teacher[1], share=share, decay=0.8)
+    wanted = 0.5 * plain_objective(
+        draft, hidden_states, batch, teacher=teacher[1], share=share, decay=0.8
+    )
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
     found = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=teacher, grad_scale=1.0), parameters
+        lambda: objective.loss(hidden_states, batch, counts, teacher=teacher, grad_scale=1.0),
+        parameters,
     )
     for mine, other in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

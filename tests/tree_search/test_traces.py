@@ -126,7 +126,7 @@ def test_ranks_against_a_plain_computation() -> None:
     trace = trace_answer(target_model, draft, prompt, answer)
     text = prompt + answer
     for position, targets in enumerate(trace.targets):
-        hidden = target_model.run(torch.tensor([text[: len(prompt) + position]])).hidden[0, -1]
+        hidden = target_model.run(torch.tensor([text[: len(prompt) + position]])).final[0, -1]
         for k in (1, 2, 3):
             if position + k >= len(answer):
                 assert (trace.ranks[position][k - 1], targets < k) == (-1, True)

@@ -14,9 +14,9 @@ from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -167,7 +167,7 @@ class AmphistaDraft(LMHeadsDraft):
 
     # Training
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
         # 1. the token at t + 1; a document's last position has none, but no target either, so any
         # token will do there
@@ -178,7 +178,7 @@ class AmphistaDraft(LMHeadsDraft):
             out: Tensor = self.layers[i](x, batch.positions, batch.segments)
             return out
 
-        stages = self.stages(feats.hidden, following, run_layer)  # [B, T, d] each
+        stages = self.stages(hidden_states.final, following, run_layer)  # [B, T, d] each
 
         # 3. the heads
         vectors = self._head_vectors(stages)  # [B, T, K, d]
@@ -192,7 +192,9 @@ class AmphistaDraft(LMHeadsDraft):
         """One for each adaptation layer."""
         return self.adaptation_layers
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Run the adaptation layers over the prompts, the last positions with any token after them."""
         following = tokens.roll(-1, dims=1)  # [B, T]
 
@@ -201,15 +203,15 @@ class AmphistaDraft(LMHeadsDraft):
             out: Tensor = layer.extend(x, caches[i])
             return out
 
-        self.stages(feats.hidden, following, run_layer)
+        self.stages(hidden_states.final, following, run_layer)
 
-    def read(self, step: DraftStep) -> list[Tensor]:
-        """Run the adaptation layers over the accepted path, followed by the roots; return h1 and h2
+    def extend(self, step: DraftStep) -> list[Tensor]:
+        """Run the adaptation layers over the accepted path, followed by the last tokens; return h1 and h2
         [B, d] of its last nodes.
         """
         accepted = step.accepted
-        hidden = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
-        following = accepted.following(step.roots)  # [B, P]
+        hidden = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
+        following = accepted.following(step.last_tokens)  # [B, P]
 
         def run_layer(i: int, x: Tensor) -> Tensor:
             layer: Any = self.layers[i]
@@ -218,7 +220,7 @@ class AmphistaDraft(LMHeadsDraft):
         stages = self.stages(hidden, following, run_layer)  # [B, P, d] each
         return [accepted.last(stage) for stage in stages]
 
-    def guess(self, step: DraftStep, states: list[Tensor]) -> Proposal:
+    def propose(self, step: DraftStep, states: list[Tensor]) -> Proposal:
         """Place the top draft tokens of every head in the tree by rank."""
         tree = step.tree
         # 1. the best tokens of the heads that the tree has levels for
@@ -227,7 +229,7 @@ class AmphistaDraft(LMHeadsDraft):
         table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         # 2. those that the tree has
         guesses = self.lm_head(1).tokens_of(table[:, tree.candidate_index])  # [B, n]
-        tokens = torch.cat([step.roots[:, None], guesses], dim=1)  # [B, n + 1]
+        tokens = torch.cat([step.last_tokens[:, None], guesses], dim=1)  # [B, n + 1]
         return Proposal(tokens, tree)
 
     def stacked(self) -> Stacked | None:

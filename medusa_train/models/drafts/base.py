@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import MedusaError
-from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, SlotCache, slot_cache
+from medusa_train.trees.transformers_adapters import NodeCache, NodeInputs, PromptCache, node_cache
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ class Proposal:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
-        early: [B, n + 1, d], the nodes' states after `needs.early` layers of the target model, if the
-            draft ran these itself and wrote their keys and values to the target model's slots:
+        aux: [B, n + 1, d], the nodes' states after `aux_layers` layers of the target model, if the
+            draft ran these itself and wrote their keys and values to the target model's KV cache:
             verification runs only the others.
         branch: further tokens of the pass, which are not verified; the draft gets their logits
-            (`Proposer.observe`). Not together with `early`.
+            (`Proposer.observe`). Not together with `aux`.
     """
 
     tokens: Tensor
     tree: Tree | RowTrees
-    early: Tensor | None = None
+    aux: Tensor | None = None
     branch: LookaheadBranch | None = None
 
     def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
@@ -82,21 +82,21 @@ class AcceptedPath:
     """The accepted nodes of the last verified tree of B rows, what a draft reads next.
 
         last tree    root - a - b              path    0 1 4
-                          |   `- c             tokens  root a c        and then the next root
-                          `- d                 starts  position of `root`; lengths: of the next root
+                          |   `- c             tokens  root a c        and then the last token
+                          `- d                 starts  position of `root`; lengths: of the last token
 
     Paths differ in length, so all tensors along the path are padded at the end to P nodes: the
     longest of the paths or, in steps of fixed shape, one node more than the tree is deep.
-    A draft may read and store the padding: it stands after the accepted nodes, where it is masked
+    A draft may read and store the padding: it comes after the accepted nodes, where it is masked
     and later overwritten.
 
     Attributes:
-        feats: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
+        hidden_states: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
         path: the accepted nodes, the root first, long [B, P].
         counts: their number, long [B]. starts: position of the root, long [B].
     """
 
-    feats: Features
+    hidden_states: HiddenStates
     tokens: Tensor
     path: Tensor
     counts: Tensor
@@ -104,7 +104,7 @@ class AcceptedPath:
 
     @property
     def lengths(self) -> Tensor:
-        """Position of the next root, long [B]."""
+        """Position of the last token, long [B]."""
         return self.starts + self.counts
 
     def along_path(self, values: Tensor) -> Tensor:
@@ -119,12 +119,12 @@ class AcceptedPath:
             return values.index_select(1, self.counts - 1)[:, 0]
         return values[self._rows, self.counts - 1]
 
-    def following(self, roots: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes, long [B, P]; after the last one the next
-        root, long [B].
+    def following(self, last_tokens: Tensor) -> Tensor:
+        """Return the tokens after the accepted nodes, long [B, P]; after the last one the
+        last token, long [B].
         """
         after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, P]
-        return after.index_put((self._rows, self.counts - 1), roots)
+        return after.index_put((self._rows, self.counts - 1), last_tokens)
 
     @property
     def _rows(self) -> Tensor:
@@ -132,20 +132,20 @@ class AcceptedPath:
         return torch.arange(len(self.path), device=self.path.device)
 
 
-class SlotLayer(Protocol):
-    """A layer of a draft whose keys and values stand in slots."""
+class CachedLayer(Protocol):
+    """A layer of a draft whose keys and values are kept in a KV cache."""
 
     window: int | None
 
-    def run_slots(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    def run_cached(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_slots`."""
+        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_cached`."""
 
 
 @dataclass(frozen=True)
 class DraftCache:
-    """The slots of one layer of a draft in one step: row b holds what the layer read, in the columns
+    """The KV cache of one layer of a draft in one step: row b holds what the layer read, in the columns
     of its positions.
 
     Attributes:
@@ -158,7 +158,7 @@ class DraftCache:
     key_length: int
     max_position: int
 
-    def read_path(self, layer: SlotLayer, states: Tensor, starts: Tensor) -> Tensor:
+    def read_path(self, layer: CachedLayer, states: Tensor, starts: Tensor) -> Tensor:
         """Run a layer over an accepted path, [B, P, ...] -> [B, P, d].
 
         Args:
@@ -170,7 +170,7 @@ class DraftCache:
         return self.run(layer, states, columns, columns, mask)
 
     def run(
-        self, layer: SlotLayer, states: Tensor, columns: Tensor, positions: Tensor, mask: Tensor
+        self, layer: CachedLayer, states: Tensor, columns: Tensor, positions: Tensor, mask: Tensor
     ) -> Tensor:
         """Run a layer over q positions, [B, q, ...] -> [B, q, d].
 
@@ -179,8 +179,8 @@ class DraftCache:
             positions: long [B, q]; those past the context are clamped, their nodes never accepted.
             mask: additive [B, 1, q, key_length].
         """
-        cache = slot_cache(self.storage, columns, self.key_length)
-        return layer.run_slots(states, positions.clamp(max=self.max_position), mask, cache)
+        cache = node_cache(self.storage, columns, self.key_length)
+        return layer.run_cached(states, positions.clamp(max=self.max_position), mask, cache)
 
 
 @dataclass(frozen=True)
@@ -189,49 +189,51 @@ class DraftStep:
 
     Attributes:
         accepted: the path that the last step accepted.
-        roots: the target model's next tokens, long [B]. root_list: the same on the host.
+        last_tokens: of each row, accepted but not verified yet, long [B]. last_token_list: the same on
+            the host.
         caches: of the draft's own layers, `Proposer.num_caches` of them.
-        rows: what `Proposer.new_row` returned for each active row; a pass may have further rows.
-        tree: to be filled, with its tensors on the device of the roots; drafts that choose the
+        request_states: what `Proposer.new_request_state` returned for each active row; a pass may have
+            further rows.
+        tree: to be filled, with its tensors on the device of the last tokens; drafts that choose the
             shape of their trees ignore it.
-        nodes: where the nodes of the tree stand in the target model's slots, for drafts that run its
+        nodes: where the nodes of the tree are in the target model's KV cache, for drafts that run its
             layers; None for drafts that choose the shape of their trees.
         may_stop: whether the draft may look at its guesses to stop early. Steps that are replayed
             do the same work every time, so there it may not.
     """
 
     accepted: AcceptedPath
-    roots: Tensor
-    root_list: Sequence[int]
+    last_tokens: Tensor
+    last_token_list: Sequence[int]
     caches: Sequence[DraftCache]
-    rows: Sequence[Any]
+    request_states: Sequence[Any]
     tree: Tree
-    nodes: NodeSlots | None
+    nodes: NodeInputs | None
     may_stop: bool
 
 
 class Proposer:
     """Guesses the tokens after the target model's next token, in trees: what decoding needs of a draft.
 
-    In each step `read` takes the accepted path, and `guess` fills a tree below the next roots:
+    In each step `extend` takes the accepted path, and `propose` fills a tree below the last tokens:
 
-        target model   .. x_t-1  x_t | x_t+1: the root, the target model's next token, not yet read by it
+        target model   .. x_t-1  x_t | x_t+1: the last token, accepted but not verified yet: the root
         draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
 
     Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
     Attributes:
-        needs: states of the target model that it reads.
+        aux_layers: after how many of the target model's layers it reads auxiliary hidden states.
         num_heads: K, the depth of the deepest tree that it can fill.
         num_caches: layers of its own with keys and values.
         fixed_shape: whether it fills the tree that it is given, with the same work every time, so
             that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
-        runs_target_model: whether `guess` runs layers of the target model over its draft tokens, see
-            `Proposal.early`.
+        runs_target_model: whether `propose` runs layers of the target model over its draft tokens, see
+            `Proposal.aux`.
     """
 
-    needs: FeatureSpec = FINAL_STATES
+    aux_layers: tuple[int, ...] = ()
     num_heads: int
     fixed_shape: bool = True
     runs_target_model: bool = False
@@ -250,40 +252,42 @@ class Proposer:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
         return Limits(tree.size, tree.max_depth)
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Read B prompts; a draft without caches need not.
 
         The last position of each is read again as the accepted path of the first step.
 
         Args:
-            feats: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
+            hidden_states: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
             caches: one for each layer of the draft. Its `length` positions precede the prompts.
         """
 
-    def new_row(self, prompt: Sequence[int]) -> Any:
-        """Return what the draft keeps of a row on the host, given its prompt; None: nothing."""
+    def new_request_state(self, prompt: Sequence[int]) -> Any:
+        """Return what the draft keeps of a request on the host, given its prompt; None: nothing."""
         return None
 
-    def extend_row(self, row: Any, tokens: Sequence[int]) -> None:
-        """Add accepted tokens to a row that `new_row` returned, the root first."""
+    def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
+        """Add accepted tokens to what `new_request_state` returned, the root's first."""
 
-    def read(self, step: DraftStep) -> Any:
-        """Read the accepted path; return what `guess` needs.
+    def extend(self, step: DraftStep) -> Any:
+        """Read the accepted path; return what `propose` needs.
 
         The padding of the path may be read too, see `AcceptedPath`.
         """
         return None
 
     @abstractmethod
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
-        """Guess the tokens of `step.tree`, which is not empty, below the roots.
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
+        """Guess the tokens of `step.tree`, which is not empty, below the last_tokens.
 
         Args:
-            states: as `read` returned it.
+            states: as `extend` returned it.
         """
 
-    def skip_guess(self, step: DraftStep, states: Any) -> None:
-        """Take the place of `guess` where the roots alone are verified."""
+    def skip_proposal(self, step: DraftStep, states: Any) -> None:
+        """Take the place of `propose` where the last tokens alone are verified."""
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context proposals fill the whole tree however unlikely their guesses, as
@@ -291,12 +295,12 @@ class Proposer:
         """
         return nullcontext()
 
-    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Read the target model's logits at the branch tokens of a proposal; drafts without them need
         not define it.
 
         Args:
-            rows: as `new_row` returned them. proposal: the verified proposal.
+            request_states: as `new_request_state` returned them. proposal: the verified proposal.
             logits: at the outputs of its branch tokens, [B, outputs, V].
         """
 
@@ -309,14 +313,13 @@ class Draft(Proposer, nn.Module):
     token, or with the target model's own prediction. Decoding reads what `Proposer` has.
 
     Attributes:
-        needs: states of the target model that the draft reads, in training and in decoding.
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one before it computes the next one.
         setting_names: attributes that are `settings`.
         threshold: confidence up to which drafting stops; 0: never.
         dynamic: nodes and levels of the trees that it chooses for each row and step; None: it fills
-            the trees that are given to `guess`.
+            the trees that are given to `propose`.
     """
 
     setting_names: tuple[str, ...] = ()
@@ -382,22 +385,24 @@ class Draft(Proposer, nn.Module):
         return None
 
     @abstractmethod
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head(k)` reads.
 
         Position t is compared with the token t + k + 1 of the same document. Where there is none
         the state is ignored; elsewhere it must not depend on other documents.
 
         Args:
-            feats: states as `needs` says, of the same rows. batch: tokens, positions and segments
+            hidden_states: of the same rows, with the states of `aux_layers`. batch: tokens, positions and segments
                 [B, T].
         """
 
-    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(
+        self, hidden_states: HiddenStates, batch: TokenRows
+    ) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that rank the token t + k + 1, given the true
         tokens before it.
         """
-        return self.head_states(feats, batch)
+        return self.head_states(hidden_states, batch)
 
     @abstractmethod
     def lm_head(self, k: int) -> LMHead:

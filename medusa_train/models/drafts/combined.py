@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_train.errors import MedusaError
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
 from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
-from medusa_train.models.features import Features
+from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.row_trees import TokenTree
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
@@ -44,7 +44,7 @@ class MergedDraft(Proposer):
             )
         self.heads = heads
         self.lookup = lookup
-        self.needs = heads.needs
+        self.aux_layers = heads.aux_layers
         self.num_heads = heads.num_heads
         self.fixed_shape = False
 
@@ -64,28 +64,30 @@ class MergedDraft(Proposer):
         """Those of the heads."""
         return self.heads.num_caches
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Let the heads read the prompts."""
-        self.heads.prefill(feats, tokens, caches)
+        self.heads.prefill(hidden_states, tokens, caches)
 
-    def new_row(self, prompt: Sequence[int]) -> Any:
+    def new_request_state(self, prompt: Sequence[int]) -> Any:
         """Index a prompt for the lookup."""
-        return self.lookup.new_row(prompt)
+        return self.lookup.new_request_state(prompt)
 
-    def extend_row(self, row: Any, tokens: Sequence[int]) -> None:
+    def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
         """Append accepted tokens to a text."""
-        self.lookup.extend_row(row, tokens)
+        self.lookup.extend_request_state(state, tokens)
 
-    def read(self, step: DraftStep) -> Any:
+    def extend(self, step: DraftStep) -> Any:
         """Let the heads read the accepted path."""
-        return self.heads.read(step)
+        return self.heads.extend(step)
 
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Fill the tree with the heads' draft tokens and add the others."""
         if not self.heads.limits(step.tree).size:
-            return self.lookup.guess(step, None)
+            return self.lookup.propose(step, None)
         # 1. the heads' tree of each row, on the host
-        proposal = self.heads.guess(step, states)
+        proposal = self.heads.propose(step, states)
         trees = []
         for row, tokens in enumerate(proposal.tokens.tolist()):
             parents = proposal.tree.row(row).parent_list
@@ -96,7 +98,7 @@ class MergedDraft(Proposer):
         branch = self.lookup.lookahead_branch(step)
         # 3. where none was new, the heads' tree is on the device already
         if any(tree.size != proposal.tree.size for tree in trees):
-            return propose_trees(trees, step.roots.device, branch)
+            return propose_trees(trees, step.last_tokens.device, branch)
         if branch is None:
             return proposal
         return replace(proposal, branch=branch)
@@ -105,8 +107,8 @@ class MergedDraft(Proposer):
         """Within this context the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
-    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Pass the logits of the branch tokens on to the draft without training, which requested
         them.
         """
-        self.lookup.observe(rows, proposal, logits)
+        self.lookup.observe(request_states, proposal, logits)

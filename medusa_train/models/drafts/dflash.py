@@ -28,12 +28,12 @@ from medusa_train.models.drafts.dynamic_trees import grow_trees
 from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
 from medusa_train.models.drafts.lm_heads import check_token_map
 from medusa_train.models.drafts.markov import MarkovBias, fill_tree
-from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
-from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
+from medusa_train.trees.transformers_adapters import PromptCache, node_cache
 from medusa_train.trees.tree import Tree
 
 #: Blocks that training computes at a time: their masks and scores have T columns each.
@@ -72,7 +72,7 @@ class DFlashDraft(Draft):
         max_draft_tokens: K.
         num_layers: L.
         layers: after how many layers of the target model the n states are read; by default
-            `spread_layers`. The attribute is `state_layers`.
+            `spread_layers`. The attribute is `aux_layers`.
         anchors: blocks of a row in training.
         window: positions that a slot sees, itself included; 0: all, and all slots.
         mask_token_id: the token whose embedding fills the slots; by default the last one of the
@@ -129,8 +129,8 @@ class DFlashDraft(Draft):
                 f"dflash.mask_token_id: {mask_token_id}: the base model has"
                 f" {target_model.vocab_size:,} tokens"
             )
-        self.state_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))
-        self.needs = FeatureSpec(early=self.state_layers)
+        self.aux_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))
+        self.aux_layers = self.aux_layers
 
         # 1. E and lm_head, neither of which is registered as a module
         self.embedding = target_model.embedding()
@@ -145,7 +145,7 @@ class DFlashDraft(Draft):
         config = layer_config(target_model.config, layer)
         self._layer_overrides = dict(layer or {})
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(len(self.state_layers) * size, size, bias=False)
+        self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(num_layers))
         self.norm = LlamaRMSNorm(size, eps)
@@ -171,7 +171,7 @@ class DFlashDraft(Draft):
         """Keyword arguments that recreate this draft, except `token_map`."""
         return {
             **super().settings,
-            "layers": list(self.state_layers),
+            "layers": list(self.aux_layers),
             "markov_rank": self.markov.rank if self.markov is not None else 0,
             "vocab_size": self.draft_vocab_size,
             **({"layer": self._layer_overrides} if self._layer_overrides else {}),
@@ -217,10 +217,10 @@ class DFlashDraft(Draft):
         """The attention of each layer."""
         return [layer.self_attn for layer in self.layers]  # type: ignore[misc]
 
-    def context(self, feats: Features) -> Tensor:
+    def context(self, hidden_states: HiddenStates) -> Tensor:
         """Return c of all positions, [B, T, d]."""
-        assert feats.early is not None
-        normed: Tensor = self.hidden_norm(self.fc(feats.early.to(self.fc.weight.dtype)))
+        assert hidden_states.aux is not None
+        normed: Tensor = self.hidden_norm(self.fc(hidden_states.aux.to(self.fc.weight.dtype)))
         return normed
 
     # Training
@@ -240,21 +240,23 @@ class DFlashDraft(Draft):
         best = scores.masked_fill(~can, -1.0).topk(min(self.anchors, can.shape[1])).indices
         return torch.zeros_like(can).scatter(1, best, True) & can
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states of slot k behind each position, [B, T, d], zeros where no
         block is trained; with a Markov bias [B, T, d + r].
         """
         chosen = None
         if isinstance(batch, Batch):
             chosen = self.loss_positions(batch)
-        return self._slots_behind(feats, batch, chosen)
+        return self._slots_behind(hidden_states, batch, chosen)
 
-    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(
+        self, hidden_states: HiddenStates, batch: TokenRows
+    ) -> Iterator[Tensor]:
         """Yield the same for blocks behind all positions."""
-        return self._slots_behind(feats, batch, None)
+        return self._slots_behind(hidden_states, batch, None)
 
     def _slots_behind(
-        self, feats: Features, batch: TokenRows, chosen: Tensor | None
+        self, hidden_states: HiddenStates, batch: TokenRows, chosen: Tensor | None
     ) -> Iterator[Tensor]:
         if chosen is None:
             chosen = batch.segments >= 0
@@ -265,7 +267,7 @@ class DFlashDraft(Draft):
         number = torch.arange(int(counts.max()), device=chosen.device)
         places = torch.where(number < counts, order[:, : len(number)], order[:, :1])
         # 2. their slots
-        states = self._block_states(feats, batch, places)  # [B, N, K, d]
+        states = self._block_states(hidden_states, batch, places)  # [B, N, K, d]
         # 3. each in the place of its t
         for k in range(1, self.num_heads + 1):
             out = states.new_zeros(*chosen.shape, states.shape[-1])
@@ -274,12 +276,14 @@ class DFlashDraft(Draft):
                 out = self.markov.append_to(out, batch, k)
             yield out
 
-    def _block_states(self, feats: Features, batch: TokenRows, places: Tensor) -> Tensor:
+    def _block_states(
+        self, hidden_states: HiddenStates, batch: TokenRows, places: Tensor
+    ) -> Tensor:
         """Return the normed states of slots 1..K of the blocks behind `places` [B, N], [B, N, K,
         d].
         """
         # 1. keys and values of the context, for each layer
-        context = self.context(feats)  # [B, T, d]
+        context = self.context(hidden_states)  # [B, T, d]
         angles = self.rotary_emb(context, batch.positions)
         known: list[Tensor] = []
         for attention in self._attentions:
@@ -372,35 +376,37 @@ class DFlashDraft(Draft):
         slots = limits.depth if self.window else self.num_heads
         return Limits(max(limits.size, slots), limits.depth)
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Write the keys and values of the prompts' context."""
-        context = self.context(feats)  # [B, T, d]
+        context = self.context(hidden_states)  # [B, T, d]
         positions = torch.arange(context.shape[1], device=context.device) + caches[0].length
         angles = self.rotary_emb(context, positions.expand(len(context), -1))
         for attention, cache in zip(self._attentions, caches, strict=True):
             cache.update(*attention.keys_values(context, angles), 0)
 
-    def read(self, step: DraftStep) -> None:
+    def extend(self, step: DraftStep) -> None:
         """Write the keys and values of the accepted path's context."""
         accepted = step.accepted
-        assert accepted.feats.early is not None
-        early = accepted.along_path(accepted.feats.early)  # [B, P, n d]
-        context = self.context(Features(early, early))  # [B, P, d]
+        assert accepted.hidden_states.aux is not None
+        aux = accepted.along_path(accepted.hidden_states.aux)  # [B, P, n d]
+        context = self.context(HiddenStates(aux, aux))  # [B, P, d]
         columns = accepted.starts[:, None] + torch.arange(context.shape[1], device=context.device)
         angles = self.rotary_emb(context, columns.clamp(max=step.caches[0].max_position))
         for attention, cache in zip(self._attentions, step.caches, strict=True):
-            path = slot_cache(cache.storage, columns, cache.key_length)
+            path = node_cache(cache.storage, columns, cache.key_length)
             path.update(*attention.keys_values(context, angles), 0)
 
-    def guess(self, step: DraftStep, states: None) -> Proposal:
+    def propose(self, step: DraftStep, states: None) -> Proposal:
         """Run one block behind each last token; the best tokens of its slots fill the tree."""
         if self.dynamic is not None:
-            return self._guess_dynamic(step, self.dynamic)
+            return self._propose_dynamic(step, self.dynamic)
         tree = step.tree
         # raw logits of the slots that the tree has levels for, [depth, B, N]
         slots = self._run_block(step, tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
-        tokens = fill_tree(logits, step.roots, tree, self._lm_head, self.markov)
+        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head, self.markov)
         return Proposal(tokens, tree)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
@@ -409,14 +415,14 @@ class DFlashDraft(Draft):
         lengths = step.accepted.lengths  # [B]
         slots = 1 + (depth if self.window else self.num_heads)
         columns = lengths[:, None] + torch.arange(slots, device=lengths.device)  # [B, slots]
-        embedded = self._embed(step.roots, slots)  # [B, slots, d]
+        embedded = self._embed(step.last_tokens, slots)  # [B, slots, d]
         if self.window:
             mask = causal_mask(columns, cache.key_length, self.window, embedded.dtype)
         else:
             all_slots = torch.ones(slots, slots, dtype=torch.bool, device=lengths.device)
             masks = NodeMasks(all_slots, None, None, embedded.dtype)
             mask = masks.at(lengths, cache.key_length)
-        caches = [slot_cache(each.storage, columns, each.key_length) for each in step.caches]
+        caches = [node_cache(each.storage, columns, each.key_length) for each in step.caches]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = caches[i].update(key, value, 0)
@@ -427,7 +433,7 @@ class DFlashDraft(Draft):
 
     # Dynamic trees
 
-    def _guess_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
+    def _propose_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
         """Propose one tree per row, see `grow_trees`: all slots are known, so its levels run no
         layer.
         """
@@ -447,8 +453,8 @@ class DFlashDraft(Draft):
         def run_nodes(tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
             return states_at(tokens, depth)
 
-        root_states = states_at(step.roots[:, None], 0)[:, 0]  # [B, d or d + r]
-        return grow_trees(step.roots, root_states, limits, head, guess_children, run_nodes)
+        root_states = states_at(step.last_tokens[:, None], 0)[:, 0]  # [B, d or d + r]
+        return grow_trees(step.last_tokens, root_states, limits, head, guess_children, run_nodes)
 
 
 class DFlashLayer(nn.Module):

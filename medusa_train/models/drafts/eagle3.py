@@ -20,22 +20,21 @@ from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.hf_config import final_norm, head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 #: Number of the target model's layers whose states are read.
 NUM_STATES = 3
-#: A factor on the weight of the norm before lm_head: a new draft's logits are a quarter of what the
-#: target model's norm would give, as at temperature 4. g_high, which fc passes on, foretells x_{t+1},
-#: and the draft has to guess x_{t+2}: without the factor it begins sure of a wrong token, at a loss
-#: above that of equal chances.
+#: A factor on the initial weight of the norm before lm_head. A fresh draft sees the state that predicts
+#: x_{t+1} but must predict x_{t+2}. The factor flattens its logits as temperature 4 does, so training
+#: starts near the loss of a uniform distribution instead of confidently wrong.
 CONFIDENCE_AT_START = 0.25
 
 
@@ -55,11 +54,11 @@ class Eagle3Draft(LMHeadsDraft):
     keys that step 1 computed at all positions up to t, and those that steps 2 .. k computed on its
     own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
 
-    *Decoding* (EAGLE-3, Inference Pipeline): `read` computes a_1 for the tokens that the last step
-    accepted, `guess` a_2, a_3, ... level by level for the nodes of the tree.
+    *Decoding* (EAGLE-3, Inference Pipeline): `extend` computes a_1 for the tokens that the last step
+    accepted, `propose` a_2, a_3, ... level by level for the nodes of the tree.
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
-    data's tokens in place of guesses: `train_steps` steps, each on the outputs of the one before
+    data's tokens in place of guesses: `ttt_steps` steps, each on the outputs of the one before
     ("training-time test"). So the layer learns from what it reads when it drafts.
 
     Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the target model's
@@ -75,11 +74,11 @@ class Eagle3Draft(LMHeadsDraft):
     Args:
         target model: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
             which is neither saved nor trained.
-        num_heads: K, the depth of the deepest tree. Named as for Medusa; here one head drafts K
-            tokens in a row.
-        train_steps: steps of the training-time test.
+        num_heads: K, the depth of the deepest tree: the attribute `max_draft_tokens`. The key is
+            Medusa's; here one head drafts K tokens in a row.
+        train_steps: steps of the training-time test: the attribute `ttt_steps`.
         layers: after how many of the target model's layers the three states are read; by default
-            `default_layers`. The attribute is `state_layers`.
+            `default_layers`. The attribute is `aux_layers`.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by
             default all tokens.
         norm_before_residual: the layer's residual is its normalized state, as in some published
@@ -97,7 +96,6 @@ class Eagle3Draft(LMHeadsDraft):
 
     """
 
-    setting_names = ("num_heads", "train_steps")
     embedding: Callable[[Tensor], Tensor]
 
     # Construction
@@ -122,10 +120,10 @@ class Eagle3Draft(LMHeadsDraft):
     ) -> None:
         super().__init__()
         dtype = dtype or target_model.dtype
-        self.num_heads = num_heads
-        self.train_steps = train_steps
-        self.state_layers = tuple(layers or default_layers(target_model.num_layers))
-        self.needs = FeatureSpec(early=self.state_layers)
+        self.max_draft_tokens = self.num_heads = num_heads
+        self.ttt_steps = train_steps
+        self.aux_layers = tuple(layers or default_layers(target_model.num_layers))
+        self.aux_layers = self.aux_layers
         self.norm_output = norm_output
         self._layer_overrides = dict(layer or {})
 
@@ -203,7 +201,9 @@ class Eagle3Draft(LMHeadsDraft):
     def settings(self) -> dict[str, Any]:
         """The settings; those of published variants only where they are used."""
         settings = super().settings
-        settings["layers"] = list(self.state_layers)
+        settings["num_heads"] = self.max_draft_tokens
+        settings["train_steps"] = self.ttt_steps
+        settings["layers"] = list(self.aux_layers)
         settings["norm_before_residual"] = self.midlayer.norm_before_residual
         settings["fc_norm"] = self.fc_norm is not None
         settings["norm_output"] = self.norm_output
@@ -268,29 +268,33 @@ class Eagle3Draft(LMHeadsDraft):
     @property
     def trained_heads(self) -> int:
         """The steps of the training-time test, at most K: deeper guesses are never drafted."""
-        return min(self.train_steps, self.num_heads)
+        return min(self.ttt_steps, self.max_draft_tokens)
 
     def lm_head(self, k: int) -> LMHead:
         """Return W, which is the same for all steps."""
         return super().lm_head(1)
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads norm(a_k) [B, T, d], given the data's tokens."""
-        return self._run_steps(feats, batch, self.trained_heads)
+        return self._run_steps(hidden_states, batch, self.trained_heads)
 
-    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..num_heads norm(a_k) [B, T, d], also of steps that are not trained."""
-        return self._run_steps(feats, batch, self.num_heads)
+    def teacher_forced_states(
+        self, hidden_states: HiddenStates, batch: TokenRows
+    ) -> Iterator[Tensor]:
+        """Yield for k = 1..max_draft_tokens norm(a_k) [B, T, d], also of steps that are not trained."""
+        return self._run_steps(hidden_states, batch, self.max_draft_tokens)
 
-    def _run_steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
+    def _run_steps(
+        self, hidden_states: HiddenStates, batch: TokenRows, steps: int
+    ) -> Iterator[Tensor]:
         """Yield norm(a_k) of all positions, [B, T, d], for k = 1..steps.
 
         `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the target model's distribution
         there. Gradients flow through all steps.
         """
-        assert feats.early is not None
+        assert hidden_states.aux is not None
         # 1. step 1 reads the target model's states; later ones read the outputs of the step before
-        states = self.combine(feats.early)  # [B, T, d]
+        states = self.combine(hidden_states.aux)  # [B, T, d]
         # the attention wants its mask in the dtype of the queries, which under autocast is another
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         attend = TrainingAttention(document_mask(batch.segments, mask_dtype))
@@ -325,15 +329,15 @@ class Eagle3Draft(LMHeadsDraft):
         return normed if self.norm_output else outputs
 
     # Decoding. The layer reads x_{t+1} together with the state at t, so the last accepted position
-    # waits until the next root is known:
+    # waits until the last token is known:
     #
     #     column of the cache    0         ..   t - 1        t                t + 1          ..
     #     reads                  x_1       ..   x_t          x_{t+1}, root    tokens of the tree
     #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
-    #                            prefill, read                                guess
+    #                            prefill, extend                               propose
     #
-    # So the root's column is t here, one before its column t + 1 in the target model's slots. When
-    # `guess` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
+    # So the root's column is t here, one before its column t + 1 in the target model's kv_cache. When
+    # `propose` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
     # tree have no node for the root. The layer runs at the nodes below it that have children: in
     # columns root + 1, root + 2, .., and at position root + depth, where children of the root have
     # depth 1.
@@ -348,47 +352,49 @@ class Eagle3Draft(LMHeadsDraft):
         """Whether trees are given; dynamic ones have another shape in every step."""
         return self.dynamic is None
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Run the layer over what is new of the prompts, in one call, since each position needs the
         token after it.
 
         The token after the last position of a row is not known yet: the entry there is wrong until
-        `read`, whose first path is this position, writes it again. The padding of shorter rows is
+        `extend`, whose first path is this position, writes it again. The padding of shorter rows is
         masked.
         """
-        assert feats.early is not None
+        assert hidden_states.aux is not None
         following = tokens.roll(-1, dims=1)  # [B, T]; after a row's last position any token
-        states = self.combine(feats.early)  # [B, T, d]
+        states = self.combine(hidden_states.aux)  # [B, T, d]
         layer_inputs = self._join(following, states)  # [B, T, 2 d]
         self.midlayer.extend(layer_inputs, caches[0])
 
-    def read(self, step: DraftStep) -> Tensor:
-        """Compute a_1 along the accepted path, which the roots follow; return a_1 of the last
+    def extend(self, step: DraftStep) -> Tensor:
+        """Compute a_1 along the accepted path, which the last tokens follow; return a_1 of the last
         accepted nodes, [B, d].
 
-        The path is the last root and the nodes accepted below it; after a prefill the last position
-        of the prompt. Shorter paths are padded to P, and the next `read` overwrites the padding,
+        The path is the last tree's root and the nodes accepted below it; after a prefill the last position
+        of the prompt. Shorter paths are padded to P, and the next `extend` overwrites the padding,
         as it does the entries of the draft tokens.
         """
         accepted = step.accepted
-        assert accepted.feats.early is not None
-        layer_states = accepted.along_path(accepted.feats.early)  # [B, P, 3 d'] g of the path
-        following = accepted.following(step.roots)  # [B, P] the token after each of its nodes
+        assert accepted.hidden_states.aux is not None
+        layer_states = accepted.along_path(accepted.hidden_states.aux)  # [B, P, 3 d'] g of the path
+        following = accepted.following(step.last_tokens)  # [B, P] the token after each of its nodes
         states = self.combine(layer_states)  # [B, P, d]
         layer_inputs = self._join(following, states)  # [B, P, 2 d]
         cache = step.caches[0]
         outputs = cache.read_path(self.midlayer, layer_inputs, accepted.starts)  # [B, P, d]
         return accepted.last(outputs)
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level; the layer runs at once over all nodes of a level that have
         children.
 
         Args:
-            states: a_1 at the roots, [B, d].
+            states: a_1 at the last tokens, [B, d].
         """
         if self.dynamic is not None:
-            return self._guess_dynamic(step, states, limits=self.dynamic)
+            return self._propose_dynamic(step, states, limits=self.dynamic)
         cache = step.caches[0]
         levels = step.tree.by_level
         head = self.lm_head(1)  # `lm_heads[0]` with its token map
@@ -405,7 +411,7 @@ class Eagle3Draft(LMHeadsDraft):
         mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
 
         # of a level: the tokens of its nodes, and the layer's outputs at the m that have children
-        level_tokens = step.roots[:, None]  # [B, 1]
+        level_tokens = step.last_tokens[:, None]  # [B, 1]
         outputs = states[:, None]  # [B, m, d], here m = 1
         tokens = [level_tokens]
         # each level guesses the tokens of the next; the last one guesses nothing, so that the layer
@@ -454,11 +460,11 @@ class Eagle3Draft(LMHeadsDraft):
             return super().limits(tree)
         return drafted_limits(self.dynamic)
 
-    def _guess_dynamic(self, step: DraftStep, states: Tensor, limits: Limits) -> Proposal:
+    def _propose_dynamic(self, step: DraftStep, states: Tensor, limits: Limits) -> Proposal:
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:
-            states: a_1 at the roots, [B, d].
+            states: a_1 at the last tokens, [B, d].
         """
         cache = step.caches[0]
         head = self.lm_head(1)  # `lm_heads[0]` with its token map and logit transform
@@ -483,7 +489,7 @@ class Eagle3Draft(LMHeadsDraft):
                 visible: which of the nodes that were run each of these sees, [B, m, num_run]; the
                     last m are these themselves.
             """
-            # they stand in the columns behind those that were run before them
+            # their columns follow those of the nodes that were run before them
             num_nodes = tokens.shape[1]
             num_run = visible.shape[2]
             places = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
@@ -494,7 +500,7 @@ class Eagle3Draft(LMHeadsDraft):
             layer_inputs = self._join(tokens, parent_states)  # [B, m, 2 d]
             return cache.run(self.midlayer, layer_inputs, columns, positions, mask)  # [B, m, d]
 
-        return grow_trees(step.roots, states, limits, head, guess_children, run_nodes)
+        return grow_trees(step.last_tokens, states, limits, head, guess_children, run_nodes)
 
 
 class OwnEmbedding(nn.Module):

@@ -14,8 +14,8 @@ from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.medusa import ResBlock
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -97,7 +97,7 @@ class HydraDraft(LMHeadsDraft):
         if self.prefix is not None:
             probe = torch.arange(min(64, target_model.vocab_size), device=target_model.device)[None]
             with torch.no_grad():
-                self.prefix.match_rms(target_model.run(probe).hidden)
+                self.prefix.match_rms(target_model.run(probe).final)
         self.to(target_model.device)
 
     @classmethod
@@ -126,12 +126,12 @@ class HydraDraft(LMHeadsDraft):
 
     # Training
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads, with the data's tokens
         as the path.
         """
         # 1. h
-        x = feats.hidden  # [B, T, d]
+        x = hidden_states.final  # [B, T, d]
         if self.prefix is not None:
             x = self.prefix(x, batch.positions, batch.segments)
         for k, blocks in enumerate(self.blocks, start=1):
@@ -158,20 +158,22 @@ class HydraDraft(LMHeadsDraft):
         """One for the prefix layer, if there is one."""
         return int(self.prefix is not None)
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Run the prefix layer over the prompts."""
         if self.prefix is not None:
-            self.prefix.extend(feats.hidden, caches[0])
+            self.prefix.extend(hidden_states.final, caches[0])
 
-    def read(self, step: DraftStep) -> Tensor:
+    def extend(self, step: DraftStep) -> Tensor:
         """Run the prefix layer over the accepted path; return the states [B, d] of its last nodes."""
         accepted = step.accepted
-        states = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
+        states = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
         if self.prefix is not None:
             states = step.caches[0].read_path(self.prefix, states, accepted.starts)
         return accepted.last(states)
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one
         product each.
 
@@ -180,7 +182,7 @@ class HydraDraft(LMHeadsDraft):
         """
         tree = step.tree
         x = states[:, None]  # [B, 1, d]: inputs of the nodes of a level
-        nodes = step.roots[:, None]  # [B, 1]: their tokens
+        nodes = step.last_tokens[:, None]  # [B, 1]: their tokens
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             # 1. the m nodes of this level that have children

@@ -18,12 +18,12 @@ from medusa_train.models.drafts.draft_layer import (
     mlp_of,
 )
 from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
-from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import compact
-from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
+from medusa_train.models.target_states import HiddenStates, TokenRows
+from medusa_train.trees.kv_cache import compact
+from medusa_train.trees.transformers_adapters import PromptCache, node_cache
 from medusa_train.trees.tree import Level
 
 
@@ -48,7 +48,7 @@ class KangarooDraft(Draft):
     position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
 
     *Decoding* runs the first l layers once for every draft token and leaves their keys and values in
-    the target model's cache; verification continues from these states (`Proposal.early`).
+    the target model's cache; verification continues from these states (`Proposal.aux`).
 
     Drafting stops early where the current draft tokens carry no more than the share eta of the
     draft's probability (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the
@@ -104,7 +104,7 @@ class KangarooDraft(Draft):
         self.mlp_size = mlp_size
         self.attention = attention
         self.share_lm_head = share_lm_head
-        self.needs = FeatureSpec(early=(exit_layer,))
+        self.aux_layers = (exit_layer,)
         self.shared = target_model.lm_head()
         self.own_lm_head: nn.Linear | None = None
         if not share_lm_head:
@@ -158,20 +158,22 @@ class KangarooDraft(Draft):
         """One: predictions of t + 1 and of later tokens train the same weights."""
         return 1
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield the adapter's states [B, T, d], shifted by one position."""
-        yield self.states(feats, batch).roll(-1, dims=1)
+        yield self.states(hidden_states, batch).roll(-1, dims=1)
 
-    def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def teacher_forced_states(
+        self, hidden_states: HiddenStates, batch: TokenRows
+    ) -> Iterator[Tensor]:
         """Yield for k = 1..num_heads the adapter's states [B, T, d], shifted by k positions."""
-        states = self.states(feats, batch)
+        states = self.states(hidden_states, batch)
         for k in range(1, self.num_heads + 1):
             yield states.roll(-k, dims=1)  # positions that wrap around have no target
 
-    def states(self, feats: Features, batch: TokenRows) -> Tensor:
+    def states(self, hidden_states: HiddenStates, batch: TokenRows) -> Tensor:
         """Return the adapter's states [B, T, d]; position t predicts the token t + 1."""
-        assert feats.early is not None
-        return self.adapter(self.cast(feats.early), batch.positions, batch.segments)
+        assert hidden_states.aux is not None
+        return self.adapter(self.cast(hidden_states.aux), batch.positions, batch.segments)
 
     def lm_head(self, k: int) -> LMHead:
         """Return the target model's lm_head, or the draft's own."""
@@ -188,13 +190,15 @@ class KangarooDraft(Draft):
         """One, for the adapter."""
         return 1
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Run the adapter over the prompts."""
-        assert feats.early is not None
-        self.adapter.extend(self.cast(feats.early), caches[0])
+        assert hidden_states.aux is not None
+        self.adapter.extend(self.cast(hidden_states.aux), caches[0])
 
-    def read(self, step: DraftStep) -> Tensor:
-        """Keep the accepted inner nodes among the adapter's keys; return the early states [B, 1, d]
+    def extend(self, step: DraftStep) -> Tensor:
+        """Keep the accepted inner nodes among the adapter's keys; return the auxiliary hidden states [B, 1, d]
         of the last accepted nodes, which the adapter has not read.
         """
         accepted = step.accepted
@@ -203,16 +207,16 @@ class KangarooDraft(Draft):
         path = step.tree.by_level.inner_index[accepted.path]  # [B, P], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. where the next draft begins
-        assert accepted.feats.early is not None
-        early = accepted.along_path(accepted.feats.early)  # [B, P, d]
-        return accepted.last(early)[:, None]  # [B, 1, d]
+        assert accepted.hidden_states.aux is not None
+        aux = accepted.along_path(accepted.hidden_states.aux)  # [B, P, d]
+        return accepted.last(aux)[:, None]  # [B, 1, d]
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: all nodes pass the first layers, those with children also
         the adapter.
 
         Args:
-            states: early states of the last accepted nodes, [B, 1, d].
+            states: auxiliary hidden states of the last accepted nodes, [B, 1, d].
         """
         tree = step.tree
         levels = tree.by_level
@@ -233,9 +237,9 @@ class KangarooDraft(Draft):
         mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
         adapter = self.runner.inputs(positions, mask)
 
-        tokens = [step.roots[:, None]]  # of each level, [B, n]
-        early: list[Tensor] = []  # of each level, [B, n, d]
-        mass = torch.ones(1, 1, device=step.roots.device)  # probability of the root's path
+        tokens = [step.last_tokens[:, None]]  # of each level, [B, n]
+        aux: list[Tensor] = []  # of each level, [B, n, d]
+        mass = torch.ones(1, 1, device=step.last_tokens.device)  # probability of the root's path
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
             # 2. the first layers run over all n nodes of the level
@@ -244,7 +248,7 @@ class KangarooDraft(Draft):
                 first_layers.slice(level.first, level.last),
                 nodes.cache(level.first, level.last),
             )  # [B, n, d]
-            early.append(x)
+            aux.append(x)
             if depth == deepest:
                 break
             # 3. the adapter over the m nodes with children, and before the root over the last
@@ -257,8 +261,8 @@ class KangarooDraft(Draft):
                 first = 0
             elif level.inner is not None:
                 x = x[:, level.inner]  # [B, m, d]
-            slots = slot_cache(cache.storage, columns[:, first:last], cache.key_length)
-            x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), slots)
+            kv_cache = node_cache(cache.storage, columns[:, first:last], cache.key_length)
+            x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), kv_cache)
             x = x[:, -m:]  # [B, m, d]
             # 4. its guesses are the nodes of the next level
             logits = self.logits(self.runner.body.norm(x))  # [B, m, V]
@@ -268,9 +272,9 @@ class KangarooDraft(Draft):
             # layers must run over them
             if share is not None and bool((share <= threshold).all()):
                 deepest = depth + 1
-        return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
+        return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(aux, dim=1))
 
-    def skip_guess(self, step: DraftStep, states: Tensor) -> None:
+    def skip_proposal(self, step: DraftStep, states: Tensor) -> None:
         """Let the adapter read the last accepted nodes, which the next step takes as read."""
         step.caches[0].read_path(self.adapter, self.cast(states), step.accepted.lengths - 1)
 

@@ -65,36 +65,36 @@ class LookupDraft(Proposer):
         """Return the limits of this draft's own trees."""
         return Limits(self.nodes, self.num_heads)
 
-    def new_row(self, prompt: Sequence[int]) -> Text:
+    def new_request_state(self, prompt: Sequence[int]) -> Text:
         """Index a prompt."""
         return self.text(prompt)
 
-    def extend_row(self, row: Text, tokens: Sequence[int]) -> None:
+    def extend_request_state(self, state: Text, tokens: Sequence[int]) -> None:
         """Append accepted tokens to a text."""
-        row.extend(tokens)
+        state.extend(tokens)
 
     def draft_trees(self, step: DraftStep) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
         trees = []
-        for text, root in zip(step.rows, step.root_list, strict=True):
+        for text, root in zip(step.request_states, step.last_token_list, strict=True):
             trees.append(text.draft_tree(root, self.num_heads, self.nodes))
         return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
-        """Return the tokens that the draft runs through the target model beside its tree; None if there
+        """Return the tokens that the draft runs through the target model in addition to its tree; None if there
         are none.
         """
         return None
 
-    def guess(self, step: DraftStep, states: Any) -> Proposal:
+    def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Propose the continuations of each row's text."""
         trees = self.draft_trees(step)
         branch = self.lookahead_branch(step)
         if any(tree.size for tree in trees):
-            return propose_trees(trees, step.roots.device, branch)
-        if self._root_only.depths.device != step.roots.device:
-            self._root_only = Tree.empty().to(step.roots.device)
-        return Proposal(step.roots[:, None], self._root_only, branch=branch)
+            return propose_trees(trees, step.last_tokens.device, branch)
+        if self._root_only.depths.device != step.last_tokens.device:
+            self._root_only = Tree.empty().to(step.last_tokens.device)
+        return Proposal(step.last_tokens[:, None], self._root_only, branch=branch)
 
 
 class PromptLookupDraft(LookupDraft):

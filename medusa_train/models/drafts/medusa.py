@@ -14,9 +14,9 @@ from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
 from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 
 
 class MedusaDraft(Draft):
@@ -198,12 +198,12 @@ class MedusaDraft(Draft):
 
     # Training
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states that `lm_head(k)` reads, [B, T, d]; with a Markov bias [B,
         T, d + r].
         """
         for k in range(1, self.num_heads + 1):
-            states = self.head_state(feats.hidden, k)  # [B, T, d]
+            states = self.head_state(hidden_states.final, k)  # [B, T, d]
             if self.markov is not None:
                 states = self.markov.append_to(states, batch, k)  # [B, T, d + r]
             yield states
@@ -237,12 +237,12 @@ class MedusaDraft(Draft):
 
     # Decoding
 
-    def read(self, step: DraftStep) -> Tensor:
+    def extend(self, step: DraftStep) -> Tensor:
         """Return the states [B, d] at the last accepted nodes."""
         accepted = step.accepted
-        return accepted.last(accepted.along_path(accepted.feats.hidden))
+        return accepted.last(accepted.along_path(accepted.hidden_states.final))
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Place the top guesses of every head in the tree by rank; with a Markov bias, each level
         by the one before.
         """
@@ -250,7 +250,7 @@ class MedusaDraft(Draft):
         # 1. logits of the heads that the tree has levels for
         logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
         # 2. the tokens of the tree
-        tokens = fill_tree(logits, step.roots, tree, self._lm_head(1), self.markov)
+        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head(1), self.markov)
         return Proposal(tokens, tree)
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the

@@ -14,8 +14,8 @@ from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -62,9 +62,9 @@ class SixthDraft(LMHeadsDraft):
         layer = sum(p.numel() for p in layer_to_copy(model).parameters()) + d
         return num_heads * (d * d + count_lm_head(model, vocab_size)) + layer
 
-    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+    def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield the states [B, T, d] of each head, with the data's tokens as the path."""
-        states = self.layer(feats.hidden, batch.positions, batch.segments)
+        states = self.layer(hidden_states.final, batch.positions, batch.segments)
         for k, path in enumerate(self.paths, start=1):
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)
             known = tokens.masked_fill(tokens == IGNORE_INDEX, 0)
@@ -75,19 +75,21 @@ class SixthDraft(LMHeadsDraft):
         """One, of the layer."""
         return 1
 
-    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
         """Run the layer over the prompts."""
-        self.layer.extend(feats.hidden, caches[0])
+        self.layer.extend(hidden_states.final, caches[0])
 
-    def read(self, step: DraftStep) -> Tensor:
+    def extend(self, step: DraftStep) -> Tensor:
         """Run the layer over the accepted path; return the states [B, d] of its last nodes."""
         accepted = step.accepted
-        states = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
+        states = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
         return accepted.last(step.caches[0].read_path(self.layer, states, accepted.starts))
 
-    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+    def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level."""
-        nodes = step.roots[:, None]  # [B, 1]: tokens of the level
+        nodes = step.last_tokens[:, None]  # [B, 1]: tokens of the level
         tokens = [nodes]
         for k, level in enumerate(step.tree.by_level.levels[:-1], start=1):
             if level.inner is not None:

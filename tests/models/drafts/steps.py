@@ -14,8 +14,8 @@ from medusa_train.models.drafts.base import (
     Proposer,
     at_positions,
 )
-from medusa_train.models.features import Features
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.models.target_states import HiddenStates
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
@@ -26,24 +26,26 @@ class DraftRows:
     """Rows whose prompts a draft has read, as `inference.step.Steps` keeps them.
 
     Args:
-        feats: of the prompts, [B, T, d], padded behind. tokens: long [B, T].
+        hidden_states: of the prompts, [B, T, d], padded behind. tokens: long [B, T].
         lengths: of the prompts.
     """
 
     @torch.no_grad()
     def __init__(
-        self, draft: Proposer, feats: Features, tokens: Tensor, lengths: Sequence[int]
+        self, draft: Proposer, hidden_states: HiddenStates, tokens: Tensor, lengths: Sequence[int]
     ) -> None:
         self.draft = draft
         rows = len(lengths)
-        self.slots = [Slots(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
-        for slots in self.slots:
-            slots.make_room(rows, COLUMNS)
-        draft.prefill(feats, tokens, [prompt_cache(slots, 0, rows) for slots in self.slots])
+        self.kv_cache = [KVCache(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
+        for kv_cache in self.kv_cache:
+            kv_cache.make_room(rows, COLUMNS)
+        draft.prefill(
+            hidden_states, tokens, [prompt_cache(kv_cache, 0, rows) for kv_cache in self.kv_cache]
+        )
         last = [length - 1 for length in lengths]
-        early = None if feats.early is None else at_positions(feats.early, last)[:, None]
+        aux = None if hidden_states.aux is None else at_positions(hidden_states.aux, last)[:, None]
         self.accepted = AcceptedPath(
-            Features(at_positions(feats.hidden, last)[:, None], early),
+            HiddenStates(at_positions(hidden_states.final, last)[:, None], aux),
             at_positions(tokens, last)[:, None],
             path=torch.zeros(rows, 1, dtype=torch.long),
             counts=torch.ones(rows, dtype=torch.long),
@@ -51,27 +53,33 @@ class DraftRows:
         )
 
     @torch.no_grad()
-    def read(self, roots: Tensor, tree: Tree) -> Any:
+    def extend(self, last_tokens: Tensor, tree: Tree) -> Any:
         """Return what the draft reads of the accepted paths."""
-        return self.draft.read(self.step(roots, tree))
+        return self.draft.extend(self.step(last_tokens, tree))
 
-    def step(self, roots: Tensor, tree: Tree) -> DraftStep:
+    def step(self, last_tokens: Tensor, tree: Tree) -> DraftStep:
         """Return what the draft gets in the next step."""
-        caches = [DraftCache(slots.storage(COLUMNS), COLUMNS, 1000) for slots in self.slots]
-        return DraftStep(self.accepted, roots, roots.tolist(), caches, [], tree, None, True)
+        caches = [
+            DraftCache(kv_cache.storage(COLUMNS), COLUMNS, 1000) for kv_cache in self.kv_cache
+        ]
+        return DraftStep(
+            self.accepted, last_tokens, last_tokens.tolist(), caches, [], tree, None, True
+        )
 
     @torch.no_grad()
-    def propose(self, roots: Tensor, tree: Tree) -> Proposal:
-        """Return what the draft proposes below `roots`."""
-        step = self.step(roots, tree)
-        return self.draft.guess(step, self.draft.read(step))
+    def propose(self, last_tokens: Tensor, tree: Tree) -> Proposal:
+        """Return what the draft proposes below `last_tokens`."""
+        step = self.step(last_tokens, tree)
+        return self.draft.propose(step, self.draft.extend(step))
 
-    def accept(self, feats: Features, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
+    def accept(
+        self, hidden_states: HiddenStates, tokens: Tensor, paths: Sequence[Sequence[int]]
+    ) -> None:
         """Accept nodes of the verified tree; shorter paths are padded as in decoding."""
         longest = max(map(len, paths))
         padded = [[*path, *[0] * (longest - len(path))] for path in paths]
         self.accepted = AcceptedPath(
-            feats,
+            hidden_states,
             tokens,
             path=torch.tensor(padded),
             counts=torch.tensor([len(path) for path in paths]),
@@ -80,14 +88,14 @@ class DraftRows:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, see `Steps.select_rows`."""
-        for slots in self.slots:
+        for kv_cache in self.kv_cache:
             for row, source in enumerate(rows):
-                slots.copy_row(source, row, COLUMNS)
+                kv_cache.copy_row(source, row, COLUMNS)
         before = self.accepted
         index = torch.tensor(rows)
-        early = None if before.feats.early is None else before.feats.early[index]
+        aux = None if before.hidden_states.aux is None else before.hidden_states.aux[index]
         self.accepted = AcceptedPath(
-            Features(before.feats.hidden[index], early),
+            HiddenStates(before.hidden_states.final[index], aux),
             before.tokens[index],
             path=before.path[index],
             counts=before.counts[index],

@@ -11,8 +11,8 @@ from torch.nn.functional import linear, softmax
 
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -150,15 +150,17 @@ def test_value_and_gradient_of_the_formula(
     }
     draft = trained_like(target_model, **settings)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
-    feats = target_model.run(TOKENS)
+    hidden_states = target_model.run(TOKENS)
     ours = [
         draft.lm_head(k).logits(s)[:, :-1]
-        for k, s in enumerate(draft.head_states(feats, Rows.from_tokens(TOKENS)), start=1)
+        for k, s in enumerate(draft.head_states(hidden_states, Rows.from_tokens(TOKENS)), start=1)
     ]
     embeddings = target_model.model.get_input_embeddings()(TOKENS)
     if normalize_embeddings:
         embeddings = _norm(embeddings, 1.0, 1e-12)
-    plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
+    plain = [
+        _plain(hidden_states.final[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)
+    ]
     theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
     for mine, other in zip(ours, theirs, strict=True):
         # norms and angles of stock layers are float32 in any dtype
@@ -194,11 +196,12 @@ def test_with_nothing_added_it_is_medusa() -> None:
 def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     target_model = random_target_model("mistral-window")
     draft = trained_like(target_model, **VARIANTS[variant])
-    feats = target_model.run(TOKENS)
+    hidden_states = target_model.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
     before, after = (
-        torch.stack(list(draft.head_states(feats, Rows.from_tokens(t)))) for t in (TOKENS, other)
+        torch.stack(list(draft.head_states(hidden_states, Rows.from_tokens(t))))
+        for t in (TOKENS, other)
     )
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
@@ -236,23 +239,23 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     following = text.roll(-1, 1)
     batch = Rows.from_tokens(text)
     expected = draft.stages(
-        whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments)
+        whole.final, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments)
     )
     lengths = [9, 3, 1, 6][:rows]
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
     drafted = DraftRows(draft, target_model.run(prompt), prompt, lengths)
     position, active = list(lengths), list(range(rows))
     for step in range(8):
-        roots = torch.stack([text[row, position[row]] for row in active])
-        read = drafted.read(roots, TREE)
+        last_tokens = torch.stack([text[row, position[row]] for row in active])
+        read = drafted.extend(last_tokens, TREE)
         for stage, states in zip(expected, read, strict=True):
             expected_stages = torch.stack([stage[row, position[row] - 1] for row in active])
             assert torch.allclose(states, expected_stages, rtol=0, atol=1e-10)
-        passes = [_pass(draft, whole.hidden[row], text[row], position[row]) for row in active]
+        passes = [_pass(draft, whole.final[row], text[row], position[row]) for row in active]
         states, tokens = (torch.stack(parts) for parts in zip(*passes, strict=True))
         accepted = [(step + 2 * row) % 4 for row in active]
         paths = [TRUTH[: count + 1] for count in accepted]
-        drafted.accept(Features(states), tokens, paths)
+        drafted.accept(HiddenStates(states), tokens, paths)
         for row, count in zip(active, accepted, strict=True):
             position[row] += count + 1
         if step == 4 and rows > 1:
@@ -276,12 +279,12 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
         weight = draft.lm_heads.get_parameter("2.weight")
         weight.data = weight.data.clone()
     assert (draft.lm_heads.stacked() is None) == apart
-    prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
+    prompts, last_tokens = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = rows.propose(torch.tensor(roots), tree)
-    for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
+    proposal = rows.propose(torch.tensor(last_tokens), tree)
+    for row, (prompt, root) in enumerate(zip(prompts, last_tokens, strict=True)):
         states = _states(draft, target_model, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
         orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]

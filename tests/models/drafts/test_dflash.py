@@ -14,7 +14,7 @@ from medusa_train.errors import TargetModelError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import dflash
 from medusa_train.models.drafts.dflash import DFlashDraft
-from medusa_train.models.features import Features, Rows
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -55,10 +55,10 @@ def batch_of(draw: int | None = None, supervised: Tensor | None = None) -> Batch
     return Batch(TOKENS, labels, POSITIONS, SEGMENTS, [], draw=draw)
 
 
-def features(draft: DFlashDraft) -> Features:
+def features(draft: DFlashDraft) -> HiddenStates:
     torch.manual_seed(2)
-    early = torch.randn(2, 8, draft.fc.in_features, dtype=torch.float64)
-    return Features(early[..., : draft.norm.weight.numel()], early)
+    aux = torch.randn(2, 8, draft.fc.in_features, dtype=torch.float64)
+    return HiddenStates(aux[..., : draft.norm.weight.numel()], aux)
 
 
 def rms(norm: torch.nn.Module, x: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ def rotate(x: Tensor, position: int, draft: DFlashDraft) -> Tensor:
     return x * angle.cos() + torch.cat([-x[:, half:], x[:, :half]], dim=-1) * angle.sin()
 
 
-def block_reference(draft: DFlashDraft, early: Tensor, last_token: int) -> Tensor:
+def block_reference(draft: DFlashDraft, aux: Tensor, last_token: int) -> Tensor:
     """The normed states of slots 1..K behind a document's last of T positions, [K, d], computed slot
     by slot and head by head.
 
     Args:
-        early: [T, n d].
+        aux: [T, n d].
     """
-    context = rms(draft.hidden_norm, early @ draft.fc.weight.T)  # [T, d]
+    context = rms(draft.hidden_norm, aux @ draft.fc.weight.T)  # [T, d]
     slots = draft.num_heads + 1
     tokens = torch.tensor([last_token, *[draft.mask_token_id] * draft.num_heads])
     states = draft.embedding(tokens).double()  # [S, d]
@@ -139,15 +139,15 @@ def test_states_in_training_are_those_of_the_formula(
 ) -> None:
     monkeypatch.setattr(dflash, "BLOCKS", blocks_at_once)
     draft = random_dflash(window=window)
-    feats = features(draft)
-    states = list(draft.teacher_forced_states(feats, batch_of()))
+    hidden_states = features(draft)
+    states = list(draft.teacher_forced_states(hidden_states, batch_of()))
     for row in range(2):
         for t in range(8):
             start, end = document(row, t)
             if SEGMENTS[row, t] < 0 or t + 1 >= end:
                 continue
-            early = feats.early[row, start : t + 1]
-            expected = block_reference(draft, early, int(TOKENS[row, t + 1]))
+            aux = hidden_states.aux[row, start : t + 1]
+            expected = block_reference(draft, aux, int(TOKENS[row, t + 1]))
             for k in range(3):
                 torch.testing.assert_close(states[k][row, t], expected[k], atol=1e-12, rtol=1e-12)
 
@@ -158,11 +158,11 @@ def test_loss_and_gradients_are_those_of_a_loop_over_blocks(window: int, markov_
     """With every block, since no more than 512 positions can be drawn from."""
     draft = random_dflash(window=window, markov_rank=markov_rank)
     supervised = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 0, 0, 0]]).bool()
-    batch, feats = batch_of(draw=5, supervised=supervised), features(draft)
+    batch, hidden_states = batch_of(draw=5, supervised=supervised), features(draft)
     loss = DFlashConfig(max_draft_tokens=3, decay_coefficient=0.5).heads_loss
     objective = Objective(draft, loss.decay, soft_targets=loss.soft_targets, weight=loss.weight)
     counts = objective.target_counts(batch)
-    value = objective.loss(feats, batch, counts).loss
+    value = objective.loss(hidden_states, batch, counts).loss
     value.backward()
     gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
     draft.zero_grad()
@@ -170,7 +170,9 @@ def test_loss_and_gradients_are_those_of_a_loop_over_blocks(window: int, markov_
     losses: list[list[Tensor]] = [[], [], []]
     for row, t in blocks(supervised):
         start, end = document(row, t)
-        states = block_reference(draft, feats.early[row, start : t + 1], int(TOKENS[row, t + 1]))
+        states = block_reference(
+            draft, hidden_states.aux[row, start : t + 1], int(TOKENS[row, t + 1])
+        )
         for k in range(1, 4):
             if t + k + 1 >= end or not supervised[row, t + k + 1]:
                 continue
@@ -193,14 +195,14 @@ def test_loss_and_gradients_are_those_of_a_loop_over_blocks(window: int, markov_
 @torch.no_grad()
 def test_guesses_in_decoding_are_those_of_training(window: int) -> None:
     draft = random_dflash(window=window).eval()
-    feats = features(draft)
+    hidden_states = features(draft)
     rows = Rows.from_tokens(TOKENS)
-    states = list(draft.teacher_forced_states(feats, rows))
-    decoding = DraftRows(draft, feats, TOKENS, [5, 7])  # the prompts end at t = 4 and t = 6
-    roots = torch.tensor([TOKENS[0, 5], TOKENS[1, 7]])
+    states = list(draft.teacher_forced_states(hidden_states, rows))
+    decoding = DraftRows(draft, hidden_states, TOKENS, [5, 7])  # the prompts end at t = 4 and t = 6
+    last_tokens = torch.tensor([TOKENS[0, 5], TOKENS[1, 7]])
     for depth in (3, 1):
-        step = decoding.step(roots, Tree.chain(depth))
-        draft.read(step)
+        step = decoding.step(last_tokens, Tree.chain(depth))
+        draft.extend(step)
         found = draft._run_block(step, depth)  # [2, depth, d]
         for k in range(depth):
             expected = torch.stack([states[k][0, 4], states[k][1, 6]])
@@ -226,15 +228,15 @@ def test_anchors_are_drawn_from_supervised_targets_alone() -> None:
 
 def test_only_blocks_of_the_anchors_have_a_loss() -> None:
     draft = random_dflash(anchors=2)
-    batch, feats = batch_of(draw=3), features(draft)
+    batch, hidden_states = batch_of(draw=3), features(draft)
     objective = Objective(draft, 1.0)
     counts = objective.target_counts(batch)
     assert counts[0] == 4  # two blocks in each row
-    states = list(draft.head_states(feats, batch))
+    states = list(draft.head_states(hidden_states, batch))
     chosen = draft.loss_positions(batch)
     assert (states[0][chosen] != 0).all()
     assert (states[0][~chosen] == 0).all()
-    every = list(draft.teacher_forced_states(feats, batch))
+    every = list(draft.teacher_forced_states(hidden_states, batch))
     torch.testing.assert_close(states[2][chosen], every[2][chosen])
 
 
@@ -253,9 +255,9 @@ def test_fewer_guesses_are_those_of_a_shorter_block() -> None:
         long = random_dflash(window=window)
         short = random_dflash(window=window, max_draft_tokens=2)
         short.load_state_dict(long.state_dict())
-        feats = features(long)
-        of_long = next(long.teacher_forced_states(feats, batch_of()))
-        of_short = next(short.teacher_forced_states(feats, batch_of()))
+        hidden_states = features(long)
+        of_long = next(long.teacher_forced_states(hidden_states, batch_of()))
+        of_short = next(short.teacher_forced_states(hidden_states, batch_of()))
         assert torch.allclose(of_long, of_short, atol=1e-12) == is_equal
 
 
@@ -289,10 +291,10 @@ def test_settings_recreate_the_draft() -> None:
     draft = random_dflash(markov_rank=4, vocab_size=len(tokens), token_map=tokens, window=9)
     again = DFlashDraft(random_target_model("qwen3"), **draft.settings, token_map=tokens)
     again.load_state_dict(draft.state_dict())
-    feats = features(draft)
+    hidden_states = features(draft)
     for first, second in zip(
-        draft.teacher_forced_states(feats, batch_of()),
-        again.teacher_forced_states(feats, batch_of()),
+        draft.teacher_forced_states(hidden_states, batch_of()),
+        again.teacher_forced_states(hidden_states, batch_of()),
         strict=True,
     ):
         assert torch.equal(first, second)

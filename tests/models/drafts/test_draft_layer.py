@@ -13,10 +13,10 @@ from medusa_train.models import document_attention
 from medusa_train.models.drafts.base import AcceptedPath, DraftCache
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.models.target_states import HiddenStates, Rows
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import prompt_cache
 from tests.families import FAMILIES, NoTokenizer, random_target_model
 
@@ -41,9 +41,12 @@ def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
         target_model, exit_layer=exit_layer, mlp_size=target_model.config.intermediate_size
     )
     tokens = torch.randint(target_model.vocab_size, (1, 9))
-    feats = target_model.run(tokens, need=draft.needs)
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
     torch.testing.assert_close(
-        draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10
+        draft.states(hidden_states, Rows.from_tokens(tokens)),
+        hidden_states.final,
+        rtol=1e-10,
+        atol=1e-10,
     )
 
 
@@ -196,9 +199,9 @@ COLUMNS = 48
 
 
 def read_path(
-    layer: DraftLayer, slots: Slots, new: torch.Tensor, starts: list[int]
+    layer: DraftLayer, kv_cache: KVCache, new: torch.Tensor, starts: list[int]
 ) -> torch.Tensor:
-    cache = DraftCache(slots.storage(COLUMNS), COLUMNS, 127)
+    cache = DraftCache(kv_cache.storage(COLUMNS), COLUMNS, 127)
     return cache.read_path(layer, new, torch.tensor(starts))
 
 
@@ -208,19 +211,19 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     layer = random_layer(family)
     prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
     texts = list(prompts)
-    slots = Slots(1, COLUMNS, COLUMNS)
-    slots.make_room(3, COLUMNS)
+    kv_cache = KVCache(1, COLUMNS, COLUMNS)
+    kv_cache.make_room(3, COLUMNS)
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = layer.extend(padded, prompt_cache(slots, 0, 3))
+        out = layer.extend(padded, prompt_cache(kv_cache, 0, 3))
         for row, length in enumerate(LENGTHS):
             expected = alone(layer, prompts[row])
             assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
         for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2], [1, 3, 2, 1]]):
             if step == 2:
                 rows = [0, 2]
-                slots.copy_row(2, 1, COLUMNS)
+                kv_cache.copy_row(2, 1, COLUMNS)
             if step == 3:
                 # rows join: one with a prompt, and one whose only position is read with the next
                 # ones
@@ -229,11 +232,11 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                     torch.empty(0, 32, dtype=torch.float64),
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
-                slots.make_room(4, COLUMNS)
-                layer.extend(padded, prompt_cache(slots, 2, 2))
+                kv_cache.make_room(4, COLUMNS)
+                layer.extend(padded, prompt_cache(kv_cache, 2, 2))
                 rows = [0, 2, 3, 4]
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
-            out = read_path(layer, slots, new, [len(texts[row]) for row in rows])
+            out = read_path(layer, kv_cache, new, [len(texts[row]) for row in rows])
             for i, row in enumerate(rows):
                 start = len(texts[row])
                 texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
@@ -247,11 +250,11 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     layer = random_layer(family)
     text = torch.randn(20, 32, dtype=torch.float64)
     whole = alone(layer, text)
-    slots = Slots(1, COLUMNS, COLUMNS)
+    kv_cache = KVCache(1, COLUMNS, COLUMNS)
     done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = layer.extend(text[None, done : done + size], prompt_cache(slots, 0, 1, done))
+            out = layer.extend(text[None, done : done + size], prompt_cache(kv_cache, 0, 1, done))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 
@@ -305,7 +308,7 @@ def accepted_path(states: torch.Tensor, paths: list[list[int]]) -> AcceptedPath:
     """Paths of nodes whose tokens are their states, padded at the end."""
     longest = max(map(len, paths))
     return AcceptedPath(
-        Features(states),
+        HiddenStates(states),
         states[..., 0],
         path=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
         counts=torch.tensor([len(path) for path in paths]),

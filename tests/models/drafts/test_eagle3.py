@@ -15,7 +15,7 @@ from medusa_train.config.draft_sections import default_layers
 from medusa_train.models.drafts import eagle3_attention
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.drafts.eagle3_layer import layer_config
-from medusa_train.models.features import Features, Rows
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 from tests.model_types import tiny_config
@@ -47,16 +47,16 @@ def rotate(x: Tensor, position: int, layer: torch.nn.Module) -> Tensor:
     return x * angle.cos() + torch.cat([-x[:, half:], x[:, :half]], dim=-1) * angle.sin()
 
 
-def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
+def reference(draft: Eagle3Draft, aux: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
     """What `lm_head` reads in each step, [T, d], computed for one document position by position."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
-    size, dim, length = early.shape[1] // 3, attention.head_dim, len(early)
+    size, dim, length = aux.shape[1] // 3, attention.head_dim, len(aux)
     if draft.input_norm is not None:
-        early = rms(draft.input_norm, early)
+        aux = rms(draft.input_norm, aux)
     if draft.fc_norm is not None:
-        parts = early.chunk(3, dim=-1)
-        early = torch.cat([rms(draft.fc_norm[i], parts[i]) for i in range(3)], dim=-1)
-    states = early @ draft.fc.weight.T
+        parts = aux.chunk(3, dim=-1)
+        aux = torch.cat([rms(draft.fc_norm[i], parts[i]) for i in range(3)], dim=-1)
+    states = aux @ draft.fc.weight.T
     keys: list[list[Tensor]] = []  # by step and position
     values: list[list[Tensor]] = []
     outs = []
@@ -132,11 +132,12 @@ def test_value_and_gradient_of_the_formula(
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
         Eagle3Draft.count_parameters(target_model.model, **variants)
     )
-    feats = target_model.run(TOKENS, need=draft.needs)
-    weights = torch.randn(3, *feats.hidden.shape, dtype=torch.float64)
-    ours = torch.stack(list(draft.head_states(feats, Rows.from_tokens(TOKENS))))
+    hidden_states = target_model.run(TOKENS, aux_layers=draft.aux_layers)
+    weights = torch.randn(3, *hidden_states.final.shape, dtype=torch.float64)
+    ours = torch.stack(list(draft.head_states(hidden_states, Rows.from_tokens(TOKENS))))
     theirs = torch.stack(
-        [torch.stack(reference(draft, feats.early[row], TOKENS[row], 3)) for row in range(2)], dim=1
+        [torch.stack(reference(draft, hidden_states.aux[row], TOKENS[row], 3)) for row in range(2)],
+        dim=1,
     )
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)  # Llama norms in float32
     parameters = [
@@ -164,12 +165,12 @@ def test_biases_of_published_drafts_are_counted(hidden_size: int) -> None:
 def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
     draft, target_model = noisy(**variants)
-    prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
+    prompts, last_tokens = TOKENS[:rows, :6], TOKENS[:rows, 6]
     tree = Tree.from_paths(
         [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
     )
-    feats = target_model.run(prompts, need=draft.needs)
-    proposal = DraftRows(draft, feats, prompts, [6] * rows).propose(roots, tree)
+    hidden_states = target_model.run(prompts, aux_layers=draft.aux_layers)
+    proposal = DraftRows(draft, hidden_states, prompts, [6] * rows).propose(last_tokens, tree)
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:
@@ -178,7 +179,7 @@ def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) 
             text = torch.tensor([[*prompts[row].tolist(), *before]])
             states = list(
                 draft.teacher_forced_states(
-                    target_model.run(text, need=draft.needs), Rows.from_tokens(text)
+                    target_model.run(text, aux_layers=draft.aux_layers), Rows.from_tokens(text)
                 )
             )
             logits = draft.lm_head(1).logits(states[len(path) - 1][0, 5])
@@ -196,8 +197,8 @@ def test_it_starts_from_the_last_layer_of_the_target_model() -> None:
     norm = CONFIDENCE_AT_START * target_model.body.norm.weight
     torch.testing.assert_close(draft.norm.weight, norm, atol=1e-5, rtol=0)
     assert torch.equal(draft.lm_head(3).weight, target_model.output_embeddings.weight)
-    early = torch.randn(1, 2, 96, dtype=torch.float64)
-    torch.testing.assert_close(early[..., 64:], draft.fc(early))
+    aux = torch.randn(1, 2, 96, dtype=torch.float64)
+    torch.testing.assert_close(aux[..., 64:], draft.fc(aux))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_default_layers_are_those_of_vllm() -> None:
     assert default_layers(4) == (1, 2, 3)
 
 
-def losses(draft: Eagle3Draft, feats: Features, tokens: Tensor) -> list[float]:
+def losses(draft: Eagle3Draft, hidden_states: HiddenStates, tokens: Tensor) -> list[float]:
     """Nats per token of each step of training."""
-    steps = draft.head_states(feats, Rows.from_tokens(tokens))
+    steps = draft.head_states(hidden_states, Rows.from_tokens(tokens))
     return [
         next_token_loss(draft.lm_head(k).logits(states), tokens, ahead=k + 1)
         for k, states in enumerate(steps, start=1)
@@ -259,9 +260,9 @@ def test_a_new_draft_is_not_sure_of_what_it_has_not_learned(family: str) -> None
     own = 0.0
     while own < 2 * equal_chances:  # a wrong token costs much, as in a model that was trained
         lm_head.weight.mul_(1.2)
-        own = next_token_loss(lm_head(target_model.run(tokens).hidden), tokens, ahead=1)
+        own = next_token_loss(lm_head(target_model.run(tokens).final), tokens, ahead=1)
     draft = Eagle3Draft.from_target_model(target_model, num_heads=3, train_steps=3)
-    for loss in losses(draft, target_model.run(tokens, need=draft.needs), tokens):
+    for loss in losses(draft, target_model.run(tokens, aux_layers=draft.aux_layers), tokens):
         assert loss < equal_chances + 0.15 * own
 
 

@@ -10,8 +10,8 @@ from torch.nn.functional import linear, rms_norm, silu, softmax
 from medusa_train.data.batch import Batch
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.hydra import HydraDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -75,16 +75,18 @@ def test_untrained_heads_without_a_prefix_layer_give_the_target_models_logits(fa
     target_model = random_target_model(family, dtype=torch.float32)
     draft = HydraDraft(target_model, 3, 4, prefix_layer=False)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats = target_model.run(tokens)
-    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
-        assert torch.equal(draft.lm_head(k).logits(hidden), target_model.logits(feats.hidden))
+    hidden_states = target_model.run(tokens)
+    for k, hidden in enumerate(draft.head_states(hidden_states, Rows.from_tokens(tokens)), start=1):
+        assert torch.equal(
+            draft.lm_head(k).logits(hidden), target_model.logits(hidden_states.final)
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_untrained_prefix_layer_begins_near_the_target_models_states(family: str) -> None:
     target_model = random_target_model(family, dtype=torch.float32)
     draft = HydraDraft(target_model, 1)
-    states = target_model.run(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).hidden[0]
+    states = target_model.run(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).final[0]
     ours = prefixed(draft, states)
     assert abs(float((ours.norm() / states.norm()).log().detach())) < 0.2
     assert torch.cosine_similarity(ours, states).min() > 0.5
@@ -107,16 +109,19 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     batch = Batch(
         tokens, tokens.masked_fill((segments < 0) | (tokens == 4), -100), positions, segments, []
     )
-    feats = target_model.run(tokens, positions=positions, segments=segments)
+    hidden_states = target_model.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_targets=1.0)
     ours = objective.loss(
-        feats, batch, objective.target_counts(batch), teacher=(feats.hidden, target_model.lm_head())
+        hidden_states,
+        batch,
+        objective.target_counts(batch),
+        teacher=(hidden_states.final, target_model.lm_head()),
     ).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 
     terms: list[list[Tensor]] = [[], [], []]
     for document in documents:
-        states = target_model.run(torch.tensor([document])).hidden[0]
+        states = target_model.run(torch.tensor([document])).final[0]
         read, teacher = prefixed(draft, states), softmax(target_model.logits(states), -1)
         for k in (1, 2, 3):
             for t in range(len(document) - k - 1):
@@ -140,12 +145,12 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
     draft = trained(target_model, prefix_layer=prefix_layer)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    texts = [target_model.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
-    roots = torch.tensor([42, 43, 44])
+    texts = [target_model.run(torch.tensor([prompt])).final[0] for prompt in prompts]
+    last_tokens = torch.tensor([42, 43, 44])
     with torch.no_grad():
         rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
-            proposal = rows.propose(roots, TREE)
+            proposal = rows.propose(last_tokens, TREE)
             for row, text in enumerate(texts):
                 last = prefixed(draft, text)[-1]
                 nodes = proposal.tokens[row].tolist()
@@ -158,8 +163,8 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
             # of a verification pass
             states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
-            rows.accept(Features(states), proposal.tokens, paths)
+            rows.accept(HiddenStates(states), proposal.tokens, paths)
         rows.select([0, 2])
-        states = rows.read(roots[:2], TREE)
+        states = rows.extend(last_tokens[:2], TREE)
         for row, text in enumerate([texts[0], texts[2]]):
             assert torch.allclose(states[row], prefixed(draft, text)[-1], atol=1e-6)

@@ -14,8 +14,8 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import TargetModelError
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from tests.families import random_target_model
 
 LENGTHS = [9, 4, 6]
@@ -44,7 +44,7 @@ def packed(vocab: int) -> Batch:
 
 
 def reference(
-    draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, theta: float = 10000.0
+    draft: KangarooDraft, aux: Tensor, heads: int, kv_heads: int, theta: float = 10000.0
 ) -> Tensor:
     """Norm, attention with rotary positions, residual; with an MLP the same; norm, over one
     document [T, d].
@@ -75,8 +75,8 @@ def reference(
         return norm(x + linear(silu(gate) * up, w[f"{mlp}down_proj.weight"]), w["norm.weight"])
 
     if not draft.attention:
-        return after_mlp(early)
-    x = norm(early, w["layers.0.input_layernorm.weight"])
+        return after_mlp(aux)
+    x = norm(aux, w["layers.0.input_layernorm.weight"])
     q, k, v = (linear(x, w[f"{attention}{n}_proj.weight"]) for n in "qkv")
     q = rotated(q.unflatten(-1, (heads, -1)))
     k, v = (
@@ -88,7 +88,7 @@ def reference(
     seen = torch.einsum(
         "hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v
     ).flatten(1)
-    return after_mlp(early + linear(seen, w[f"{attention}o_proj.weight"]))
+    return after_mlp(aux + linear(seen, w[f"{attention}o_proj.weight"]))
 
 
 #: The architectures of the paper's table: Kangaroo, + Head, 1-Layer Transformer, MLP Only.
@@ -105,11 +105,13 @@ def test_states_are_the_formulas(kind: str) -> None:
     target_model = random_target_model("llama")
     draft = random_draft(target_model, **ARCHITECTURES[kind])
     tokens = torch.randint(target_model.vocab_size, (2, 12))
-    feats = target_model.run(tokens, need=draft.needs)
-    assert feats.early is not None
-    states = draft.states(feats, Rows.from_tokens(tokens))
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
+    assert hidden_states.aux is not None
+    states = draft.states(hidden_states, Rows.from_tokens(tokens))
     for row in range(2):
-        assert torch.allclose(states[row], reference(draft, feats.early[row], 4, 2), atol=1e-9)
+        assert torch.allclose(
+            states[row], reference(draft, hidden_states.aux[row], 4, 2), atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -121,23 +123,26 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
     target_model = random_target_model("llama")
     draft = random_draft(target_model, **ARCHITECTURES[kind])
     batch = packed(target_model.vocab_size)
-    feats = target_model.run(
-        batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs
+    hidden_states = target_model.run(
+        batch.tokens,
+        positions=batch.positions,
+        segments=batch.segments,
+        aux_layers=draft.aux_layers,
     )
     objective = Objective(draft, 1.0, soft_targets=soft)
-    judge = {"teacher": (feats.hidden, target_model.lm_head())} if soft else {}
-    ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
+    judge = {"teacher": (hidden_states.final, target_model.lm_head())} if soft else {}
+    ours = objective.loss(hidden_states, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
     ours.loss.backward()
     gradients = [parameter.grad for parameter in draft.parameters()]
     draft.zero_grad(set_to_none=True)
     terms, count = [], 0
-    assert feats.early is not None
+    assert hidden_states.aux is not None
     for document in range(len(LENGTHS)):
         here = batch.segments[0] == document
-        states = reference(draft, feats.early[0, here], 4, 2)
+        states = reference(draft, hidden_states.aux[0, here], 4, 2)
         own = draft.own_lm_head
         logits = target_model.logits(states) if own is None else linear(states, own.weight)
-        teacher = target_model.logits(feats.hidden[0, here]).softmax(-1)
+        teacher = target_model.logits(hidden_states.final[0, here]).softmax(-1)
         # t: where token t + 1 is predicted, once a token was guessed before
         for t in range(1, LENGTHS[document] - 1):
             if batch.labels[0, here][t + 1] >= 0:
@@ -161,13 +166,13 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
     target_model = random_target_model("qwen3")
     draft = random_draft(target_model, num_heads=4)
     tokens = torch.randint(target_model.vocab_size, (2, 10))
-    feats = target_model.run(tokens, need=draft.needs)
-    states = draft.states(feats, Rows.from_tokens(tokens))
-    traced = list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
+    states = draft.states(hidden_states, Rows.from_tokens(tokens))
+    traced = list(draft.teacher_forced_states(hidden_states, Rows.from_tokens(tokens)))
     assert (len(traced), draft.trained_heads) == (4, 1)
     for k, head in enumerate(traced, start=1):
         assert torch.equal(head[:, :-k], states[:, k:])
-    (trained,) = draft.head_states(feats, Rows.from_tokens(tokens))
+    (trained,) = draft.head_states(hidden_states, Rows.from_tokens(tokens))
     assert torch.equal(trained, traced[0])
 
 
@@ -196,12 +201,15 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
     }
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
     tokens = torch.randint(target_model.vocab_size, (1, 8))
-    feats = target_model.run(tokens, need=draft.needs)
+    hidden_states = target_model.run(tokens, aux_layers=draft.aux_layers)
     assert torch.equal(
-        draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens))
+        draft.states(hidden_states, Rows.from_tokens(tokens)),
+        again.states(hidden_states, Rows.from_tokens(tokens)),
     )
     # Granite scales them
-    assert torch.allclose(draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden))
+    assert torch.allclose(
+        draft.logits(hidden_states.final), draft.lm_head(1).logits(hidden_states.final)
+    )
 
 
 def test_an_exit_that_is_none_is_refused() -> None:

@@ -15,8 +15,8 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft, Proposal, Proposer
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
@@ -75,13 +75,13 @@ def widened(kind: str, draft: Draft, target_model: TargetModel) -> Draft:
 def record_proposals(draft: Proposer, monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """All proposals from now on."""
     proposals: list[Proposal] = []
-    guess = draft.guess
+    propose = draft.propose
 
     def spy(*given: Any) -> Proposal:
-        proposals.append(guess(*given))
+        proposals.append(propose(*given))
         return proposals[-1]
 
-    monkeypatch.setattr(draft, "guess", spy)
+    monkeypatch.setattr(draft, "propose", spy)
     return proposals
 
 
@@ -92,9 +92,9 @@ def test_untrained_heads_give_the_target_models_logits(kind: str, family: str, b
     target_model = with_bias(family) if bias else random_target_model(family)
     draft = make_draft(kind, target_model)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats = target_model.run(tokens)
-    expected = target_model.logits(feats.hidden)[..., KEPT]
-    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
+    hidden_states = target_model.run(tokens)
+    expected = target_model.logits(hidden_states.final)[..., KEPT]
+    for k, hidden in enumerate(draft.head_states(hidden_states, Rows.from_tokens(tokens)), start=1):
         torch.testing.assert_close(
             draft.lm_head(k).logits(hidden), expected, rtol=1e-10, atol=1e-10
         )
@@ -127,18 +127,18 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     batch = Batch(
         tokens, tokens.masked_fill((segments < 0) | (tokens == 9), -100), positions, segments, []
     )
-    feats = target_model.run(tokens, positions=positions, segments=segments)
+    hidden_states = target_model.run(tokens, positions=positions, segments=segments)
     teacher, parameters = target_model.lm_head(), list(draft.parameters())
     objective = Objective(draft, 0.8, soft_targets=share)
     counts = objective.target_counts(batch)
-    wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, share=share)
-    ours = objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher))
+    wanted = plain_objective(draft, hidden_states, batch, teacher=teacher, decay=0.8, share=share)
+    ours = objective.loss(hidden_states, batch, counts, teacher=(hidden_states.final, teacher))
     torch.testing.assert_close(ours.loss, wanted, rtol=1e-9, atol=0)
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
         lambda: objective.loss(
-            feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0
+            hidden_states, batch, counts, teacher=(hidden_states.final, teacher), grad_scale=1.0
         ),
         parameters,
     )

@@ -67,7 +67,7 @@ def test_great_depths_are_recorded_together() -> None:
 
 def sizes(draft: PromptLookupDraft, prompt: list[int], answer: list[int]) -> list[int]:
     """The sizes of the trees that are proposed until `answer` is complete."""
-    text = draft.new_row(prompt)
+    text = draft.new_request_state(prompt)
     out, position = [], 0
     while position < len(answer):
         tree = text.draft_tree(answer[position], draft.num_heads, draft.nodes)
@@ -83,7 +83,7 @@ def sizes(draft: PromptLookupDraft, prompt: list[int], answer: list[int]) -> lis
                 if position + accepted < len(answer)
                 else None
             )
-        draft.extend_row(text, answer[position : position + accepted])
+        draft.extend_request_state(text, answer[position : position + accepted])
         position += accepted
     return out
 
@@ -112,7 +112,7 @@ def test_no_copy_is_left_out_without_a_minimum() -> None:
 
 def test_the_most_probable_nodes_are_proposed() -> None:
     draft = PromptLookupDraft(max_ngram=1, max_tokens=3, nodes=2, min_probability=0)
-    text = draft.new_row([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])
+    text = draft.new_request_state([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])
     tree = text.draft_tree(1, draft.num_heads, draft.nodes)
     # 1 is followed by 2 3 twice and by 6 once: 6 is less frequent than 3, but more probable
     assert (tree.tokens, tree.parents) == ([1, 6, 2], [-1, 0, 0])

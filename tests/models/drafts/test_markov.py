@@ -10,8 +10,8 @@ from medusa_train.models import lm_head as lm_head_module
 from medusa_train.models import prepack
 from medusa_train.models.drafts import markov as markov_module
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -34,11 +34,11 @@ def random_heads(
     return draft
 
 
-def propose(draft: MedusaDraft, hidden: Tensor, roots: Tensor, tree: Tree) -> Tensor:
+def propose(draft: MedusaDraft, hidden: Tensor, last_tokens: Tensor, tree: Tree) -> Tensor:
     """Proposed tokens [B, n + 1] after the states [B, d]."""
     tokens = torch.zeros(len(hidden), 1, dtype=torch.long)
-    rows = DraftRows(draft, Features(hidden[:, None]), tokens, [1] * len(hidden))
-    return rows.propose(roots, tree).tokens
+    rows = DraftRows(draft, HiddenStates(hidden[:, None]), tokens, [1] * len(hidden))
+    return rows.propose(last_tokens, tree).tokens
 
 
 def expected_tokens(
@@ -72,18 +72,20 @@ def test_each_level_is_ranked_by_its_parents_tokens(
         monkeypatch.setattr(module, "CANDIDATES", candidates)
     draft = random_heads(reduced=reduced)
     hidden = torch.randn(3, D, dtype=torch.float64)
-    roots = torch.tensor([42, 7, 60])
+    last_tokens = torch.tensor([42, 7, 60])
     best = min(candidates, len(KEPT) if reduced else V)
-    wanted = [expected_tokens(draft, hidden[row], int(roots[row]), TREE, best) for row in range(3)]
+    wanted = [
+        expected_tokens(draft, hidden[row], int(last_tokens[row]), TREE, best) for row in range(3)
+    ]
     assert draft.stacked() is not None
-    assert propose(draft, hidden, roots, TREE).tolist() == wanted
+    assert propose(draft, hidden, last_tokens, TREE).tolist() == wanted
     with monkeypatch.context() as apart:
         apart.setattr(draft, "stacked", lambda: None)
-        assert propose(draft, hidden, roots, TREE).tolist() == wanted
+        assert propose(draft, hidden, last_tokens, TREE).tolist() == wanted
     others = propose(draft, hidden, torch.tensor([41, 8, 59]), TREE)
     assert others[:, 1:].tolist() != [row[1:] for row in wanted]  # guesses depend on the root
     # the ranks that traces and validation find are those of proposals
-    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(roots)], dim=1)  # type: ignore[union-attr]
+    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(last_tokens)], dim=1)  # type: ignore[union-attr]
     guesses = draft.lm_head(1).guesses(states, draft.lm_head(1).logits(states), 5)
     if reduced:
         guesses = KEPT[guesses]
@@ -103,11 +105,11 @@ def test_a_tree_may_be_wider_than_the_candidates(monkeypatch: pytest.MonkeyPatch
 def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: True)
     draft = random_heads(lm_head=LMHead(torch.randn(V, D)), reduced=True, dtype=torch.float32)
-    hidden, roots = torch.randn(2, D), torch.tensor([7, 9])
+    hidden, last_tokens = torch.randn(2, D), torch.tensor([7, 9])
     with torch.inference_mode():
-        plain = propose(draft, hidden, roots, TREE)
+        plain = propose(draft, hidden, last_tokens, TREE)
         assert prepack.prepack_linears(draft)
-        assert torch.equal(propose(draft, hidden, roots, TREE), plain)
+        assert torch.equal(propose(draft, hidden, last_tokens, TREE), plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -123,12 +125,16 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
         with torch.no_grad():  # trained heads with an untrained bias
             parameter.copy_(theirs.add_(0.05 * torch.randn_like(theirs)))
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats, rows = target_model.run(tokens), Rows.from_tokens(tokens)
-    states = zip(draft.head_states(feats, rows), plain.head_states(feats, rows), strict=True)
+    hidden_states, rows = target_model.run(tokens), Rows.from_tokens(tokens)
+    states = zip(
+        draft.head_states(hidden_states, rows), plain.head_states(hidden_states, rows), strict=True
+    )
     for k, (mine, theirs) in enumerate(states, start=1):
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
-    roots = torch.tensor([42])
-    proposals = [propose(one, feats.hidden[:, -1], roots, TREE) for one in (draft, plain)]
+    last_tokens = torch.tensor([42])
+    proposals = [
+        propose(one, hidden_states.final[:, -1], last_tokens, TREE) for one in (draft, plain)
+    ]
     assert torch.equal(*proposals)
 
 
@@ -142,7 +148,9 @@ def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     )
     read = [
         state[0, :, D:]
-        for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)
+        for state in draft.head_states(
+            HiddenStates(torch.zeros(1, 5, D, dtype=torch.float64)), rows
+        )
     ]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.models.features import Rows
 from medusa_train.models.target_model import TargetModel
+from medusa_train.models.target_states import Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 from tests.models.drafts.steps import DraftRows
@@ -19,10 +19,10 @@ def test_untrained_heads_give_the_target_models_logits_to_the_bit(family: str, l
     target_model = random_target_model(family, dtype=torch.float32)
     draft = MedusaDraft.from_target_model(target_model, num_heads=3, num_layers=layers)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    feats = target_model.run(tokens)
+    hidden_states = target_model.run(tokens)
     theirs = target_model.model(tokens, use_cache=False).logits
-    assert torch.equal(target_model.logits(feats.hidden), theirs)
-    for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
+    assert torch.equal(target_model.logits(hidden_states.final), theirs)
+    for k, hidden in enumerate(draft.head_states(hidden_states, Rows.from_tokens(tokens)), start=1):
         assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
 
 
@@ -74,12 +74,14 @@ def _check_proposals(target_model: TargetModel, draft: MedusaDraft) -> None:
     """
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    feats = target_model.run(padded)
+    hidden_states = target_model.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    made = DraftRows(draft, feats, padded, [5, 2, 3]).propose(torch.tensor([42, 43, 44]), tree)
+    made = DraftRows(draft, hidden_states, padded, [5, 2, 3]).propose(
+        torch.tensor([42, 43, 44]), tree
+    )
     for row, prompt in enumerate(prompts):
         best = [
-            draft.head_logits(feats.hidden[row, len(prompt) - 1], k).argsort(descending=True)
+            draft.head_logits(hidden_states.final[row, len(prompt) - 1], k).argsort(descending=True)
             for k in (1, 2, 3)
         ]
         expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]

@@ -1,5 +1,5 @@
-"""Hidden states that drafts read: which ones, the tokens they belong to, and hooks that capture
-them.
+"""Hidden states of the target model that drafts read, the tokens they belong to, and hooks that
+capture them.
 """
 
 from __future__ import annotations
@@ -14,41 +14,26 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class FeatureSpec:
-    """Hidden states that a draft reads besides those after the final norm.
-
-    Attributes:
-        early: the outputs returned as `Features.early`: each after so many decoder layers (1 ..
-            num_layers), ascending.
-    """
-
-    early: tuple[int, ...] = ()
-
-
-#: Only the states after the final norm.
-FINAL_STATES = FeatureSpec()
-
-
-@dataclass(frozen=True)
-class Features:
+class HiddenStates:
     """Hidden states of the target model at T positions.
 
     Attributes:
-        hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token
+        final: [B, T, d], after the final norm: the input of lm_head. `final[:, t]` predicts token
             t + 1.
-        early: [B, T, n d], after each of the n numbers of layers in `FeatureSpec.early`; None if
-            there are none.
+        aux: [B, T, n d], auxiliary hidden states: the outputs of n layers, side by side; None if
+            there are none. The layers are given by `aux_layers`, numbers of decoder layers (1 ..
+            num_layers) after which the states are read, ascending.
     """
 
-    hidden: Tensor
-    early: Tensor | None = None
+    final: Tensor
+    aux: Tensor | None = None
 
-    def first(self, count: int) -> Features:
+    def first(self, count: int) -> HiddenStates:
         """Return the states at the first `count` positions."""
-        early = self.early
-        if early is not None:
-            early = early[:, :count]
-        return Features(self.hidden[:, :count], early)
+        aux = self.aux
+        if aux is not None:
+            aux = aux[:, :count]
+        return HiddenStates(self.final[:, :count], aux)
 
 
 class TokenRows(Protocol):
