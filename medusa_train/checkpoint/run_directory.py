@@ -450,7 +450,7 @@ def _stale_checkpoints(out: Path, step: int) -> list[Path]:
 
 
 def _list_checkpoints(out: Path) -> str:
-    """Name the checkpoints of a run, for messages."""
+    """List the checkpoints of a run, for messages."""
     names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
     if not names:
         return ""

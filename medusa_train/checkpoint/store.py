@@ -223,7 +223,7 @@ class CheckpointStore:
                 _delete(path)
 
     def _others(self, path: Path) -> str:
-        """Name the checkpoints next to `path`, for messages."""
+        """List the checkpoints next to `path`, for messages."""
         names = [f"step-{step}" for step in self.steps()]
         others = ", ".join(name for name in names if self.root / name != path)
         return f"\nOther checkpoints in {self.root}: {others}" if others else ""

@@ -1,6 +1,6 @@
 """`medusa-eval`: evaluate a model or a server, calibrate a tree, compare runs, or chat.
 
-Arguments, the bench and all paths are checked before torch is imported, so that a mistake is
+Arguments, the benchmark and all paths are checked before torch is imported, so that a mistake is
 reported within a second.
 """
 

@@ -915,7 +915,7 @@ class EvalConfig(DecodingKeys):
 
     @property
     def uses_server(self) -> bool:
-        """Whether the bench is measured through a server."""
+        """Whether the benchmark is measured through a server."""
         return bool(self.serve or self.server_url is not None)
 
     @property

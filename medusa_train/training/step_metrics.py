@@ -1,4 +1,4 @@
-"""Sum the figures of a training step over micro-batches and processes, and over the steps between
+"""Sum the metrics of a training step over micro-batches and processes, and over the steps between
 two log lines.
 """
 
@@ -19,7 +19,7 @@ from medusa_train.training.distributed import DistributedContext
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """The figures of one micro-batch, without its graph.
+    """The metrics of one micro-batch, without its graph.
 
     Attributes:
         records: where its conversations come from, "file:line".
@@ -40,8 +40,8 @@ class MicroBatchResult:
         if output.lm is not None:
             target_model = [output.lm.ce, output.lm.kl, output.lm.count]
         heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
-        figures = [loss, tokens, *target_model, *heads]
-        row = torch.cat([figure.double().flatten() for figure in figures])
+        values = [loss, tokens, *target_model, *heads]
+        row = torch.cat([value.double().flatten() for value in values])
         return cls(batch.records, loss, row)
 
 
@@ -117,7 +117,7 @@ class Window(StepTotals):
                 setattr(self, name, total + value)
 
     def means(self) -> dict[str, Any]:
-        """Return the window's figures of a training record in metrics.jsonl.
+        """Return the window's metrics, for a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
         are left out where the base model is frozen; `outside_vocabulary`, the share of targets that a
