@@ -121,7 +121,9 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
     )
 
 
-def _resume_from(checkpoint: Path, cfg: TrainConfig, **plan: bool) -> ResumePlan:
+def _resume_from(
+    checkpoint: Path, cfg: TrainConfig, stage_one_is_finished: bool = False
+) -> ResumePlan:
     """Plan to go on from a checkpoint, with what changed since then."""
     run = checkpoint.parent.parent
     before = config_of(run)
@@ -130,11 +132,11 @@ def _resume_from(checkpoint: Path, cfg: TrainConfig, **plan: bool) -> ResumePlan
             f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since"
             f" {checkpoint} is not known"
         )
-        return ResumePlan(StageStart(checkpoint), note=note, **plan)
+        return ResumePlan(StageStart(checkpoint), stage_one_is_finished, note=note)
     choices = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
     decided = {key: value for key, value in choices.items() if isinstance(value, bool)}
     start = StageStart(checkpoint, tuple(changed_weight_keys(cfg, before)), decided)
-    return ResumePlan(start, **plan)
+    return ResumePlan(start, stage_one_is_finished)
 
 
 def config_of(run: Path) -> TrainConfig | None:
