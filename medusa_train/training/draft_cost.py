@@ -24,6 +24,9 @@ class DraftCost(NamedTuple):
         blocks_per_head: blocks in each head.
         layer_passes: passes through decoder layers of the draft's own, whose activations are kept.
         repeats: how often a step runs all weights but `weights_used_once`.
+        anchors: blocks that are trained in each row, behind supervised positions, and computed again
+            in the backward pass; 0: the draft runs at all positions.
+        slots: tokens in each block, the known one included.
         masks_packed_rows: whether packed rows take an attention mask.
     """
 
@@ -33,6 +36,8 @@ class DraftCost(NamedTuple):
     layer_passes: int = 0
     repeats: int = 1
     weights_used_once: int = 0
+    anchors: int = 0
+    slots: int = 1
     masks_packed_rows: bool = False
 
 
@@ -60,11 +65,15 @@ def draft_cost(section: DraftConfig, hidden_size: int) -> DraftCost:
             masks_packed_rows=True,
         )
     if isinstance(section, DFlashConfig):
+        states = len(section.layers or range(section.num_layers))
         return DraftCost(
             output_matrices=1,
             shared_lm_heads=1,
             blocks_per_head=0,
             layer_passes=section.num_layers,
+            weights_used_once=states * hidden_size**2,  # fc joins the states of these layers
+            anchors=section.anchors,
+            slots=heads + 1,
             masks_packed_rows=True,
         )
     return DraftCost(heads)
