@@ -197,8 +197,8 @@ class Estimate:
 
         A matrix product takes two operations per weight and token. A forward pass of the base model
         is one of them, a backward pass two, or one where the weights themselves are not trained.
-        The draft runs on all tokens, its output matrices on supervised ones; soft targets take the
-        base model's logits there, over the draft's vocabulary.
+        The draft runs on all tokens, or on those of its blocks; its output matrices on supervised
+        ones. Soft targets take the base model's logits there, over the draft's vocabulary.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.
@@ -244,13 +244,20 @@ class Estimate:
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)
             inner += (outputs - 1) * self._settings["auto_blocks"] * projections
         passes = 3 * cost.layer_passes * self._attention(width)
-        inner_operations = tokens * (6 * (cost.repeats * inner + once) + passes)
+        positions, targets, per_weight = float(tokens), float(outputs * supervised), 6
+        if cost.anchors:
+            blocks = float(supervised)
+            if width:
+                blocks = min(blocks, tokens / width * cost.anchors)
+            positions, targets, per_weight = blocks * cost.slots, blocks * (cost.slots - 1), 8
+        inner_operations = positions * (per_weight * cost.repeats * inner + passes)
+        inner_operations += 6 * tokens * once
         # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.
         per_logit = (4 if cost.shared_lm_heads else 6) * self._hidden
         per_logit += 6 * self._settings.get("markov_rank", 0)
         if section.heads_loss.soft_targets:
             per_logit += 2 * self._hidden
-        return inner_operations + outputs * per_logit * self._draft_vocab * supervised
+        return inner_operations + per_logit * self._draft_vocab * targets
 
     def _activations(self, tokens: int, item: int, device: str) -> int:
         """Estimate what a micro-batch adds at its peak, in addition to all gradients; `item` is
