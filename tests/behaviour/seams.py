@@ -26,6 +26,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.data.datastore import Datastore
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.accept import Greedy as GreedyRule
 from medusa_train.inference.accept import Typical as TypicalRule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
@@ -392,6 +393,14 @@ def encode(**keys: Any) -> list[tuple[list[int], list[bool]]]:
     cfg = load_config(TrainConfig, None, flags={"val_set_size": 0, "output_dir": "runs/x", **keys})
     data = load_data(cfg, Console(file=io.StringIO()))
     return [(row.tokens.tolist(), row.supervised.tolist()) for row in data.train]
+
+
+# The hub
+
+
+def forget_network() -> None:
+    """Let the next command find out again whether the hub can be reached."""
+    hub_is_unreachable.cache_clear()
 
 
 # Pages

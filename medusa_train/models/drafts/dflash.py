@@ -265,13 +265,17 @@ class DFlashDraft(Draft):
         counts = chosen.sum(1, keepdim=True)  # [B, 1]
         order = chosen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         number = torch.arange(int(counts.max()), device=chosen.device)
-        places = torch.where(number < counts, order[:, : len(number)], order[:, :1])
+        is_own = number < counts  # [B, N]
+        places = torch.where(is_own, order[:, : len(number)], order[:, :1])
         # 2. their slots
         states = self._block_states(hidden_states, batch, places)  # [B, N, K, d]
-        # 3. each in the place of its t
+        # 3. each in the place of its t; repeated ones, which would add to the gradient of the first,
+        # in a column that is cut off
+        size = chosen.shape[1]  # T
+        columns = torch.where(is_own, places, size)  # [B, N]
         for k in range(1, self.num_heads + 1):
-            out = states.new_zeros(*chosen.shape, states.shape[-1])
-            out = out.index_put((rows, places), states[:, :, k - 1])
+            out = states.new_zeros(len(chosen), size + 1, states.shape[-1])
+            out = out.index_put((rows, columns), states[:, :, k - 1])[:, :size]
             if self.markov is not None:
                 out = self.markov.append_to(out, batch, k)
             yield out
