@@ -153,7 +153,9 @@ def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def console() -> Console:
     """A console that writes to a string, `.file.getvalue()`."""
-    return Console(file=io.StringIO(), width=200)
+    return Console(
+        file=io.StringIO(), width=200, markup=False, highlight=False, soft_wrap=True, emoji=False
+    )
 
 
 def metrics(run: Path) -> list[dict]:
