@@ -328,7 +328,5 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
 
 
 def _trace(ranks: Tensor) -> Trace:
-    """Return the trace of an answer: its ranks, and how many heads have a target at each token."""
-    tokens, heads = ranks.shape
-    targets = [min(heads, tokens - 1 - position) for position in range(tokens)]
-    return Trace(ranks.tolist(), targets)
+    """Return the trace of an answer with these ranks, [tokens, K]."""
+    return Trace(ranks.tolist())
