@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
