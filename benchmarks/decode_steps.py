@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import Replayable
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.kv_slots import Slots
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.kv_cache import KVCache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
@@ -32,14 +31,16 @@ class GivenTokens(Proposer):
         self._vocab_size = target_model.vocab_size
 
     def propose(self, step: DraftStep, states: Any) -> Proposal:
-        """Return the roots with the guesses below them."""
-        guesses = torch.arange(1, step.tree.size + 1, device=step.roots.device) % self._vocab_size
-        tokens = [step.roots[:, None], guesses.expand(len(step.roots), -1)]
+        """Return the last tokens with the guesses below them."""
+        guesses = (
+            torch.arange(1, step.tree.size + 1, device=step.last_tokens.device) % self._vocab_size
+        )
+        tokens = [step.last_tokens[:, None], guesses.expand(len(step.last_tokens), -1)]
         return Proposal(torch.cat(tokens, dim=1), step.tree)
 
 
 class Context:
-    """Slots with `length` positions of random keys and values, and steps after them that are run
+    """A KV cache with `length` positions of random keys and values, and steps after them that are run
     again and again.
 
     A step is what `Decoder` runs between two tokens, but for the heads: compaction, the
@@ -53,17 +54,17 @@ class Context:
     ) -> None:
         self.target_model = target_model
         self.length = length
-        self._slots = target_model.new_slots(length + max_nodes + 1)
+        self._kv_cache = target_model.new_kv_cache(length + max_nodes + 1)
         if target_model.step_runner is None or rows > 1:
-            self._slots.make_room(rows, length + max_nodes + 33)
-        write_random(target_model, self._slots, length, rows)
+            self._kv_cache.make_room(rows, length + max_nodes + 33)
+        write_random(target_model, self._kv_cache, length, rows)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> TargetModelStep:
         """Return a step over the root and the nodes of `tree`."""
         tree = tree.to(self.target_model.device)
         draft = GivenTokens(self.target_model, tree.max_depth) if tree.size else None
-        steps = Steps(self.target_model, draft, tree, self._slots)
+        steps = Steps(self.target_model, draft, tree, self._kv_cache)
         return TargetModelStep(steps, self.target_model, self.length)
 
 
@@ -73,7 +74,7 @@ class TargetModelStep:
     def __init__(self, steps: Steps, target_model: TargetModel, length: int) -> None:
         self.steps = steps
         device = target_model.device
-        rows = steps.slots.rows
+        rows = steps.kv_cache.rows
         hidden = torch.zeros(
             rows, 1, target_model.hidden_size, dtype=target_model.dtype, device=device
         )
@@ -93,8 +94,8 @@ class TargetModelStep:
         self.steps.step([0] * len(self._prompts))
 
 
-def write_random(target_model: TargetModel, slots: Slots, length: int, rows: int) -> None:
-    """Write `length` positions of random keys and values to slots, which takes no prefill."""
+def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows: int) -> None:
+    """Write `length` positions of random keys and values to a KV cache, which takes no prefill."""
     config = target_model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(
@@ -106,7 +107,7 @@ def write_random(target_model: TargetModel, slots: Slots, length: int, rows: int
         dtype=target_model.dtype,
     )
     states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
-    cache = prompt_cache(slots, 0, rows)
+    cache = PromptCache(kv_cache, 0, rows)
     for layer in range(target_model.num_layers):
         cache.update(states, states, layer)
 

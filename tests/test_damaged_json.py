@@ -123,7 +123,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         questions = [{"question_id": n, "turns": [f"q{n}"]} for n in range(2)]
         Path("bench.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
         keys = [
-            "base_model=target model",
+            "base_model=backbone",
             "datasets=chats.jsonl",
             "micro_batch_size=2",
             "max_steps=1",
@@ -147,7 +147,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 EVALUATION = ["--model", "medusa", "--bench", "bench.jsonl", "dtype=float32", "max_new_tokens=6"]
 EVALUATION += ["warmup=0", "exactness=false"]
-ANSWERS = ["--prompts", "bench.jsonl", "--output", "own.jsonl", "base_model=target model"]
+ANSWERS = ["--prompts", "bench.jsonl", "--output", "own.jsonl", "base_model=backbone"]
 ANSWERS += ["temperature=0", "dtype=float32", "max_new_tokens=6", "drop_truncated=false"]
 ANSWERS += ["drop_looping=false"]
 

@@ -18,6 +18,7 @@ import yaml
 from medusa_train.cli import common
 from medusa_train.cli.reference import command_page
 from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import TrainConfig
 from tests.evaluation.tiny_model import write_run, write_target_model
 
 DOCS = PROJECT_ROOT / "docs"
@@ -191,7 +192,9 @@ def test_the_architecture_page_lists_the_files() -> None:
 
 
 def test_the_architecture_page_names_every_runner() -> None:
-    code = (PROJECT_ROOT / "medusa_train" / "inference" / "runners.py").read_text(encoding="utf-8")
+    code = (PROJECT_ROOT / "medusa_train" / "inference" / "cuda_graphs.py").read_text(
+        encoding="utf-8"
+    )
     runners = set(re.findall(r"^class (\w+Runner)\b", code, flags=re.MULTILINE))
     assert set(re.findall(r"`(\w+Runner)`", TEXTS["development/architecture.md"])) == runners
 
@@ -318,6 +321,11 @@ def test_a_study_names_its_model_before_its_figures() -> None:
         if figures and not any(model in before for model in models):
             nameless.append(study)
     assert nameless == []
+
+
+def test_the_configuration_of_the_readme_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS["README.md"], flags=re.DOTALL)
+    assert TrainConfig.model_validate(yaml.safe_load(block)).draft == "eagle3"
 
 
 def test_python_blocks_run(

@@ -32,6 +32,7 @@ NEEDED = [
     "configs/schema.json",
     "data/bench/smollm2/question.jsonl",
     "data/bench/tiny/question.jsonl",
+    "data/bench/tools/question.jsonl",
     "data/seeds/tiny.jsonl",
     "data/tiny/chat_template.jinja",
     "data/tiny/config.json",

@@ -16,9 +16,8 @@ from medusa_train.cli.common import (
     output_console,
     print_next,
     read_arguments,
-    run_command,
 )
-from medusa_train.cli.options import CommandOfOptions, join_lines, with_keys
+from medusa_train.cli.options import command_app
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
@@ -27,10 +26,8 @@ from medusa_train.progress import RunProgress
 if TYPE_CHECKING:
     from medusa_train.export.write import Exported
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
 HELP = """
-Export Medusa heads, EAGLE-3 drafts or a jointly trained base model for another program.
+Export a draft, or a jointly trained base model, for a server or another program.
 
 [bold]Examples[/bold]
 
@@ -40,9 +37,9 @@ Export Medusa heads, EAGLE-3 drafts or a jointly trained base model for another 
 
   medusa-export runs/mine --to merged --push-to-hub OWNER/NAME
 
-RUN is a run or a directory of heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model);
-default: the newest run. Each export has a model card, which says how to serve it. --push-to-hub uploads it; a new
-repository is private unless private=false.
+RUN is a run or a directory of heads (this project's, the public Medusa code's, TGI's, vLLM's or EAGLE-3's, or a whole
+Medusa-2 model); default: the newest run. Each export has a model card, which says how to serve it. --push-to-hub
+uploads it; a new repository is private unless private=false.
 
 [bold]--to[/bold]
 
@@ -52,9 +49,9 @@ repository is private unless private=false.
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
-  vllm          vLLM (model.safetensors), Medusa heads or EAGLE-3
+  vllm          vLLM (model.safetensors): Medusa heads, EAGLE-3 or DFlash
 
-  sglang        SGLang, EAGLE-3 only
+  sglang        SGLang: EAGLE-3 or DFlash
 
   speculators   the speculators library, EAGLE-3 only
 
@@ -68,10 +65,8 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP))
-@run_command
-@with_keys(ExportConfig, {"Export": ("to", "output_dir", "push_to_hub")})
-def export(
+@command_app(ExportConfig, {"Export": ("to", "output_dir", "push_to_hub")}, HELP)
+def app(
     flags: dict[str, str | None],
     arguments: Annotated[
         list[str] | None,

@@ -13,18 +13,10 @@ import typer
 from medusa_train.cli.common import (
     error_console,
     read_arguments,
-    run_command,
     split_arguments,
     table_console,
 )
-from medusa_train.cli.options import (
-    PRINT_CONFIG,
-    Arguments,
-    CommandOfOptions,
-    join_lines,
-    switch,
-    with_keys,
-)
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -33,27 +25,25 @@ from medusa_train.errors import ConfigError
 from medusa_train.progress import RunProgress
 from medusa_train.training.process_info import process_info_from_env
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
 HELP = """
-Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3.
+Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo, EAGLE-3 or DFlash.
 
 [bold]Examples[/bold]
 
   medusa-train configs/tiny_m1.yaml
 
-  medusa-train configs/llama31_8b_m1.yaml base_model=DIRECTORY datasets.0.path=data.jsonl output_dir=runs/mine
+  medusa-train configs/any_eagle3.yaml base_model=MODEL output_dir=runs/mine
 
-  medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json optimizer=adamw_torch
-  gradient_accumulation_steps=4 stage_one.gradient_accumulation_steps=2
+  medusa-train runs/mine/config.yaml --resume --num-gpus 4
 
 [bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
 docs/reference/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub
 name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format). The base model stays frozen (recipe
 medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
-[bold]Output[/bold] in output_dir: heads/ (medusa_lm_head.safetensors in the layout of the public Medusa code and TGI),
-tree.json (the draft tree, fitted to these heads on this machine), metrics.jsonl, config.yaml, checkpoints/.
+[bold]Output[/bold] in output_dir: heads/ (medusa_lm_head.safetensors in the layout of the public Medusa code and TGI;
+draft.safetensors of other drafts), tree.json (fitted to this draft on this machine), metrics.jsonl, config.yaml,
+checkpoints/.
 
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and print the command that resumes it (--resume).
 
@@ -61,10 +51,10 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP), no_args_is_help=True)
-@run_command
-@with_keys(TrainConfig, {"Run": ("output_dir", "overwrite_output_dir")})
-def train(
+@command_app(
+    TrainConfig, {"Run": ("output_dir", "overwrite_output_dir")}, HELP, no_args_is_help=True
+)
+def app(
     flags: dict[str, object],
     arguments: Arguments = None,
     resume: bool = switch(

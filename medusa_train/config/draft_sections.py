@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from medusa_train.config.keys import HEADS, TRAINING, Section, key, keys_marked
+from medusa_train.config.keys import HEADS, Section, key, keys_marked
 from medusa_train.config.paths import public_name
 from medusa_train.config.types import (
     Bool,
@@ -57,6 +57,26 @@ class HeadsLoss(NamedTuple):
         if self.decay != 1.0:
             text += f"; head k weighted by {self.decay:g}^k"
         return text
+
+
+class DraftCost(NamedTuple):
+    """What a training step of a draft computes, for estimates of time and memory.
+
+    Attributes:
+        output_matrices: matrices that give logits; 1 if all depths are drafted by the same one.
+        shared_lm_heads: how many of them are the base model's lm_head.
+        blocks_per_head: blocks in each head.
+        layer_passes: passes through decoder layers of the draft's own, whose activations are kept.
+        repeats: how often a step runs all weights but those that join states.
+        joined_states: hidden states that a matrix joins into one, once in a step.
+    """
+
+    output_matrices: int
+    shared_lm_heads: int = 0
+    blocks_per_head: int = 1
+    layer_passes: int = 0
+    repeats: int = 1
+    joined_states: int = 0
 
 
 class DraftConfig(Section):
@@ -113,6 +133,11 @@ class DraftConfig(Section):
             getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0)
         )
 
+    @property
+    def cost(self) -> DraftCost:
+        """What a training step of the draft computes."""
+        return DraftCost(self.num_heads)
+
     def describe(self) -> str:
         """Describe the draft in one phrase, for the first line of the output."""
         return f"{self.num_heads} {self.title} heads"
@@ -129,7 +154,7 @@ _NORMALIZE_EMBEDDINGS = key(
     "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published",
     HEADS,
 )
-_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", TRAINING)
+_DECAY = key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight")
 
 
 class MedusaConfig(DraftConfig):
@@ -158,10 +183,14 @@ class MedusaConfig(DraftConfig):
         HEADS,
         le=1024,
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k", TRAINING)
-    soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the heads' targets", TRAINING
-    )
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k")
+    soft_targets: Share = key(0.0, "weight of the base model's distribution in the heads' targets")
+
+    @property
+    def cost(self) -> DraftCost:
+        """Heads of blocks, which may share the base model's lm_head."""
+        shared = self.num_heads if self.share_lm_head else 0
+        return DraftCost(self.num_heads, shared, blocks_per_head=self.num_layers)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
@@ -210,8 +239,13 @@ class HydraConfig(DraftConfig):
         1.0,
         "weight of the base model's distribution in the heads' targets; the data's token has the"
         " rest",
-        TRAINING,
     )
+
+    @property
+    def cost(self) -> DraftCost:
+        """Heads of blocks, after the prefix layer if there is one."""
+        passes = int(self.prefix_layer)
+        return DraftCost(self.num_heads, blocks_per_head=self.num_layers, layer_passes=passes)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix
@@ -251,10 +285,9 @@ class AmphistaConfig(DraftConfig):
     alignment_weight: NonNegativeFloat = key(
         0.5,
         "lambda_1: weight of the cross-entropy against the base model's distribution (default: ours)",
-        TRAINING,
     )
     label_weight: NonNegativeFloat = key(
-        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", TRAINING
+        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)"
     )
     decay_coefficient: PositiveShare = _DECAY
 
@@ -278,6 +311,11 @@ class AmphistaConfig(DraftConfig):
         """
         weight = self.alignment_weight + self.label_weight
         return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight, weight)
+
+    @property
+    def cost(self) -> DraftCost:
+        """Heads after the adaptation layers."""
+        return DraftCost(self.num_heads, layer_passes=self.adaptation_layers)
 
     def describe(self) -> str:
         """Describe the draft by its heads and reduced vocabulary."""
@@ -334,6 +372,11 @@ class KangarooConfig(DraftConfig):
         """Return the exit layer."""
         return (self.exit_layer,)
 
+    @property
+    def cost(self) -> DraftCost:
+        """One adapter, with the base model's lm_head or one of its own."""
+        return DraftCost(1, shared_lm_heads=int(self.share_lm_head))
+
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
         return (
@@ -387,14 +430,26 @@ class Eagle3Config(DraftConfig):
     norm_output: Bool = key(
         False, "each drafted token reads the normed output of the one before (EAGLE 3.1)", HEADS
     )
-    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k", TRAINING)
+    decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k")
     soft_targets: Share = key(
-        1.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        1.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
+
+    @property
+    def cost(self) -> DraftCost:
+        """One layer, which every step of the training-time test runs again."""
+        steps = min(self.train_steps, self.num_heads)
+        return DraftCost(
+            output_matrices=1,
+            blocks_per_head=0,
+            layer_passes=steps,
+            repeats=steps,
+            joined_states=3,
+        )
 
     def describe(self) -> str:
         """Describe the draft by its depth, its trained steps and its reduced vocabulary."""
@@ -451,10 +506,10 @@ class DFlashConfig(DraftConfig):
     )
     vocab_size: VocabSize | None = _VOCAB_SIZE
     decay_coefficient: PositiveShare = key(
-        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum", TRAINING
+        0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum"
     )
     soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the targets; rest: the token", TRAINING
+        0.0, "weight of the base model's distribution in the targets; rest: the token"
     )
 
     @property
@@ -467,6 +522,16 @@ class DFlashConfig(DraftConfig):
         """The mean over a block of the guesses' losses, weighted by c**k."""
         weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
         return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
+
+    @property
+    def cost(self) -> DraftCost:
+        """Layers, and the base model's lm_head."""
+        return DraftCost(
+            output_matrices=1,
+            shared_lm_heads=1,
+            blocks_per_head=0,
+            layer_passes=self.num_layers,
+        )
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose states are read."""

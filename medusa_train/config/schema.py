@@ -38,11 +38,9 @@ from medusa_train.config.keys import (
     HEADS,
     JOINT,
     LOCAL,
-    NOTHING,
     SERVE,
     SERVER,
     THIS_RUN,
-    TRAINING,
     WEIGHTS,
     Config,
     Section,
@@ -307,33 +305,29 @@ class TrainConfig(Config):
     medusa_num_layers: NonNegativeInt = flat("num_layers")
     medusa_decay_coefficient: PositiveShare = flat("decay_coefficient")
     medusa_heads_coefficient: NonNegativeFloat = key(
-        0.2, "lambda0: weight of the heads' loss (medusa2 only)", TRAINING, JOINT
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", JOINT
     )
     medusa_scheduler: Schedule = key(
         "constant",
         "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
         " fraction R of the run)",
-        TRAINING,
         JOINT,
     )
     medusa_only_heads: Bool | None = key(
-        None, "true: recipe medusa1, false: medusa2; default: follows from recipe", TRAINING
+        None, "true: recipe medusa1, false: medusa2; default: follows from recipe"
     )
     medusa_lr_multiplier: PositiveFloat | None = key(
         None,
         "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1",
-        TRAINING,
     )
     medusa_self_distillation: Bool = key(
         False,
         "LM loss is the KL from the base model without adapter (medusa2 only)",
-        TRAINING,
         JOINT,
     )
     medusa_distillation_regularization: Share = key(
         0.0,
         "rho: weight of the teacher's distribution in the LM target (medusa2 only)",
-        TRAINING,
         JOINT,
     )
     medusa_soft_targets: Share = flat("soft_targets")
@@ -342,14 +336,12 @@ class TrainConfig(Config):
         "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
         WEIGHTS,
     )
-    medusa_logging: Bool = key(
-        False, "log the top-k accuracy of each head during training", NOTHING
-    )
+    medusa_logging: Bool = key(False, "log the top-k accuracy of each head during training")
     medusa_share_lm_head: Bool = flat("share_lm_head")
     medusa_vocab_size: VocabSize | None = flat("vocab_size")
     medusa_markov_rank: NonNegativeInt = flat("markov_rank")
     calibration_tokens: NonNegativeInt = key(
-        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", NOTHING
+        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree"
     )
 
     # Adapter
@@ -360,7 +352,7 @@ class TrainConfig(Config):
     lora_alpha: PositiveInt = key(
         16, "scaling of the adapter: lora_alpha / lora_r", WEIGHTS, ADAPTER
     )
-    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", TRAINING, ADAPTER)
+    lora_dropout: Fraction = key(0.05, "dropout on the adapter's input", ADAPTER)
     lora_target_modules: OneOrMore[PlainText] | None = key(
         None, "linear layers to adapt; default: all", WEIGHTS, ADAPTER
     )
@@ -372,7 +364,6 @@ class TrainConfig(Config):
         None,
         "finished run to initialize heads and adapter from (two-stage training); replaces"
         " stage_one",
-        TRAINING,
         THIS_RUN,
     )
     stage_one: StageOne | None = key(
@@ -380,24 +371,21 @@ class TrainConfig(Config):
         "two-stage training in one run: the heads are trained first, in output_dir/stage_one, by"
         " this configuration with recipe: medusa1, without the keys of the adapter and of joint"
         " training, and with the keys that are set here: {learning_rate: 1e-3, num_epochs: 1}",
-        TRAINING,
         THIS_RUN,
     )
 
     # Data
     datasets: OneOrMore[DatasetConfig] = key(..., "training data", DATA, min_length=1)
-    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in", NOTHING)
+    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
         "store the frozen base model's hidden states under dataset_prepared_path; later epochs and"
         " runs read them instead of running the base model",
-        NOTHING,
     )
     dataset_processes: PositiveInt | None = key(
         None,
         "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small"
         " data: 1",
-        NOTHING,
     )
     sequence_len: Int = key(
         2048,
@@ -457,42 +445,37 @@ class TrainConfig(Config):
 
     # Optimization
     micro_batch_size: PositiveInt = key(
-        1, "conversations per forward pass (rows if sample_packing)", TRAINING
+        1, "conversations per forward pass (rows if sample_packing)"
     )
-    gradient_accumulation_steps: PositiveInt = key(1, "forward passes per optimizer step", TRAINING)
-    num_epochs: PositiveFloat = key(2, "number of epochs", TRAINING)
+    gradient_accumulation_steps: PositiveInt = key(1, "forward passes per optimizer step")
+    num_epochs: PositiveFloat = key(2, "number of epochs")
     max_steps: PositiveInt | None = key(
-        None, "maximum number of optimizer steps; overrides num_epochs", TRAINING
+        None, "maximum number of optimizer steps; overrides num_epochs"
     )
     optimizer: Optimizer = key(
         "adamw_torch",
         "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes",
         WEIGHTS,
     )
-    adam_beta1: Fraction = key(0.9, "decay of AdamW's mean of gradients", TRAINING)
+    adam_beta1: Fraction = key(0.9, "decay of AdamW's mean of gradients")
     adam_beta2: Fraction = key(
         0.999,
         "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo at 7B and 8B: 0.95",
-        TRAINING,
     )
-    adam_epsilon: PositiveFloat = key(1e-8, "AdamW's term against division by zero", TRAINING)
+    adam_epsilon: PositiveFloat = key(1e-8, "AdamW's term against division by zero")
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
-        "cosine", "learning rate schedule; constant has no warm-up", TRAINING
+        "cosine", "learning rate schedule; constant has no warm-up"
     )
-    cosine_min_lr_ratio: Fraction = key(
-        0.0, "final learning rate of cosine, relative to the peak", TRAINING
-    )
+    cosine_min_lr_ratio: Fraction = key(0.0, "final learning rate of cosine, relative to the peak")
     learning_rate: PositiveFloat = key(
-        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier", TRAINING
+        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier"
     )
-    warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps", TRAINING)
-    warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run", TRAINING)
-    weight_decay: NonNegativeFloat = key(0.0, "weight decay, applied to matrices only", TRAINING)
-    max_grad_norm: NonNegativeFloat = key(
-        1.0, "maximum gradient norm for clipping; 0: no clipping", TRAINING
-    )
+    warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps")
+    warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run")
+    weight_decay: NonNegativeFloat = key(0.0, "weight decay, applied to matrices only")
+    max_grad_norm: NonNegativeFloat = key(1.0, "maximum gradient norm for clipping; 0: no clipping")
     max_nonfinite_steps: NonNegativeInt = key(
-        0, "maximum number of NaN/Inf steps to skip before aborting", TRAINING
+        0, "maximum number of NaN/Inf steps to skip before aborting"
     )
     seed: NonNegativeInt = key(42, "random seed", DATA)
 
@@ -500,80 +483,69 @@ class TrainConfig(Config):
     bf16: BoolOrAuto = key(
         "auto",
         "compute in bfloat16; auto: if the device multiplies it faster than float32",
-        TRAINING,
     )
-    fp16: Bool = key(
-        False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)", TRAINING
-    )
-    tf32: Bool = key(False, "allow TF32 in float32 matrix products", TRAINING)
+    fp16: Bool = key(False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)")
+    tf32: Bool = key(False, "allow TF32 in float32 matrix products")
     gradient_checkpointing: BoolOrAuto = key(
         False,
         "recompute activations to save memory (medusa2 only); auto: if the estimate without it takes"
         " more than 90 % of the GPU's memory",
-        NOTHING,
     )
     flash_attention: BoolOrAuto = key(
         "auto",
         "use flash-attn's varlen kernel on packed rows, else one call of torch's attention for each"
         " conversation; auto: if it is installed and supported",
-        NOTHING,
     )
     torch_compile: Bool = key(
         False,
         "run the frozen base model's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer. Not benchmarked on a GPU yet",
-        NOTHING,
     )
     deepspeed: TextOrMapping | None = key(
-        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping", TRAINING
+        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping"
     )
 
     # Run
-    output_dir: Text = key("runs/medusa", "output directory of the run", NOTHING)
+    output_dir: Text = key("runs/medusa", "output directory of the run")
     overwrite_output_dir: Bool = key(
-        False, "delete an earlier run in output_dir and start over", NOTHING, THIS_RUN
+        False, "delete an earlier run in output_dir and start over", THIS_RUN
     )
     resume_from_checkpoint: Resume = key(
         None,
         "true or auto: resume from the newest checkpoint; or the path of one",
-        NOTHING,
         THIS_RUN,
     )
-    logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps", NOTHING)
+    logging_steps: PositiveInt = key(10, "log metrics every N optimizer steps")
     eval_steps: Interval | None = key(
-        None, "evaluate every N optimizer steps (below 1: fraction of the run)", NOTHING
+        None, "evaluate every N optimizer steps (below 1: fraction of the run)"
     )
     evals_per_epoch: PositiveInt | None = key(
-        None, "evaluations per epoch; default: 1 if eval_steps is not set", NOTHING
+        None, "evaluations per epoch; default: 1 if eval_steps is not set"
     )
     save_steps: Interval | None = key(
-        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)", NOTHING
+        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)"
     )
     saves_per_epoch: PositiveInt | None = key(
-        None, "checkpoints per epoch; default: 1 if save_steps is not set", NOTHING
+        None, "checkpoints per epoch; default: 1 if save_steps is not set"
     )
     save_total_limit: PositiveInt = key(
         2,
         "number of newest checkpoints to keep, in addition to the weights of the best one",
-        NOTHING,
     )
     early_stopping_patience: PositiveInt | None = key(
         None,
         "stop after this many evaluations without improvement, and use the weights of the best one",
-        TRAINING,
     )
     export: OneOrMore[ExportTarget] | None = key(
-        None, "layouts to export to output_dir/export after training", NOTHING, THIS_RUN
+        None, "layouts to export to output_dir/export after training", THIS_RUN
     )
-    use_tensorboard: Bool = key(
-        False, "write TensorBoard event files to output_dir/tensorboard", NOTHING
-    )
-    wandb_project: Text | None = key(None, "Weights & Biases project to log to", NOTHING)
-    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)", NOTHING)
+    use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
+    wandb_project: Text | None = key(None, "Weights & Biases project to log to")
+    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
     wandb_name: Text | None = key(
-        None, "Weights & Biases name of the run; default: its directory's", NOTHING, THIS_RUN
+        None, "Weights & Biases name of the run; default: its directory's", THIS_RUN
     )
-    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", NOTHING, THIS_RUN)
+    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", THIS_RUN)
 
     def violations(self) -> Iterable[Violation]:
         """Yield the rules of training that are broken."""
@@ -731,12 +703,43 @@ NOT_IN_STAGE_ONE = (
 )
 
 
-class EvalConfig(Config):
+class DecodingKeys(Config):
+    """Keys of the commands that decode: how prompts are written and answers sampled."""
+
+    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
+    chat_template: ChatTemplateName = key(
+        None,
+        "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's",
+    )
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None,
+        "variables of the template, such as {enable_thinking: false}, which a server gets as they"
+        " are; default: the run's",
+    )
+    special_tokens: SpecialTokens | None = key(
+        None,
+        "tokens of the vocabulary to use as eos_token and so on; default: the run's, else the"
+        " tokenizer's",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto",
+        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
+        " on a CPU",
+    )
+    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
+    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
+    request_timeout: PositiveFloat = key(
+        600.0, "timeout of a request to a server in seconds", SERVER
+    )
+
+
+class EvalConfig(DecodingKeys):
     """Keys of `medusa-eval`."""
 
     bench: Text = key(
         "tiny",
-        "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file or its directory",
+        "benchmark: tiny, tools, mtbench, specbench, humaneval, gsm8k, or a question file or its"
+        " directory",
     )
     model: Text | None = key(
         None, "run directory or directory of heads; default: the newest run in runs/"
@@ -745,16 +748,6 @@ class EvalConfig(Config):
         None,
         "base model; default: the one that the run or the heads were trained with; with server_url:"
         " the model's name on the server, default: the only one that it lists",
-    )
-    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
-    chat_template: ChatTemplateName = key(
-        None, "chat template, or a .jinja file; default: the run's, else the tokenizer's"
-    )
-    chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the template, such as {enable_thinking: false}; default: the run's"
-    )
-    special_tokens: SpecialTokens | None = key(
-        None, "tokens of the vocabulary to use as eos_token and so on; default: the run's"
     )
     tree: Text | None = key(
         None,
@@ -781,11 +774,6 @@ class EvalConfig(Config):
         LOCAL,
     )
     max_new_tokens: PositiveInt = key(256, "maximum length of an answer in tokens")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto",
-        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
-        " on a CPU",
-    )
     compile: Bool = key(
         False,
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
@@ -800,8 +788,6 @@ class EvalConfig(Config):
     temperature: NonNegativeFloat | None = key(
         None, "temperature of sampling and typical acceptance; default: 0.7"
     )
-    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
-    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
     epsilon: PositiveFloat = key(
         0.09, "typical acceptance: probability above which a token is always accepted"
     )
@@ -810,6 +796,9 @@ class EvalConfig(Config):
     )
     batch_size: PositiveInt = key(1, "number of questions to answer in the same passes", LOCAL)
     limit: PositiveInt | None = key(None, "use only N questions, taken from all categories in turn")
+    turns_per_chat: PositiveInt = key(
+        4, "of a chat with tools, ask for the first N recorded answers, each after what precedes it"
+    )
     output_dir: Text | None = key(
         None,
         "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a"
@@ -902,9 +891,6 @@ class EvalConfig(Config):
     concurrency: OneOrMore[PositiveInt] = key(
         [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", SERVER, min_length=1
     )
-    request_timeout: PositiveFloat = key(
-        600.0, "timeout of a request to a server in seconds", SERVER
-    )
     retry_seconds: NonNegativeFloat = key(
         120.0, "failed requests are retried for up to this many seconds", SERVER
     )
@@ -929,7 +915,7 @@ class EvalConfig(Config):
 
     @property
     def uses_server(self) -> bool:
-        """Whether the bench is measured through a server."""
+        """Whether the benchmark is measured through a server."""
         return bool(self.serve or self.server_url is not None)
 
     @property
@@ -946,7 +932,7 @@ class EvalConfig(Config):
         return {"temperature": 0.7}
 
 
-class SelfDistillConfig(Config):
+class SelfDistillConfig(DecodingKeys):
     """Keys of `medusa-selfdistill`."""
 
     options: ClassVar = {
@@ -975,6 +961,11 @@ class SelfDistillConfig(Config):
     max_turns: PositiveInt | None = key(
         None, "use only the first N user turns of each conversation"
     )
+    turns_per_chat: PositiveInt = key(
+        4,
+        "answers of a chat with tools to generate, spread over it: each after the recorded messages"
+        " before it, and in a conversation of its own",
+    )
     min_chars: PositiveInt | None = key(
         None, "minimum length of a conversation's user turns in characters"
     )
@@ -995,8 +986,6 @@ class SelfDistillConfig(Config):
     )
     rounds: PositiveInt = key(5, "maximum number of answers per conversation in selftalk")
     temperature: NonNegativeFloat = key(0.3, "sampling temperature; 0: greedy")
-    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
-    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
     max_new_tokens: PositiveInt = key(2048, "maximum length of an answer in tokens")
     drop_truncated: Bool = key(
         True, "drop answers that reached max_new_tokens, and the turns after them"
@@ -1018,23 +1007,9 @@ class SelfDistillConfig(Config):
         "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
         " default, for the prompts `tiny` only: data/tiny, an 11M test model; name yours",
     )
-    trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
-    chat_template: ChatTemplateName = key(
-        None, "name of the chat template, or a .jinja file; default: the tokenizer's"
-    )
-    chat_template_kwargs: TemplateKwargs | None = key(
-        None,
-        "variables of the template, such as {enable_thinking: false}; sent to a server as they are",
-    )
-    special_tokens: SpecialTokens | None = key(
-        None, "tokens of the vocabulary to use as eos_token and so on; default: the tokenizer's"
-    )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "auto: the fastest on this device"
     )
     batch_size: PositiveInt | None = key(
         None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads"
@@ -1055,7 +1030,6 @@ class SelfDistillConfig(Config):
     concurrency: PositiveInt = key(
         64, "maximum number of concurrent requests to each server", le=1024
     )
-    request_timeout: PositiveFloat = key(600.0, "timeout of a request in seconds")
     retry_seconds: NonNegativeFloat = key(
         900.0, "failed requests are retried for up to this many seconds"
     )

@@ -1,4 +1,4 @@
-"""Tokens of rendered chats. Control tokens that stand in a content, such as `<|im_end|>` in a text on
+"""Tokens of rendered chats. Control tokens in a content, such as `<|im_end|>` in a text on
 chat templates, are marked before the chat is rendered, and tokenized as plain text.
 """
 

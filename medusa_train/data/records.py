@@ -1,7 +1,7 @@
 """Chat records in the formats ShareGPT, OpenAI messages and alpaca, parsed into conversations.
 
-Training reads whole chats (`normalize`), self-distillation their user turns alone
-(`parse_user_turns`).
+Training reads whole chats (`normalize`). Self-distillation and benchmarks read their user turns alone
+(`parse_user_turns`), unless they have tools (`parse_tool_chat`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from medusa_train.data.json_values import (
     json_type,
     optional_text,
 )
-from medusa_train.data.tool_calls import link_results, parse_tools
-from medusa_train.data.turns import TurnKeys, mark_cut_answers, parse_turns
-from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
+from medusa_train.data.report import TURNS, WITHOUT_PROMPT, Unread
+from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
+from medusa_train.data.turns import TurnKeys, has_tool_keys, mark_cut_answers, parse_turns
 
 
 class Format(NamedTuple):
@@ -66,7 +66,7 @@ _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 _BATCH_KEYS = ("method", "url", "body")
 #: A record with this key is output of self-distillation; it has a reason for each answer.
 _FINISH_REASONS = "finish_reasons"
-#: What self-distillation writes beside them, a chat and an id.
+#: What self-distillation writes next to them, a chat and an id.
 _SELF_DISTILLATION_KEYS = (
     "seed_id",
     "model",
@@ -79,8 +79,8 @@ _SELF_DISTILLATION_KEYS = (
 #: Columns that name a prompt; the first that is there counts.
 PROMPT_IDS = ("id", "question_id", "custom_id")
 #: Columns that hold variables of the chat template.
-TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
+_TOOL_COLUMNS = (TOOLS, "functions")
 #: Entries of it that hold tools (smoltalk2).
 TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")
 
@@ -94,6 +94,7 @@ def normalize(
     variables: Collection[str] | None = (),
     fields: DatasetConfig | None = None,
     unread: Unread | None = None,
+    is_prompt: bool = False,
 ) -> Conversation:
     """Return the chat of a record.
 
@@ -101,7 +102,7 @@ def normalize(
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
             Turns may have their reasoning apart, as `reasoning_content`, which `tags` join with the
-            content. Output of self-distillation may have `token_ids` beside an answer's content,
+            content. Output of self-distillation may have `token_ids` next to an answer's content,
             and `finish_reasons`. `train` or `training` of a turn say whether it is trained, and
             turns of `weight` 0 are not.
         type: which of the three, or "auto" to detect it by the keys.
@@ -111,13 +112,14 @@ def normalize(
             yet: then any entry is allowed.
         fields: names the keys of turns and their roles, where they are not as usual.
         unread: counts the columns and the keys of turns that are not read.
+        is_prompt: the record may have the formats and ids of prompts, see `parse_user_turns`.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
     found = Unread()
     # 1. The turns of any format as messages.
-    formats = _CHAT_FORMATS
+    formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
     if fields is not None and fields.field_messages is not None:
         formats = {"messages": Format((fields.field_messages,))}
         type = "auto"
@@ -136,7 +138,7 @@ def normalize(
     if any(message.role == "assistant" for message in messages):
         for message in takewhile(lambda turn: turn.role != "assistant", reversed(messages)):
             found.add(TURNS, f"{message.role} after the last answer")
-    # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
+    # 3. The system message, of the turns or next to them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":
         columns.add("system")
@@ -151,9 +153,9 @@ def normalize(
         variables = set(variables or ()) - {TOOLS}  # the system message of Hermes has them
     template_variables = _variables_of(record, variables, columns)
     conversation = Conversation("", tuple(messages), source, template_variables)
-    record_id = usable_id(record, "id")
-    if record_id is not None:
-        columns.add("id")
+    ids = [key for key in (PROMPT_IDS if is_prompt else ("id",)) if usable_id(record, key)]
+    record_id = usable_id(record, *ids)
+    columns.update(ids[:1])
     if unread is not None:
         found.count_columns(record, columns | _bookkeeping(record, num_answers))
         unread.update(found)
@@ -188,9 +190,9 @@ def parse_user_turns(
     user, system = said["user"], said["system"]
     if not system:
         columns.add("system")
-        beside = optional_text(record, "system")
-        if beside.strip():
-            system.append(beside)
+        column = optional_text(record, "system")
+        if column.strip():
+            system.append(column)
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
@@ -203,6 +205,34 @@ def parse_user_turns(
     return user, (system[-1] if system else None)
 
 
+def parse_tool_chat(
+    record: object, type: str = "auto", unread: Unread | None = None
+) -> Conversation | None:
+    """Return the chat of a record that has tools, tool calls or results of tools; None for others.
+
+    All of its messages are read, as in training, since the user's turns alone do not lead to its
+    answers. The formats, and the errors for these chats, are those of `parse_user_turns` and
+    `normalize`.
+    """
+    record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
+    turns, _, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
+    has_tools = any(parse_tools(record.get(column), column) for column in _TOOL_COLUMNS)
+    if not (has_tools or record_format == "xlam" or any(has_tool_keys(t, keys) for t in turns)):
+        return None
+    # its own variables of the template, whose names are not known here
+    names = {TOOLS, *(record.get(TEMPLATE_KWARGS) or ())}
+    variables = names.difference(TOOL_KWARGS[1:])
+    return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
+
+
+def answer_points(chat: Conversation) -> list[int]:
+    """Return where the recorded answers of a chat are among its messages; for a chat without any,
+    after its first question.
+    """
+    points = [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
+    return points or [len(chat.first_prompt.messages)]
+
+
 def _request_of(record: object) -> object:
     """Return the request that a line of a batch file of OpenAI's and vLLM's servers holds, with its
     id; other records as they are.
@@ -211,8 +241,8 @@ def _request_of(record: object) -> object:
         return record
     if not isinstance(record.get("body"), Mapping):
         return record
-    beside = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
-    return {**beside, **record["body"]}
+    others = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
+    return {**others, **record["body"]}
 
 
 def _turns_of(
@@ -328,7 +358,7 @@ def _variables_of(
     takes_tools = names is None or TOOLS in names
     tools: list[Any] = []
     if names and TOOLS in names:
-        for column in (TOOLS, "functions"):
+        for column in _TOOL_COLUMNS:
             if record.get(column) is not None:
                 columns.add(column)
                 tools += parse_tools(record[column], column)
@@ -371,7 +401,7 @@ def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
 
 
 def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[str]:
-    """Return the keys that self-distillation writes beside a chat, if it wrote the record.
+    """Return the keys that self-distillation writes next to a chat, if it wrote the record.
 
     Reasons of another number than that of the `answers` belong to another chat, and are not read.
     """

@@ -21,6 +21,7 @@ from medusa_train.data.conversation import (
     Role,
 )
 from medusa_train.data.marked_text import MarkedTextTokenizer, Span
+from medusa_train.data.tool_calls import TOOLS
 from medusa_train.data.tool_rendering import fit_to_template, map_strings
 from medusa_train.errors import DataError
 
@@ -33,7 +34,7 @@ SplitReason = Literal["template", "token_ids", "tokenizer"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """Where an answer stands in a row: the tokens [start, end).
+    """Where an answer is in a row: the tokens [start, end).
 
     Attributes:
         message: index of the answer among the messages of the chat.
@@ -162,9 +163,7 @@ class ChatEncoder:
         another text ("ignored_token_ids"), and what `fit_to_template` and `max_tool_rows` change.
         """
         counts = Counter() if counts is None else counts
-        template = self.template
-        if conversation.variables:
-            template = template.with_variables(json.loads(conversation.variables))
+        template = self._template_of(conversation.variables)
         try:
             messages = fit_to_template(self._with_marks(conversation.messages), template, counts)
             rows = self._rows(messages, template, counts)
@@ -230,23 +229,38 @@ class ChatEncoder:
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
         return digest.hexdigest()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat followed by the generation prompt."""
+    def prompt(self, messages: Sequence[Message], variables: str = "") -> list[int]:
+        """Return the token ids of a chat followed by the generation prompt.
+
+        `variables` as in `Conversation`. DataError if the template rejects the chat, or does not
+        read its tools.
+        """
+        return self._text.ids(self._prompt_text(messages, variables))
+
+    def _prompt_text(self, messages: Sequence[Message], variables: str) -> str:
+        """Return the text of a prompt, with marks; raises as `prompt`."""
+        template = self._template_of(variables)
+        if TOOLS in template.kwargs and TOOLS not in template.variables:
+            raise DataError("the chat template has no tools: the model cannot be told of them")
         try:
-            fitted = fit_to_template(self._with_marks(messages), self.template, Counter())
-            return self._text.ids(self.template.render(fitted, prompt=True))
+            fitted = fit_to_template(self._with_marks(messages), template, Counter())
+            return template.render(fitted, prompt=True)
         except ChatTemplateError as error:
             raise DataError(str(error)) from None
+
+    def _template_of(self, variables: str) -> ChatTemplate:
+        """Return the template with the variables of a chat, which are JSON text."""
+        return self.template.with_variables(json.loads(variables)) if variables else self.template
 
     def tokenize_continuation(self, text: str) -> list[int]:
         """Tokenize text that follows other text."""
         return self._text.ids(text, follows=True)
 
-    def opened_reasoning(self, messages: Sequence[Message]) -> str:
+    def opened_reasoning(self, messages: Sequence[Message], variables: str = "") -> str:
         """Return the reasoning tag that the prompt of a chat ends with, or ''; see
         `ChatTemplate.opened_reasoning`.
         """
-        return self.template.opened_reasoning(self.template.render(messages, prompt=True))
+        return self.template.opened_reasoning(self._prompt_text(messages, variables))
 
     def end_token_id(self) -> int | None:
         """Return the token that ends an answer, as the template writes it; see

@@ -13,6 +13,8 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.json_values import RecordError, json_type
 from medusa_train.io import parse_json
 
+#: The column, and the variable of chat templates, that holds the tools of a chat.
+TOOLS = "tools"
 #: glaive writes arguments as JSON text in single quotes, which is no JSON.
 _QUOTED = re.compile(r"""\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
 

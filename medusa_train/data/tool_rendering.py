@@ -160,6 +160,24 @@ def _short_id(name: str) -> str:
     return digits
 
 
+def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form of OpenAI's API: arguments are JSON text, and every call has an id,
+    to which its result refers.
+    """
+    chat = []
+    ids: list[str] = []  # of the last calls, whose results have not come
+    for number, message in enumerate(messages):
+        turn = _with_text_arguments(message).as_dict()
+        for place, call in enumerate(turn.get("tool_calls", ())):
+            call.setdefault("id", f"call_{number}_{place}")
+            ids = [*ids[:place], call["id"]]
+        if message.role == "tool":
+            turn.setdefault("tool_call_id", ids[0] if ids else f"call_{number}")
+            ids = ids[1:]
+        chat.append(turn)
+    return chat
+
+
 def map_strings(value: Any, change: Any) -> Any:
     """Return a JSON value with every string in it changed, apart from names of keys."""
     if isinstance(value, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,8 +17,15 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.json_values import RecordError, found_under, json_type, optional_text
 from medusa_train.data.record_files import shown_name
-from medusa_train.data.tool_calls import calls_of, link_results, parse_calls, result_parts
-from medusa_train.data.unread import TURN_KEYS, TURNS, Unread, unread_keys
+from medusa_train.data.report import TURN_KEYS, TURNS, Unread, unread_keys
+from medusa_train.data.tool_calls import (
+    TOOLS,
+    calls_of,
+    link_results,
+    parse_calls,
+    parse_tools,
+    result_parts,
+)
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 
@@ -55,7 +63,7 @@ class TurnKeys(NamedTuple):
         role: key of who speaks.
         content: key of the text.
         train: keys that say whether the turn is trained, as Axolotl names them.
-        roles: names of roles beside the usual ones, with their meaning.
+        roles: names of roles in addition to the usual ones, with their meaning.
         is_prompt: the chat is to be answered: nothing of it is trained, and its template may know
             other roles.
     """
@@ -99,6 +107,15 @@ def parse_turns(
     return messages
 
 
+def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
+    """Return whether a turn makes tool calls, or is the result of one."""
+    if not isinstance(turn, Mapping):
+        return False
+    name = str(turn.get(keys.role)).lower()
+    is_call = any(turn.get(key) for key in ("tool_calls", "function_call"))
+    return bool(is_call) or name in _CALL_ROLES or _ROLES.get(name) == "tool"
+
+
 def _parse_turn(
     turn: Mapping[str, Any], keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
 ) -> Message:
@@ -115,7 +132,7 @@ def _parse_turn(
     calls = calls_of(turn)
     if calls and role != "assistant":
         raise RecordError(f"tool calls of the role {role}")
-    # 2. What is said. An answer has its reasoning before the content; beside calls, which have no
+    # 2. What is said. An answer has its reasoning before the content; next to calls, which have no
     # place in the content, the template joins the two.
     is_blank = (calls or role == "tool") and turn.get(keys.content) is None
     content = "" if is_blank else _content(turn, keys.content, unread)
@@ -175,7 +192,7 @@ def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
 
 
 def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
-    """Return the reasoning that a message has beside its content, or ''."""
+    """Return the reasoning that a message has next to its content, or ''."""
     for key in keys:
         text = message.get(key)
         if isinstance(text, str) and text.strip():
@@ -184,7 +201,7 @@ def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_K
 
 
 def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the tokens that self-distillation stores beside an answer."""
+    """Return the tokens that self-distillation stores next to an answer."""
     ids = turn.get("token_ids")
     if ids is None:
         return None
@@ -249,6 +266,17 @@ def read_messages(chat: object) -> list[Message]:
         names = ", ".join(shown_name(name) for _, name in sorted(unread))
         warn_once(f"messages: not read: {names}")
     return messages
+
+
+def read_tools(tools: object) -> str:
+    """Return the tools of a chat that is to be answered as variables of its template, see
+    `Conversation.variables`. Raises DataError.
+    """
+    try:
+        functions = parse_tools(tools, TOOLS)
+        return json.dumps({TOOLS: functions}) if functions else ""
+    except (RecordError, TypeError, ValueError) as error:
+        raise DataError(str(error)) from None
 
 
 def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:

@@ -240,10 +240,13 @@ def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
 
     # 2. the conversation
     parts = []
-    if question.system is not None:
-        parts.append(f"### System message\n{question.system}")
     for number, record in enumerate(turns, start=1):
-        parts.append(f"### User, message {number}\n{question.turns[record.turn - 1]}")
+        *before, asked = question.asked(record.turn)
+        for message in before:
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
+            said = "\n".join([message.content, *calls])
+            parts.append(f"### {message.role.capitalize()} message\n{said}")
+        parts.append(f"### {asked.role.capitalize()}, message {number}\n{asked.content}")
         if number <= len(references) and references[number - 1]:
             parts.append(f"### Reference answer {number}\n{references[number - 1]}")
         answer = record.text

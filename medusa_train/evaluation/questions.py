@@ -3,7 +3,8 @@
 MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the user's
 messages, asked one after the other), and optionally `category`, `system` (a message) and
 `reference` (answers). Questions in HumanEval's and GSM8K's formats also say what a correct answer
-is; `answer_scores` checks it. Chats' user messages are asked.
+is; `answer_scores` checks it. Chats' user messages are asked; of a chat with tools each recorded
+answer is a question, asked after the messages before it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path, user_cache_dir
-from medusa_train.data.conversation import SURROGATES, Message
+from medusa_train.data.conversation import SURROGATES, Conversation, Message
 from medusa_train.data.read_chats import first_problems
 from medusa_train.data.record_files import RawRecord, read_file
-from medusa_train.data.records import parse_user_turns
+from medusa_train.data.records import answer_points, parse_tool_chat, parse_user_turns
+from medusa_train.data.report import Unread
 from medusa_train.data.sources import PublicDataset
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
@@ -40,6 +41,10 @@ _GSM8K_KEYS = ("question", "answer")
 _MT_BENCH_KEYS = ("question_id", "prompt_id", "turns", "prompt", "category", "reference", "system")
 #: Names in the hub's copy, and the usual ones.
 _MT_BENCH_NAMES = {"prompt_id": "question_id", "prompt": "turns"}
+#: Questions of a chat with tools, by whether the recorded answer makes calls: calls repeat names and
+#: ids, so they are easier to draft than text.
+WITH_CALLS, WITHOUT_CALLS = "with calls", "without calls"
+TURNS_PER_CHAT = 4
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
@@ -71,16 +76,25 @@ class Question:
     # the correct number or function; None if answers are not scored
     expected: Decimal | FunctionTest | None = None
     system: str | None = None  # the system message
+    # of a chat with tools: all messages before the answer, and its tools, see `Conversation`
+    messages: tuple[Message, ...] = ()
+    variables: str = ""
 
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: the system message, if there is one, and the first
-        turn.
+        turn; or those of a chat with tools.
         """
+        if self.messages:
+            return list(self.messages)
         first = Message("user", self.turns[0])
         if self.system is None:
             return [first]
         return [Message("system", self.system), first]
+
+    def asked(self, turn: int) -> list[Message]:
+        """Return the messages that a turn, from 1, adds to the conversation."""
+        return self.opening if turn == 1 else [Message("user", self.turns[turn - 1])]
 
 
 @dataclass(frozen=True)
@@ -136,8 +150,13 @@ FILES = (
 )
 
 
-def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench, by name or file (see `find_bench`).
+def load_bench(
+    name_or_file: str,
+    note: Callable[[str], None] = lambda line: None,
+    turns_per_chat: int = TURNS_PER_CHAT,
+) -> Bench:
+    """Find and read a bench, by name or file (see `find_bench`), with at most `turns_per_chat`
+    questions of a chat with tools.
 
     `note` is called with a line before a download, and with one on what a file has that is not
     read. Invalid questions of a bench that is known by its name are skipped and noted.
@@ -147,7 +166,7 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     unread = Unread()
     skipped: list[str] = []
     is_public = name_or_file in NAMED_BENCHES
-    questions = read_questions(path, unread, skipped if is_public else None)
+    questions = read_questions(path, unread, skipped if is_public else None, turns_per_chat)
     if skipped:
         lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
         note("\n  ".join([*lines, *first_problems(skipped)]))
@@ -292,7 +311,10 @@ def _name_of_file(path: Path) -> str:
 
 
 def read_questions(
-    path: Path, unread: Unread | None = None, skipped: list[str] | None = None
+    path: Path,
+    unread: Unread | None = None,
+    skipped: list[str] | None = None,
+    turns_per_chat: int = TURNS_PER_CHAT,
 ) -> tuple[Question, ...]:
     """Read a question file; DataError if it has no questions, or invalid lines, of which it names
     the first. `unread` counts what is not read.
@@ -306,18 +328,17 @@ def read_questions(
     first_seen: dict[int | str, str] = {}
     for record in read_file(path):
         try:
-            question = _parse(record, unread)
-            if question is None:
-                continue
-            earlier = first_seen.setdefault(question.question_id, record.source)
-            if earlier != record.source:
-                raise ValueError(
-                    f"question_id {question.question_id!r} was used before, at {earlier}"
-                )
+            found = _parse(record, unread, turns_per_chat)
+            for question in found:
+                earlier = first_seen.setdefault(question.question_id, record.source)
+                if earlier != record.source:
+                    raise ValueError(
+                        f"question_id {question.question_id!r} was used before, at {earlier}"
+                    )
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue
-        questions.append(question)
+        questions += found
     if problems and questions and skipped is not None:
         skipped += problems
     elif problems:
@@ -333,8 +354,8 @@ def read_questions(
     return tuple(questions)
 
 
-def _parse(raw: RawRecord, unread: Unread) -> Question | None:
-    """Parse a record of any of the formats; None for a chat in which the user says nothing.
+def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question]:
+    """Parse a record of any of the formats; none for a chat in which the user says nothing.
 
     Raises ValueError with the reason.
     """
@@ -345,22 +366,45 @@ def _parse(raw: RawRecord, unread: Unread) -> Question | None:
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
     if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
         unread.count_columns(record, _HUMANEVAL_KEYS)
-        return _parse_humaneval(record, raw.source)
+        return [_parse_humaneval(record, raw.source)]
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
         unread.count_columns(record, _GSM8K_KEYS)
-        return _parse_gsm8k(record, raw.source, raw.number)
+        return [_parse_gsm8k(record, raw.source, raw.number)]
     if _is_prompt(record):
+        chat = parse_tool_chat(record, unread=unread)
+        if chat is not None:
+            return _parse_answers(chat, raw)[:turns_per_chat]
         said, system = parse_user_turns(record, unread=unread)
         if not said:  # counted in `unread`
-            return None
-        return Question(raw.number, "general", tuple(said), raw.source, system=system)
+            return []
+        return [Question(raw.number, "general", tuple(said), raw.source, system=system)]
     question = _parse_mtbench(record, raw.source)
     known = set(_MT_BENCH_KEYS)
     for name, usual in _MT_BENCH_NAMES.items():
         if usual in record:  # which is what was read
             known.discard(name)
     unread.count_columns(record, known)
-    return question
+    return [question]
+
+
+def _parse_answers(chat: Conversation, raw: RawRecord) -> list[Question]:
+    """Return a question for each recorded answer of a chat with tools."""
+    questions = []
+    for number, point in enumerate(answer_points(chat), start=1):
+        *messages, asked = chat.messages[:point]
+        # results follow calls that the answer makes in its text
+        makes_calls = any(m.calls or m.role == "tool" for m in chat.messages[point : point + 2])
+        questions.append(
+            Question(
+                f"{raw.number}/{number}",
+                WITH_CALLS if makes_calls else WITHOUT_CALLS,
+                (asked.content,),
+                raw.source,
+                messages=(*messages, asked),
+                variables=chat.variables,
+            )
+        )
+    return questions
 
 
 def _is_prompt(record: dict[str, Any]) -> bool:

@@ -160,7 +160,7 @@ def _prompts(
         f"questions of bench {bench.name}, since the run's data are not available, or too few:"
         " evaluate on another bench"
     )
-    return [[chat.prompt(question.opening)] for question in bench.questions], source
+    return [[chat.prompt(one.opening, one.variables)] for one in bench.questions], source
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

@@ -116,7 +116,7 @@ def _speed_charts(report: Json) -> list[Figure]:
     for name, baseline in overall["baselines"].items():
         groups.append((name.replace("_", " "), [Bar(baseline["tokens_per_s"])]))
     groups = [(name, bar) for name, bar in groups if bar[0].value]
-    drawing = bars(groups, "tokens per second", digits=0, width=480)
+    drawing = bars(groups, "tokens per second", digits=0)
     caption = (
         "Total tokens over total time, prefill included. The decoders took turns on every prompt or"
         " batch."
@@ -142,8 +142,7 @@ def speedup_chart(reports: Mapping[str, Json]) -> Figure:
             colour = index if several else int(category == "overall")
             group.append(Bar(metrics.get("speedup"), interval, colour))
         groups.append((category, group))
-    width = 760 if several else 560
-    drawing = bars(groups, "speedup per category", unit="x", reference=1.0, width=width)
+    drawing = bars(groups, "speedup per category", unit="x", reference=1.0)
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
 
 
@@ -155,7 +154,7 @@ def _draft_charts(report: Json) -> list[Figure]:
     if lengths:
         steps = sum(lengths)
         groups = [(str(length), [Bar(100 * count / steps)]) for length, count in enumerate(lengths)]
-        drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0, width=400)
+        drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0)
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
         charts.append(Figure("Accepted length", drawing, caption))
 

@@ -24,7 +24,7 @@ from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import MedusaError, TargetModelError
+from medusa_train.errors import DataError, MedusaError, TargetModelError
 from medusa_train.evaluation.answer_scores import (
     code_samples,
     require_code_execution,
@@ -39,7 +39,7 @@ from medusa_train.evaluation.output_equality import (
     compare_regenerated_answers,
     compare_timed_answers,
 )
-from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.questions import Bench, Question
 from medusa_train.evaluation.refit_tree import (
     describe_misfit,
     is_compiled,
@@ -248,6 +248,7 @@ class Evaluation:
             dtype = auto_dtype_of(self.paths, self.progress.print)
         with catch_out_of_memory() as caught:
             model = self._load(dtype)
+            self._leave_out_rejected(model)
             others = OtherProcesses()
             plain_steps = self._repeat_plain_steps(model)
             self._time_bench(model, dtype, log)
@@ -293,9 +294,29 @@ class Evaluation:
             model.target_model.tokenizer, self.paths.chat_template, self.paths.chat_template_kwargs
         )
 
+    def _leave_out_rejected(self, model: LoadedModel) -> None:
+        """Leave out questions of chats with tools that the chat template does not render."""
+        chat = self._chat_encoder(model)
+        kept: list[Question] = []
+        reasons: list[str] = []
+        for question in self.bench.questions:
+            try:
+                chat.prompt(question.opening, question.variables)
+                kept.append(question)
+            except DataError as error:
+                if not question.messages:
+                    raise
+                reasons.append(str(error))
+        if not kept:
+            raise DataError(f"bench {self.bench.name}: no question can be asked: {reasons[0]}")
+        if reasons:
+            self.progress.print(f"{len(reasons)} questions are left out; the first: {reasons[0]}")
+        self.bench = dataclasses.replace(self.bench, questions=tuple(kept))
+
     def _repeat_plain_steps(self, model: LoadedModel) -> list[float]:
         """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
-        prompt = self._chat_encoder(model).prompt(self.bench.questions[0].opening)
+        first = self.bench.questions[0]
+        prompt = self._chat_encoder(model).prompt(first.opening, first.variables)
         return plain_step_rounds(model.target_model, prompt, self.cfg.batch_size, SPREAD_TOKENS)
 
     def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> None:

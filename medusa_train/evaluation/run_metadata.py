@@ -197,10 +197,12 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
     """Return what identifies the questions of a bench."""
-    asked = []
+    asked: list[list[Any]] = []
     for question in bench.questions:
         opening = [message.content for message in question.opening]
         asked.append([question.question_id, *opening, *question.turns[1:]])
+        if question.messages:
+            asked.append([question.variables, *(message.parts for message in question.messages)])
     return {
         "bench": bench.name,
         "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.turns import GENERATE, Answer
-from medusa_train.inference.accept import Rule
+from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.generate import Decoder
@@ -56,7 +56,10 @@ class LoopDecoder:
     """
 
     def __init__(
-        self, decoder: Decoder | BatchDecoder, mode: DecodingMode = GREEDY, rule: Rule = None
+        self,
+        decoder: Decoder | BatchDecoder,
+        mode: DecodingMode = GREEDY,
+        rule: AcceptanceRule = Greedy(),
     ) -> None:
         self._decoder = decoder
         self._mode = mode
@@ -158,7 +161,7 @@ class GenerateDecoder:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts
         are padded before.
         """
-        if self._mode.baseline_rule is not None:
+        if self._mode.acceptance != "greedy":
             torch.manual_seed(self._mode.seed_of(prompts[0]))
         passes = PassLog() if self._options else None
         started = time.perf_counter()
@@ -297,7 +300,7 @@ def _load_assistant(name: str, target_model: TargetModel, mode: DecodingMode) ->
 def describe_baseline(name: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
     """Describe a baseline of transformers for the report."""
     how = "greedy"
-    if mode.baseline_rule is not None:
+    if mode.acceptance != "greedy":
         how = f"sampling at temperature {mode.temperature:g}"
     descriptions = {
         GENERATE: f"generate, {how}, with its own cache",

@@ -29,7 +29,7 @@ from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.trees.kv_slots import KEY_BLOCK
+from medusa_train.trees.kv_cache import KEY_BLOCK
 from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64
@@ -61,7 +61,7 @@ class SpeedTest:
         self._batch_size = mode.batch_size
         if mode.batch_size > 1 and not BatchDecoder(model.target_model).can_batch:
             raise TargetModelError("longrope models can't decode in batches; set batch_size: 1")
-        shared = model.target_model.new_slots()
+        shared = model.target_model.new_kv_cache()
 
         def loop(proposer: Proposer | None, tree: Tree | None) -> LoopDecoder:
             rule = mode.baseline_rule if proposer is None else mode.rule
@@ -95,7 +95,7 @@ class SpeedTest:
         """
         tokens = min(WARM_UP_TOKENS, self._max_new_tokens)
         for wave in _waves(questions, self._batch_size):
-            prompts = [self._chat.prompt(question.opening) for question in wave]
+            prompts = [self._chat.prompt(question.opening, question.variables) for question in wave]
             fitting = [prompt for prompt in prompts if self._fits(prompt)]
             if len(fitting) == 1 and self._batch_size > 1:
                 fitting *= 2  # one alone would warm up the decoder of single rows
@@ -117,7 +117,8 @@ class SpeedTest:
             for turn in question.turns[1:]:
                 messages += [Message("assistant", "."), Message("user", turn)]
             answers = len(question.turns) * self._max_new_tokens
-            longest = max(longest, len(self._chat.prompt(messages)) + answers)
+            prompt = self._chat.prompt(messages, question.variables)
+            longest = max(longest, len(prompt) + answers)
         longest += KEY_BLOCK  # an answer may have more tokens as a part of the next prompt
         positions = min(longest, self._target_model.max_context)
         loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
@@ -161,7 +162,7 @@ class SpeedTest:
         left = [question for question in questions if not done[question.question_id]]
         for wave in _waves(left, self._batch_size):
             # the conversation so far of each question that still fits
-            chats = {question.question_id: question.opening[:-1] for question in wave}
+            chats: dict[int | str, list[Message]] = {one.question_id: [] for one in wave}
             for number in range(1, 1 + max(len(question.turns) for question in wave)):
                 # 1. ask the next message of each; a question that no longer fits is skipped
                 asked: list[Turn] = []
@@ -198,16 +199,15 @@ class SpeedTest:
         return len(prompt) + self._max_new_tokens <= self._target_model.max_context
 
     def _ask(self, question: Question, number: int, chat: list[Message]) -> Turn:
-        """Add a message of the user to a conversation; return its turn, not answered yet."""
-        asked = question.turns[number - 1]
-        chat.append(Message("user", asked))
+        """Add what a turn asks to a conversation; return the turn, not answered yet."""
+        chat += question.asked(number)
         return Turn(
             question.question_id,
             question.category,
             number,
-            tuple(self._chat.prompt(chat)),
-            asked=asked,
-            opened=self._chat.opened_reasoning(chat),
+            tuple(self._chat.prompt(chat, question.variables)),
+            asked=question.turns[number - 1],
+            opened=self._chat.opened_reasoning(chat, question.variables),
         )
 
     def _measure(

@@ -29,12 +29,17 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: the tokens of these nodes, followed by the target model's token after the last one: the
-            next root.
+        tokens: the tokens of these nodes, followed by the target model's token after the last one:
+            the new last token.
     """
 
     path: list[int]
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy acceptance: the tokens are those of plain greedy decoding."""
 
 
 @dataclass(frozen=True)
@@ -64,40 +69,49 @@ class Typical:
             raise ConfigError(problems)
 
 
-Rule = Sampling | Typical | None
+AcceptanceRule = Greedy | Sampling | Typical
 
 #: What `accept_matching` reads of each node: the token that follows it, and its own.
-FOLLOWING = 0
-OWN = 1
+TARGET_ARGMAX = 0
+NODE_TOKEN = 1
 
 
 def accept(
-    rule: Rule,
+    rule: AcceptanceRule,
     node_tokens: Tensor,
     logits: Tensor,
     tree: Tree | RowTrees,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[Accepted]:
-    """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for
-    rejection, or `Typical`.
+    """Accept a path of each of B verified trees by `rule`.
 
     Args:
         node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the target model at
             every node.
-        tree: of all rows, or one per row; with the empty tree the result is only the token after
-            the root.
+        tree: of all rows, or one per row.
         generators: one per row, for `Sampling`.
 
     Raises:
         ValueError: `Sampling` has no generator for every row.
     """
-    if rule is None:
+    if isinstance(rule, Greedy):
         return accept_greedy(node_tokens, logits, tree)
     if isinstance(rule, Typical):
         return accept_typical(node_tokens, logits, tree, rule)
     if generators is None or len(generators) != len(node_tokens):
         raise ValueError("sampling needs a generator for every row")
     return accept_rejection(node_tokens, logits, tree, rule, generators)
+
+
+def sample_next(
+    rule: AcceptanceRule, logits: Tensor, generators: Sequence[torch.Generator] | None = None
+) -> list[int]:
+    """Return the next token of each of B rows by `rule`, from its logits [B, V]; arguments and errors
+    as in `accept`.
+    """
+    roots = logits.new_zeros(len(logits), 1, dtype=torch.long)  # whose tokens are not read
+    accepted = accept(rule, roots, logits[:, None], Tree.empty(), generators)
+    return [row.tokens[-1] for row in accepted]
 
 
 def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
@@ -117,8 +131,8 @@ def accept_rejection(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> list[Accepted]:
-    """Draw y from the target model's p at a node; descend if a child has token y, else y is the next
-    root (lossless).
+    """Draw y from the target model's p at a node; descend if a child has token y, else y is the new
+    last token (lossless).
 
     The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals
     recursive rejection sampling (accept a child with probability min(1, p / q), else continue with
@@ -208,8 +222,8 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the one that follows its parent.
 
     Args:
-        choices: long [B, 2, n + 1]: the token that follows each node (`FOLLOWING`), and the node's
-            own (`OWN`).
+        choices: long [B, 2, n + 1]: the token that follows each node (`TARGET_ARGMAX`), and the node's
+            own (`NODE_TOKEN`).
     """
     accepted = []
     for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device

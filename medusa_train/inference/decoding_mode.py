@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from medusa_train.config.schema import EvalConfig
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.sampling import Sampling
 
 
@@ -52,17 +52,17 @@ class DecodingMode:
         )
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> AcceptanceRule:
         """The rule by which the tree's nodes are accepted."""
         if self.acceptance == "typical":
             return Typical(self.temperature, self.epsilon, self.delta)
         return self.baseline_rule
 
     @property
-    def baseline_rule(self) -> Sampling | None:
+    def baseline_rule(self) -> Greedy | Sampling:
         """How the baselines choose tokens: greedily, or by sampling at the same temperature."""
         if self.acceptance == "greedy":
-            return None
+            return Greedy()
         if self.acceptance == "typical":
             return Sampling(self.temperature)
         return Sampling(self.temperature, self.top_k, self.top_p)
@@ -71,7 +71,7 @@ class DecodingMode:
     def generate_options(self) -> dict[str, Any]:
         """The same as options of transformers' `GenerationConfig`."""
         rule = self.baseline_rule
-        if rule is None:
+        if isinstance(rule, Greedy):
             return {"do_sample": False}
         return {
             "do_sample": True,
@@ -88,7 +88,7 @@ class DecodingMode:
         return zlib.crc32(prompt_bytes, self.seed & 0xFFFFFFFF)
 
     def generators(
-        self, prompts: Sequence[Sequence[int]], rule: Rule
+        self, prompts: Sequence[Sequence[int]], rule: AcceptanceRule
     ) -> list[torch.Generator] | None:
         """Return a random generator for each prompt; None if `rule` draws no numbers."""
         if not isinstance(rule, Sampling):

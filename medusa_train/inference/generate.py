@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Accepted, Rule
+from medusa_train.inference.accept import AcceptanceRule, Accepted, Greedy
 from medusa_train.inference.step import Steps, proposal_limits
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.hf_config import length_dependent_rope
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
@@ -76,11 +76,11 @@ class Decoder:
     Threads may share a decoder: their answers wait for each other. See `stream`.
 
     Args:
-        target model: verifies the tokens.
+        target_model: verifies the tokens.
         draft: proposes them; None: plain decoding.
         tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose
             trees themselves.
-        slots: memory for keys and values; by default the decoder allocates its own and reuses it
+        kv_cache: memory for keys and values; by default the decoder allocates its own and reuses it
             between answers. Decoders that answer in turns may share it.
         continues: read only what is new of a prompt that begins with the text of the last answer,
             as the turns of a chat do. Off by default: measured answers all begin from nothing.
@@ -94,7 +94,7 @@ class Decoder:
         target_model: TargetModel,
         draft: Proposer | None = None,
         tree: Tree | None = None,
-        slots: Slots | None = None,
+        kv_cache: KVCache | None = None,
         continues: bool = False,
     ) -> None:
         self.target_model = target_model
@@ -103,9 +103,9 @@ class Decoder:
         if length_dependent_rope(target_model.config) is not None:
             continues = False  # keys of a shorter text would have other angles
         self._continues = continues
-        self._slots = slots
+        self._kv_cache = kv_cache
         self._steps: Steps | None = None
-        # what the slots hold: prompt and answer, without the last token
+        # what the KV cache holds: prompt and answer, without the last token
         self._cached_text: list[int] = []
         # Threads. The condition is held while a pass runs; between passes an answer belongs to the
         # thread that read its last step.
@@ -119,7 +119,7 @@ class Decoder:
         prompt: list[int],
         max_new_tokens: int | None,
         eos_ids: Collection[int] | None = None,
-        rule: Rule = None,
+        rule: AcceptanceRule = Greedy(),
         generator: torch.Generator | None = None,
     ) -> Generation:
         """Generate a whole answer; see `stream` for arguments and errors."""
@@ -142,7 +142,7 @@ class Decoder:
         prompt: list[int],
         max_new_tokens: int | None,
         eos_ids: Collection[int] | None = None,
-        rule: Rule = None,
+        rule: AcceptanceRule = Greedy(),
         generator: torch.Generator | None = None,
     ) -> Generator[Step, None, None]:
         """Generate an answer step by step. The first step is the prefill, which gives one token.
@@ -178,14 +178,12 @@ class Decoder:
             yield Step([next_token], 0)
 
             # 2. then steps; the draft reads the prompt in the first one
-            text = list(prompt)  # prompt and answer up to the next token, which is the step's root
+            text = list(prompt)  # prompt and answer up to the last token, not included
             num_generated = 1
             while next_token not in stops and num_generated < limit:
                 with self._pass(this_answer):
-                    # a step that fails or is interrupted leaves parts of two texts in the slots
+                    # a step that fails or is interrupted leaves parts of two texts in the KV cache
                     self._cached_text = []
-                    if num_generated == 1:
-                        steps.start_draft()
                     path, tokens = step_single(
                         self.target_model, steps, text, next_token, rule, generators
                     )
@@ -237,7 +235,7 @@ class Decoder:
 
     def _begin(self, prompt: list[int], limit: int, *, reserve: bool) -> tuple[Steps, int]:
         """Return steps without rows, with room for the prompt, `limit` tokens and their tree, and
-        how many positions of the prompt their slots hold.
+        how many positions of the prompt the KV cache holds.
 
         Memory of an earlier answer is used again if it is large enough. Without `reserve` the
         memory grows with the answer.
@@ -245,22 +243,21 @@ class Decoder:
         nodes = proposal_limits(self.draft, self.tree).size + 1
         capacity = len(prompt) + limit + nodes
         # 1. memory for keys and values, and the steps on it
-        if self._slots is None or self._slots.capacity < capacity:
-            self._slots = self.target_model.new_slots(capacity)
-        if self._steps is None or self._steps.slots is not self._slots:
-            self._steps = Steps(self.target_model, self.draft, self.tree, self._slots)
+        if self._kv_cache is None or self._kv_cache.capacity < capacity:
+            self._kv_cache = self.target_model.new_kv_cache(capacity)
+        if self._steps is None or self._steps.kv_cache is not self._kv_cache:
+            self._steps = Steps(self.target_model, self.draft, self.tree, self._kv_cache)
         # 2. what they hold of the prompt; all else is dropped
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
         self._steps.reset(num_cached)
-        if (
-            reserve and not self._steps.has_fixed_shapes
-        ):  # graphs are captured for buffers that double
+        # graphs are captured for buffers that double
+        if reserve and not self._steps.has_fixed_shapes:
             self._steps.make_room(1, capacity)
         return self._steps, num_cached
 
     def _count_cached(self, prompt: list[int], committed: int) -> int:
-        """Return how many positions of a prompt the slots hold from the last answer.
+        """Return how many positions of a prompt the KV cache holds from the last answer.
 
         The last of the common tokens is read again: what a draft keeps of a position depends on the
         token after it, too.
@@ -275,7 +272,7 @@ class Decoder:
         return max(0, min(common - 1, committed))
 
     @torch.inference_mode()
-    def capture(self, positions: int, rule: Rule = None) -> None:
+    def capture(self, positions: int, rule: AcceptanceRule = Greedy()) -> None:
         """After a first answer, capture the steps by `rule` of all with up to `positions` tokens,
         the prompt's included.
         """
@@ -283,34 +280,33 @@ class Decoder:
             self._cached_text = []
             self._steps.reset()
             end = positions + self.tree.size + 1
-            self._steps.capture(1, end, keep_logits=rule is not None)
+            self._steps.capture(1, end, keep_logits=not isinstance(rule, Greedy))
 
 
 def step_single(
     target_model: TargetModel,
     steps: Steps,
     text: list[int],
-    root: int,
-    rule: Rule,
+    last_token: int,
+    rule: AcceptanceRule,
     generators: Sequence[torch.Generator] | None,
 ) -> Accepted:
     """Run a step of a single row; a longrope model reads its text again where its angles change.
 
     Args:
-        text: prompt and answer up to the root.
+        text: prompt and answer up to the last token, not included.
     """
     switch = target_model.rope_switch  # number of tokens from which on angles are others
     length = len(text)
-    # 1. the root is the first with longrope's other angles: all keys get them, as in transformers'
+    # 1. the last token is the first with longrope's other angles: all keys get them, as in transformers'
     # `generate`
     if switch is not None and length == switch:
         steps.reset()
-        (following,) = steps.prefill([[*text, root]], rule, generators)
-        steps.start_draft()
-        return Accepted([0], [root, following])
-    # 2. no draft tokens where deeper nodes would make the model switch before the root does
+        (following,) = steps.prefill([[*text, last_token]], rule, generators)
+        return Accepted([0], [last_token, following])
+    # 2. no draft tokens where deeper nodes would make the model switch before the last token does
     straddles = switch is not None and length < switch <= length + steps.limits.depth
-    (accepted,) = steps.step([root], rule, generators, roots_only=straddles)
+    (accepted,) = steps.step([last_token], rule, generators, skip_draft=straddles)
     return accepted
 
 
@@ -346,7 +342,7 @@ def max_answer_length(
     target_model: TargetModel, prompt: list[int], max_new_tokens: int | None
 ) -> int:
     """Return how many tokens fit, at most `max_new_tokens`: the last one is never read, so it may
-    lie one position past the context.
+    be one position past the context.
 
     Raises:
         MedusaError: the prompt is empty, longer than the model's context or has an unknown token,

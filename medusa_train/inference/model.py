@@ -14,9 +14,9 @@ import torch
 
 from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.turns import read_messages
+from medusa_train.data.turns import read_messages, read_tools
 from medusa_train.errors import DataError, MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import (
     Decoder,
@@ -152,7 +152,7 @@ class Model:
     Threads may share a model: it answers one prompt after the other.
 
     Args:
-        target model: the language model.
+        target_model: the language model.
         draft, tree: for speculative decoding; without them decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
@@ -194,6 +194,7 @@ class Model:
         eos_ids: int | Iterable[int] | None = None,
         seed: int | None = None,
         raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Reply:
         """Stream the answer piece by piece. Numbers may be those of numpy or torch; None stands for
         the default of an option.
@@ -204,7 +205,8 @@ class Model:
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content (text, or
-                OpenAI's list of text parts), ending with the user's turn.
+                OpenAI's list of text parts), ending with the user's turn, or with the results of
+                an answer's `tool_calls`, whose role is `tool`.
             max_new_tokens: maximum length of the answer; None: up to the end of the context.
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
@@ -216,17 +218,19 @@ class Model:
             seed: for sampling; None for a new one in every call.
             raw: continue `prompt` as it is, without a chat template: a text, before which the
                 tokenizer's BOS token comes once, or token ids.
+            tools: functions that the model may call, as OpenAI's clients describe them. Calls are
+                text of the answer, in the markup of the model; nothing is executed.
 
         Raises:
             DataError: a message has no text, or holds what is not text, or the last one is the
-                assistant's.
+                assistant's; tools are no list of functions, or the chat template has none.
             MedusaError: the prompt does not fit the model's context, an option is out of range or
                 of another type, or the model has no chat template.
         """
         if max_new_tokens is not None:
             max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         # 1. the acceptance rule; greedy decoding is the limit of both others
-        rule: Rule = None
+        rule: AcceptanceRule = Greedy()
         temperature = _number("temperature", temperature, 0.0)
         if temperature and typical:
             rule = Typical(
@@ -259,12 +263,16 @@ class Model:
             if token.special and str(token) in stop_texts:
                 stops.add(token_id)
         # 3. the stream of tokens, and its text
-        prompt_ids = self._ids(prompt, raw)
+        prompt_ids = self._ids(prompt, raw, tools)
         steps = self._decoder.stream(prompt_ids, max_new_tokens, stops, rule, generator)
         return Reply(steps, TextStream(tokenizer, stop_texts), frozenset(stops), max_new_tokens)
 
-    def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
+    def _ids(
+        self, prompt: Prompt, raw: bool, tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
         """Return the token ids of a prompt, by the chat template unless it is `raw`."""
+        if raw and tools:
+            raise MedusaError("tools are written by the chat template, which raw=True leaves out")
         if raw:
             if isinstance(prompt, str):
                 with self._encoding:
@@ -282,6 +290,7 @@ class Model:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = read_messages(prompt)
+        variables = read_tools(tools)
         with self._encoding:
             if self._chat is None:
                 self._chat = ChatEncoder(
@@ -289,7 +298,7 @@ class Model:
                 )
                 if (note := self._chat.template.describe_unused_kwargs()) is not None:
                     warn_once(note)
-            return self._chat.prompt(messages)
+            return self._chat.prompt(messages, variables)
 
     def _raw_ids(self, text: str) -> list[int]:
         """Return the token ids of a text, after what the tokenizer puts before every text (BOS).

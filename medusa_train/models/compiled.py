@@ -2,7 +2,7 @@
 
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
 operations and calls kernels without Python, but nothing may depend on the length of the prefix:
-keys and values are written to slots given by a tensor, and attention reads a part of the cache that
+keys and values are written to columns given by a tensor, and attention reads a part of the cache that
 grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
 decoding and another one trees of any size, and two more do so for batches of any number of rows.
 The tree that single rows verify in most steps can have a program of its own size: with 3 nodes and a
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medusa_train.errors import TargetModelError
 from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_states import HiddenStates, capture_outputs
-from medusa_train.trees.transformers_adapters import SlotCache
+from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
 # nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
@@ -121,7 +121,7 @@ class CompiledPass:
             tokens: Tensor,
             positions: Tensor,
             mask: Tensor,
-            slots: Tensor,
+            columns: Tensor,
             storage: Sequence[Tensor],
         ) -> tuple[HiddenStates, Tensor]:
             captured.clear()
@@ -129,7 +129,7 @@ class CompiledPass:
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=SlotCache(storage, slots, mask.shape[3]),
+                past_key_values=NodeCache(storage, columns, mask.shape[3]),
                 use_cache=True,
             )
             states = torch.cat(captured, dim=-1) if aux else None
@@ -213,8 +213,8 @@ class CompiledPass:
                     (rows, 1, count, 2 * positions), float("-inf"), dtype=dtype, device=device
                 )
                 mask[..., :2] = 0
-                slots = torch.arange(1, 1 + count, device=device)
-                inputs = (tokens, torch.ones_like(tokens), mask[..., :positions], slots)
+                columns = torch.arange(1, 1 + count, device=device)
+                inputs = (tokens, torch.ones_like(tokens), mask[..., :positions], columns)
                 self._compile(form, *inputs, storage.unbind())
         except TorchDynamoException as error:
             needed = (
@@ -226,7 +226,7 @@ class CompiledPass:
             ) from error
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, columns: Tensor, storage: Tensor
     ) -> tuple[HiddenStates, Tensor]:
         """Return hidden states and logits [B, q, V] of q new tokens of each row.
 
@@ -234,12 +234,12 @@ class CompiledPass:
             tokens, positions: [B, q].
             mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For
                 a single row a slice of a larger one.
-            slots: positions at which the keys and values of the tokens are written, long [q] for a
+            columns: positions at which the keys and values of the tokens are written, long [q] for a
                 single row, [B, q] for several.
             storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with
                 capacity > S, of which the first B rows are used.
         """
-        inputs = (tokens, positions, mask, slots, storage.unbind())
+        inputs = (tokens, positions, mask, columns, storage.unbind())
         form = self._form(*tokens.shape)
         if form not in self._ready:
             return self._compile(form, *inputs)
@@ -251,7 +251,7 @@ class CompiledPass:
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor,
-        slots: Tensor,
+        columns: Tensor,
         storage: Sequence[Tensor],
     ) -> tuple[HiddenStates, Tensor]:
         """Run the first pass of its form, with the dimensions marked that vary between passes."""
@@ -260,22 +260,27 @@ class CompiledPass:
 
         if form.batched:
             mask = mask.contiguous()
-            slots = slots.expand(len(tokens), -1).contiguous()
-            for tensor in (tokens, positions, mask, slots):
+            columns = columns.expand(len(tokens), -1).contiguous()
+            for tensor in (tokens, positions, mask, columns):
                 mark_dynamic(tensor, 0)
         mark_dynamic(mask, 3)
         for layer in storage:
             for dim in (1, 3) if form.batched else (3,):
                 mark_dynamic(layer, dim)
         if form.tokens is None:
-            for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, slots.dim() - 1)):
+            for tensor, dim in (
+                (tokens, 1),
+                (positions, 1),
+                (mask, 2),
+                (columns, columns.dim() - 1),
+            ):
                 mark_dynamic(tensor, dim)
         # On a CPU weights become constants, which can be prepacked, and projections with the same
         # input become one product (from torch 2.12). As options of torch.compile both settings take
         # effect too late.
         settings = {"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}
         with inductor.patch(settings), self._capture():  # hooks become part of the program
-            out = self._programs[form](tokens, positions, mask, slots, storage)
+            out = self._programs[form](tokens, positions, mask, columns, storage)
         self._ready.add(form)
         return out
 

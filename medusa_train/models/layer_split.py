@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.transformers_adapters import SlotCache
+from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
 Angles = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ class LayerRunner:
             return {kind: self.body.rotary_emb(self._weight, positions, kind) for kind in types}
         return dict.fromkeys(types, self.body.rotary_emb(self._weight, positions))
 
-    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: SlotCache) -> Tensor:
+    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: NodeCache) -> Tensor:
         """Run `states` [B, T, d] through `layers`, which write keys and values to `cache`."""
         for i in layers:
             kind = self.layer_types[i]
@@ -130,14 +130,14 @@ class LayerSplit:
             raise ValueError("layers that are run separately need masks")
         return self._runner.inputs(positions, masks)
 
-    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: SlotCache) -> Tensor:
+    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: NodeCache) -> Tensor:
         """Return the states [B, T, d] of `tokens` [B, T] after the first l layers, which write
         their keys and values to `cache`.
         """
         with self._attention():
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
-    def run_rest(self, aux: Tensor, inputs: LayerInputs, cache: SlotCache) -> HiddenStates:
+    def run_rest(self, aux: Tensor, inputs: LayerInputs, cache: NodeCache) -> HiddenStates:
         """Run the remaining layers and the final norm on `aux` [B, T, d], the joined outputs of
         `run_first`.
         """

@@ -49,9 +49,9 @@ from medusa_train.models.target_states import (
     capture_inputs,
     capture_outputs,
 )
-from medusa_train.trees.kv_slots import KEY_BLOCK, ROWS, Slots
+from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
 from medusa_train.trees.masks import NodeMasks, layer_masks
-from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 
@@ -59,7 +59,7 @@ class TargetModel:
     """The language model whose next tokens are drafted and verified.
 
     The transformers model is used unchanged but for its attention function (`models.attention`):
-    its forward gets a 4-D additive mask, explicit position ids and a cache on `Slots`. Logits are
+    its forward gets a 4-D additive mask, explicit position ids and a cache on `KVCache`. Logits are
     computed here from the hidden states, so that heads can apply the same transforms.
     `loading.load_target_model` builds a target model from a directory or the hub and checks that it is
     supported.
@@ -194,7 +194,7 @@ class TargetModel:
     def run_nodes(
         self,
         tokens: Tensor,
-        nodes: NodeSlots,
+        nodes: NodeInputs,
         aux_layers: tuple[int, ...] = (),
         aux: Tensor | None = None,
     ) -> tuple[HiddenStates, Tensor]:
@@ -237,12 +237,12 @@ class TargetModel:
             states = torch.cat(captured, dim=-1)
         return HiddenStates(out.last_hidden_state, states), self.logits(out.last_hidden_state)
 
-    def _has_one_mask(self, nodes: NodeSlots) -> bool:
+    def _has_one_mask(self, nodes: NodeInputs) -> bool:
         """Return whether all layers read the same mask, or none."""
         return nodes.masks is None or len(nodes.masks) == 1 or self.window is None
 
     def _compiled_pass(
-        self, tokens: Tensor, nodes: NodeSlots, aux_layers: tuple[int, ...], aux: Tensor | None
+        self, tokens: Tensor, nodes: NodeInputs, aux_layers: tuple[int, ...], aux: Tensor | None
     ) -> CompiledPass | None:
         """Return the compiled program that runs this pass of `run_nodes`; None if there is none."""
         # 1. programs take one mask
@@ -265,7 +265,7 @@ class TargetModel:
 
     @staticmethod
     def _run_compiled(
-        compiled: CompiledPass, tokens: Tensor, nodes: NodeSlots
+        compiled: CompiledPass, tokens: Tensor, nodes: NodeInputs
     ) -> tuple[HiddenStates, Tensor]:
         assert nodes.masks is not None
         mask = next(iter(nodes.masks.values()))
@@ -294,16 +294,16 @@ class TargetModel:
         storage: Tensor,
         key_length: int,
         first_column: int | None = None,
-    ) -> NodeSlots:
+    ) -> NodeInputs:
         """Return where the nodes of a tree are: node i of a row in column length + i.
 
         Args:
             depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
-            lengths: position of the root, long [B]. storage, first_column: see `NodeSlots`.
+            lengths: position of the root, long [B]. storage, first_column: see `NodeInputs`.
         """
-        roots = lengths[:, None]  # [B, 1]
-        positions = roots + torch.atleast_2d(depths)  # [B, n + 1]
-        columns = roots + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
+        starts = lengths[:, None]  # [B, 1]
+        positions = starts + torch.atleast_2d(depths)  # [B, n + 1]
+        columns = starts + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
         # compiled passes and kernels of GPUs want the rows of a mask aligned, which they are not
         # where the mask of a known length is a slice
         length = first_column
@@ -315,7 +315,7 @@ class TargetModel:
                 node_masks[kind] = mask.after(length, key_length)
             else:
                 node_masks[kind] = mask.at(lengths, key_length)
-        return NodeSlots(
+        return NodeInputs(
             # nodes past the context are never accepted, but the model's position table must cover
             # their ids
             positions=positions.clamp(max=self.max_context - 1),
@@ -399,11 +399,11 @@ class TargetModel:
             )
         return layers[index]
 
-    def new_slots(self, capacity: int = 0) -> Slots:
-        """Return empty slots for rows up to the end of the context, or of `capacity` positions if
+    def new_kv_cache(self, capacity: int = 0) -> KVCache:
+        """Return an empty KV cache for rows up to the end of the context, or of `capacity` positions if
         that is more.
         """
-        return Slots(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
+        return KVCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     def to_dtype(self, dtype: str | torch.dtype) -> TargetModel:
         """Convert the weights in place and return the model as a new target model."""
@@ -462,12 +462,12 @@ class TargetModel:
             * max(1, self.vocab_size // 8)
             % self.vocab_size
         )
-        slots = self.new_slots()
-        self.run(tokens[:, :2], cache=prompt_cache(slots, 0, 1))
+        kv_cache = self.new_kv_cache()
+        self.run(tokens[:, :2], cache=PromptCache(kv_cache, 0, 1))
         depths = tree.depths.to(self.device)
         masks = self.node_masks(tree.ancestors.to(self.device), depths)
         lengths = torch.tensor([2], device=self.device)
-        nodes = self.place_nodes(depths, masks, lengths, slots.storage(5), 5)
+        nodes = self.place_nodes(depths, masks, lengths, kv_cache.storage(5), 5)
         expected = self.run_nodes(tokens[:, 2:], nodes)[0].final
         name = f"base_model {self.name}: {type(self.model).__name__}"
         try:
@@ -612,10 +612,10 @@ class TargetModel:
         self._warm_up(self.compiled)
 
     def _warm_up(self, compiled: CompiledPass) -> None:
-        slots = Slots(self.num_layers, 1)
+        kv_cache = KVCache(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=prompt_cache(slots, 0, 1))
-        layers, _, _, heads, _, dim = slots.storage(1).shape
+        self.run(token, cache=PromptCache(kv_cache, 0, 1))
+        layers, _, _, heads, _, dim = kv_cache.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
 
     def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:

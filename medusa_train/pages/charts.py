@@ -102,7 +102,9 @@ def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) 
     body = body.replace("xlink:href", "href")
     for variable, colour in COLOURS.items():
         body = body.replace(colour, f"var({variable})")
-    attributes = f'style="max-width:{float(box[1]):.0f}pt" role="img" aria-label="{escape(label)}"'
+    size = f"{float(box[1]):.0f}pt"  # the page's style sheet keeps texts legible by --width
+    style = f"max-width:{size};--width:{size}"
+    attributes = f'style="{style}" role="img" aria-label="{escape(label)}"'
     return f"<svg {box[0]} {attributes}>{body}".strip()
 
 
@@ -117,7 +119,7 @@ def bars(
     unit: str = "",
     digits: int = 2,
     reference: float | None = None,
-    width: float = 560,
+    width: float = 400,
 ) -> str:
     """Draw horizontal bars in named groups, with intervals as whiskers and a dashed line at
     `reference`.

@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_train.data.chat_template import ChatTemplateError
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, Message, ReasoningTags
-from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
@@ -62,7 +62,7 @@ class ChatPrompting:
             ConfigError: self-talk with a template that does not render user contents verbatim.
         """
         if request.speaker == "assistant":
-            return self._encoder.prompt(request.messages)
+            return self._encoder.prompt(request.messages, request.variables)
         text = self.text(request)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -88,11 +88,18 @@ class ChatPrompting:
         text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
         if not text.strip():
             return Answer(text, reason, prompt_tokens, len(tokens))
-        text = self._encoder.template.opened_reasoning(self.text(request)) + text
+        text = self._encoder.opened_reasoning(request.messages, request.variables) + text
         # 3. its tokens, if training would make others of the text
         message = Message("assistant", text, is_cut=not ends_with_eos)
-        chat = Conversation("", (*request.messages, message), "")
-        trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
+        chat = Conversation("", (*request.messages, message), "", request.variables)
+        try:
+            row = self._encoder.encode(chat)[-1]
+        except DataError:
+            row = Row()
+        if len(request.messages) not in (answer.message for answer in row.answers):
+            # training would leave it out, since the template renders earlier calls otherwise
+            return Answer(text, "refused", prompt_tokens, len(tokens))
+        trained = row.ids[len(self.prompt(request)) :]
         is_same = kept in (trained, trained[:-1])  # with an end token, if it is not cut
         token_ids = None if is_same else tuple(kept)
         return Answer(text, reason, prompt_tokens, len(tokens), token_ids)

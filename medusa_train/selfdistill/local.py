@@ -13,6 +13,7 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
+from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import (
     REFILL_FRACTION,
     BatchDecoder,
@@ -82,7 +83,7 @@ class HFEngine:
         self._decoder = BatchDecoder(target_model, draft, tree)
         self._batch: RunningBatch | None = None
         if batch_size > 1 and self._decoder.can_batch:
-            self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
+            self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling or Greedy())
         self._stop_looping = stop_looping
         # decoding steps of all answers, and the tokens that they made
         self.steps = self.step_tokens = 0
@@ -196,7 +197,7 @@ class HFEngine:
         outputs = self._decoder.generate_batch(
             [asked.prompt for asked in batch],
             self.max_new_tokens,
-            rule=self.sampling,
+            rule=self.sampling or Greedy(),
             generators=generators or None,
         )
         return [(asked.request_id, out) for asked, out in zip(batch, outputs, strict=True)]

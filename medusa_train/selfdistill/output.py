@@ -15,6 +15,8 @@ from typing import Any
 
 from medusa_train.data.conversation import Message
 from medusa_train.data.record_files import settings_path
+from medusa_train.data.records import TEMPLATE_KWARGS
+from medusa_train.data.tool_calls import TOOLS
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hide_secrets import excerpt, mask_keys
 from medusa_train.io import parse_json, replace_text
@@ -212,8 +214,14 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str,
         return
     record["model"] = metadata["model"]
     record["messages"] = [_message_record(message) for message in chat.messages]
+    variables = json.loads(chat.prompt.variables or "{}")
+    if TOOLS in variables:
+        record[TOOLS] = variables.pop(TOOLS)
+    if variables:
+        record[TEMPLATE_KWARGS] = variables
     record.update((name, value) for name, value in metadata.items() if name != "model")
-    record["finish_reasons"] = chat.finish_reasons
+    recorded = sum(message.is_target is False for message in chat.messages)
+    record["finish_reasons"] = ["recorded"] * recorded + chat.finish_reasons
     record["token_counts"] = {
         "prompt": chat.prompt_tokens,
         "completion": chat.completion_tokens,
@@ -223,6 +231,8 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str,
 
 def _message_record(message: Message) -> dict[str, Any]:
     record: dict[str, Any] = dict(message.as_dict())
+    if message.is_target is False:
+        record["train"] = False
     if message.token_ids is not None:
         record["token_ids"] = list(message.token_ids)
     return record

@@ -1,4 +1,5 @@
-"""Prompts for self-distillation: the user's messages of chat records, and their selection.
+"""Prompts for self-distillation: the user's messages of chat records, or the recorded messages before an
+answer of a chat with tools, and their selection.
 
 Whether and how a prompt is answered never depends on the other prompts selected.
 """
@@ -14,10 +15,17 @@ from itertools import chain
 from pathlib import Path
 
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.read_chats import describe_problems, first_problems
-from medusa_train.data.records import PROMPT_IDS, parse_user_turns, usable_id
+from medusa_train.data.records import (
+    PROMPT_IDS,
+    answer_points,
+    parse_tool_chat,
+    parse_user_turns,
+    usable_id,
+)
+from medusa_train.data.report import Unread
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress
 
@@ -26,12 +34,17 @@ from medusa_train.progress import LoadingProgress, RunProgress
 class Prompt:
     """The user's side of one conversation; `id` is unique within the data set, `source` is
     `file:line`.
+
+    `messages` of a chat with tools: all that come before the answer to generate, with `variables` as
+    in `Conversation`.
     """
 
     id: str
     turns: tuple[str, ...]
     system: str | None = None
     source: str = ""
+    messages: tuple[Message, ...] = ()
+    variables: str = ""
 
 
 def load_prompts(
@@ -45,7 +58,14 @@ def load_prompts(
         unread = Unread()
         skips = cfg.skip_bad_records or source.is_public
         skipped_records = invalid if skips else None
-        prompts = read_prompts(source, cfg.type, skipped=skipped_records, unread=unread)
+        prompts = read_prompts(
+            source,
+            cfg.type,
+            skipped=skipped_records,
+            unread=unread,
+            # the model that plays the user has no tools
+            turns_per_chat=cfg.turns_per_chat if cfg.mode == "replay" else 0,
+        )
     for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
         progress.print(note)
 
@@ -69,10 +89,12 @@ def read_prompts(
     *,
     skipped: list[str] | None = None,
     unread: Unread | None = None,
+    turns_per_chat: int = 0,
 ) -> list[Prompt]:
     """Read prompts in any format of `parse_user_turns`. Records without a user message are skipped.
 
-    A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped`
+    A chat with tools becomes up to `turns_per_chat` prompts, see `tool_prompts`; with 0 it is read
+    as any other. A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped`
     receives their `file:line: reason`. `unread` counts what the records carry that is not read.
     """
     if isinstance(source, Path):
@@ -84,21 +106,45 @@ def read_prompts(
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            turns, system = parse_user_turns(record.value, type, unread)
+            chat = parse_tool_chat(record.value, type, unread) if turns_per_chat else None
+            if chat is not None:
+                found = tool_prompts(chat, record.source, turns_per_chat)
+            else:
+                turns, system = parse_user_turns(record.value, type, unread)
+                record_id = _record_id(record.value, turns, system)
+                found = [Prompt(record_id, tuple(turns), system, record.source)]
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue
-        if turns:
-            record_id = _record_id(record.value, turns, system)
-            prompts.append(
-                _with_unique_id(Prompt(record_id, tuple(turns), system, record.source), id_counts)
-            )
+        prompts += [_with_unique_id(prompt, id_counts) for prompt in found if prompt.turns]
     if problems and (skipped is None or not prompts):
         raise DataError(describe_problems(problems, source.name))
     if skipped is not None:
         skipped += problems
     if not prompts:
         raise DataError(f"{source.name}: no user message in any record")
+    return prompts
+
+
+def tool_prompts(chat: Conversation, source: str, most: int) -> list[Prompt]:
+    """Return what comes before the recorded answers of a chat with tools: `most` of them, spread
+    evenly. Results of tools hold only for the calls that were recorded.
+    """
+    points = answer_points(chat)
+    count = min(most, len(points))
+    prompts = []
+    for number in (place * len(points) // count for place in range(count)):
+        messages = chat.messages[: points[number]]
+        asked = tuple(message.content for message in messages if message.role == "user")
+        prompts.append(
+            Prompt(
+                f"{chat.id}/{number + 1}",
+                asked,
+                source=source,
+                messages=messages,
+                variables=chat.variables,
+            )
+        )
     return prompts
 
 
@@ -137,23 +183,27 @@ def select_prompts(
     """Return the selected prompts in order, and the number of others by reason ("repeated", "short"
     or "long").
 
-    Of several prompts with the same turns and system message, the first is kept. A larger sample
-    contains the smaller ones.
+    Of several prompts with the same messages, the first is kept. A larger sample contains the smaller
+    ones.
     """
     skipped: Counter[str] = Counter()
     chosen: list[Prompt] = []
-    seen: set[tuple[str | None, tuple[str, ...]]] = set()
+    seen: set[Prompt] = set()
     for prompt in prompts:
-        prompt = replace(prompt, turns=prompt.turns[: cfg.max_turns])
+        if not prompt.messages:
+            prompt = replace(prompt, turns=prompt.turns[: cfg.max_turns])
         length = sum(map(len, prompt.turns))
-        if (prompt.system, prompt.turns) in seen:
+        content = replace(prompt, id="", source="")
+        if content in seen:
             skipped["repeated"] += 1
+        elif cfg.max_turns is not None and len(prompt.turns) > cfg.max_turns:
+            skipped["after max_turns"] += 1
         elif cfg.min_chars is not None and length < cfg.min_chars:
             skipped["short"] += 1
         elif cfg.max_chars is not None and length > cfg.max_chars:
             skipped["long"] += 1
         else:
-            seen.add((prompt.system, prompt.turns))
+            seen.add(content)
             chosen.append(prompt)
     if cfg.sample is not None:
         ranked = sorted(chosen, key=lambda prompt: _hash(cfg.sample_seed, prompt.id))

@@ -8,10 +8,10 @@ answer depends on its request only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message, is_looping
@@ -28,23 +28,27 @@ AnswerFinishReason = Literal[
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk
-    only.
+    only. `variables` as in `Conversation`.
     """
 
     messages: tuple[Message, ...]
     seed: int
     speaker: Literal["user", "assistant"] = "assistant"
+    variables: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A generated message, without its end token."""
+    """A generated message, without its end token. `parts`: of a message of a server that parses tool
+    calls, see `Message`.
+    """
 
     text: str
     finish_reason: AnswerFinishReason
     prompt_tokens: int
     completion_tokens: int  # the end token included
     token_ids: tuple[int, ...] | None = None  # if `text` tokenizes otherwise
+    parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 DropReason = AnswerFinishReason | Literal["empty", "looping", "repeated"]
@@ -80,7 +84,7 @@ class DropRules:
             return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:
             return answer.finish_reason
-        if not answer.text.strip():
+        if not (answer.text.strip() or answer.parts):
             return "context" if answer.finish_reason == "context" else "empty"
         return None
 
@@ -90,9 +94,10 @@ class GeneratedChat:
     """A conversation with generated answers."""
 
     prompt: Prompt  # what it was generated from
-    # system message, then each question with its answer
+    # system message, then each question with its answer; of a chat with tools, what was recorded
+    # and one answer
     messages: list[Message] = field(default_factory=list)
-    # these three: per answer
+    # these three: per generated answer
     finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
@@ -116,10 +121,17 @@ class GeneratedChat:
         """
         return self.dropped == "failed" or self.turns == 0
 
-    def add(self, question: Message, answer: Answer) -> None:
-        """Append a question and its answer."""
+    def add(self, question: Sequence[Message], answer: Answer) -> None:
+        """Append the messages of a question and its answer. Answers in the question are no target of
+        training: the model did not generate them.
+        """
         is_cut = answer.finish_reason != "stop"
-        self.messages += [question, Message("assistant", answer.text, answer.token_ids, is_cut)]
+        for message in question:
+            is_recorded = message.role == "assistant"
+            self.messages.append(replace(message, is_target=False) if is_recorded else message)
+        self.messages.append(
+            Message("assistant", answer.text, answer.token_ids, is_cut, parts=answer.parts)
+        )
         self.finish_reasons.append(answer.finish_reason)
         self.prompt_tokens.append(answer.prompt_tokens)
         self.completion_tokens.append(answer.completion_tokens)
@@ -144,19 +156,23 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
 
 
 def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
-    """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation).
+    """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation), or give the
+    one answer that comes after its `messages`.
 
     An answer dropped by `rules` ends the conversation; earlier turns are kept.
     """
     chat = GeneratedChat(prompt)
-    for number, text in enumerate(prompt.turns):
-        question = Message("user", text)
+    questions = [(Message("user", text),) for text in prompt.turns]
+    asked: Sequence[tuple[Message, ...]] = [prompt.messages] if prompt.messages else questions
+    for number, question in enumerate(asked):
         answer = yield Request(
-            (*chat.messages, question), turn_seed(random_seed, prompt.id, number)
+            (*chat.messages, *question),
+            turn_seed(random_seed, prompt.id, number),
+            variables=prompt.variables,
         )
         reason = rules.drop_reason(answer)
         if reason is not None:
-            chat.drop(reason, len(prompt.turns) - number)
+            chat.drop(reason, len(asked) - number)
             break
         chat.add(question, answer)
     return chat
@@ -180,7 +196,7 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
         if reason is not None:
             chat.drop(reason, 1)
             return chat
-        chat.add(question, answer)
+        chat.add([question], answer)
         if chat.turns == rounds:
             return chat
         name = f"user {chat.turns}"

@@ -59,6 +59,7 @@ def open_source(
         timeout=cfg.request_timeout,
         retry_seconds=cfg.retry_seconds,
         concurrency=cfg.concurrency,
+        optional=["skip_special_tokens", "return_token_ids"],
         note=note,
     )
     parameters = request_parameters(

@@ -5,12 +5,17 @@ finish reason, length.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
-from medusa_train.data.turns import reasoning_part
+from medusa_train.data.json_values import RecordError
+from medusa_train.data.report import Unread
+from medusa_train.data.tool_calls import TOOLS
+from medusa_train.data.tool_rendering import openai_messages
+from medusa_train.data.turns import TurnKeys, parse_turns, reasoning_part
 from medusa_train.errors import ServerError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.selfdistill.replay import (
@@ -35,8 +40,8 @@ _REASONS: dict[str, AnswerFinishReason] = {
     "stop_sequence": "stop",
     "length": "length",
     "content_filter": "refused",
-    "tool_calls": "refused",
-    "function_call": "refused",
+    "tool_calls": "stop",
+    "function_call": "stop",
 }
 
 
@@ -59,6 +64,7 @@ class ServerAnswers:
         self._parameters = {"model": model, **parameters}
         self._reasoning_tags = reasoning_tags
         self._has_answered = False
+        self._parsed_calls = 0
         self._greeting = asyncio.Lock()
 
     def generate(
@@ -91,9 +97,14 @@ class ServerAnswers:
         asyncio.run(run())
 
     def stats(self) -> Mapping[str, str]:
-        """Return the number of requests that were sent again, and why requests were refused."""
-        retries = self.servers.retries
-        stats = {"requests repeated": f"{retries:,}"} if retries else {}
+        """Return the numbers of requests that were sent again, and of answers whose tool calls the
+        server parsed, and why requests were refused.
+        """
+        counts = {
+            "requests repeated": self.servers.retries,
+            "answers whose calls the server parsed": self._parsed_calls,
+        }
+        stats = {name: f"{count:,}" for name, count in counts.items() if count}
         for reason, count in self.refusals.most_common(SHOWN_REASONS):
             stats[reason] = f"{count:,}"
         return stats
@@ -101,7 +112,10 @@ class ServerAnswers:
     async def _answer(self, request: Request) -> Answer:
         """Return the answer to a request; one without text if it is refused, too long or failed."""
         try:
-            return await self._ask(request.messages, request.seed)
+            # the tokens of calls may be special ones, which the text would lack
+            raw = {"skip_special_tokens": False, "return_token_ids": True}
+            changes = raw if request.variables else {}
+            return await self._ask(request.messages, request.seed, request.variables, **changes)
         except RequestRejected as rejected:
             if rejected.too_long:
                 return Answer("", "context", 0, 0)
@@ -121,11 +135,14 @@ class ServerAnswers:
                 count = f"refused {self.refusals.total()} requests and answered none in between"
                 raise ServerError(f"{self.servers.name}: {count}; last: {rejected}") from None
 
-    async def _ask(self, messages: Sequence[Message], seed: int, **changes: Any) -> Answer:
-        body = {**request_body(self._parameters, messages, seed), **changes}
+    async def _ask(
+        self, messages: Sequence[Message], seed: int, variables: str = "", **changes: Any
+    ) -> Answer:
+        body = {**request_body(self._parameters, messages, seed, variables), **changes}
         response = await self.servers.complete(body)
         answer = parse_answer(response, self._reasoning_tags, body["max_tokens"])
         self._has_answered = True
+        self._parsed_calls += bool(answer.parts)
         return answer
 
 
@@ -153,11 +170,21 @@ def request_parameters(
 
 
 def request_body(
-    parameters: Mapping[str, Any], messages: Sequence[Message], seed: int
+    parameters: Mapping[str, Any], messages: Sequence[Message], seed: int, variables: str = ""
 ) -> dict[str, Any]:
-    """Return the body of a request. The seed is reduced to 31 bits, which every server accepts."""
-    chat = [message.as_dict() for message in messages]
-    return {**parameters, "messages": chat, "seed": seed % 2**31}
+    """Return the body of a request. The seed is reduced to 31 bits, which every server accepts.
+
+    `variables` as in `Conversation`. With `tool_choice` none vLLM renders the tools and returns calls
+    as the text that the model generates; it needs no parser of calls for that.
+    """
+    body = {**parameters, "messages": openai_messages(messages), "seed": seed % 2**31}
+    given = json.loads(variables) if variables else {}
+    tools = given.pop(TOOLS, None)
+    if tools:
+        body |= {"tools": tools, "tool_choice": "none"}
+    if given:
+        body["chat_template_kwargs"] = {**parameters.get("chat_template_kwargs", {}), **given}
+    return body
 
 
 def parse_answer(
@@ -169,21 +196,35 @@ def parse_answer(
     to be whole was possibly cut if it has as many tokens as were allowed, or ends within its
     reasoning.
 
+    Tool calls that the server parsed become `parts` of the answer. The tokens of an answer are read
+    if the server returns them.
+
     Raises:
-        RequestRejected: the finish reason is unknown, so nobody can say whether it is whole.
+        RequestRejected: the finish reason is unknown, so nobody can say whether it is whole; or its
+            tool calls cannot be read.
     """
     choice = response["choices"][0]
     message = choice["message"]
+    parts: Mapping[str, Any] = {}
+    if message.get("tool_calls"):
+        turn = {**message, "role": "assistant"}
+        try:
+            (parsed,) = parse_turns([turn], TurnKeys(is_prompt=True), Unread())
+        except RecordError as error:
+            raise RequestRejected(f"its answer cannot be read: {error}") from None
+        parts = parsed.parts
     # 1. its text; lone surrogates, which JSON can escape and UTF-8 cannot encode, are replaced
     content = str(message.get("content") or "")
-    reasoning = reasoning_part(message)
+    reasoning = "" if parts else reasoning_part(message)
     text = join_reasoning(reasoning, content, reasoning_tags)
     text = text.encode("utf-8", "replace").decode("utf-8")
-    # 2. why it ends
+    # 2. why it ends, and its tokens
     length = token_count(response, "completion_tokens")
     reason = _finish_reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
         reason = "context"
+    ids = choice.get("token_ids") or ()
+    token_ids = tuple(ids[:-1] if reason == "stop" else ids) or None  # without the end token
     # 3. whether it is whole
     if reason == "stop":
         allowed = response.get("max_tokens", max_new_tokens)
@@ -193,7 +234,8 @@ def parse_answer(
             reason = "possibly cut"
         elif reasoning and not text:
             reason = "only reasoning"
-    return Answer(text, reason, token_count(response, "prompt_tokens"), length)
+    prompt_tokens = token_count(response, "prompt_tokens")
+    return Answer(text, reason, prompt_tokens, length, token_ids, parts)
 
 
 def _finish_reason(finish: object) -> AnswerFinishReason:

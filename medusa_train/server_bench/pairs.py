@@ -112,6 +112,7 @@ class ServedAnswer:
     # seconds from the request to the first text; None for an empty answer
     first_token: float | None
     seconds: float  # from the request to the end
+    category: str = ""  # of the question
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class Measurement:
     """The answers of one server to one block of conversations."""
 
     answers: tuple[ServedAnswer, ...]
-    #: Question and turn of prompts that do not fit into the context; their conversations end
-    # before them.
+    #: Question and turn of prompts that do not fit into the context, or of chats with tools that the
+    # server rejects; their conversations end before them.
     skipped: tuple[tuple[int | str, int], ...] = ()
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
@@ -204,15 +205,21 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
     """Divide the conversations of one concurrency into blocks, which servers are given in turns.
 
     A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as
-    run concurrently.
+    run concurrently. Questions of chats with tools share no block with those of another category: a
+    server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    conversations = [
-        Conversation(question, repeat) for repeat in range(repeats) for question in questions
-    ]
-    count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
-    bounds = [index * len(conversations) // count for index in range(count + 1)]
-    return [conversations[start:end] for start, end in pairwise(bounds)]
+    groups: dict[str, list[Conversation]] = {}
+    for repeat in range(repeats):
+        for question in questions:
+            kind = question.category if question.messages else ""
+            groups.setdefault(kind, []).append(Conversation(question, repeat))
+    blocks = []
+    for conversations in groups.values():
+        count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
+        bounds = [index * len(conversations) // count for index in range(count + 1)]
+        blocks += [conversations[start:end] for start, end in pairwise(bounds)]
+    return blocks
 
 
 class ServerBench:
@@ -233,9 +240,11 @@ class ServerBench:
 
         async def ask(question: Question) -> None:
             try:
-                await self._ask(question.opening, 0, secrets.token_hex(8), max_tokens=length)
+                await self._ask(
+                    question, question.opening, 0, secrets.token_hex(8), max_tokens=length
+                )
             except RequestRejected as rejected:
-                if not rejected.too_long:
+                if not (rejected.too_long or question.messages):
                     raise ServerError(
                         f"server {self.target.url}: rejects requests: {rejected}"
                     ) from None
@@ -266,7 +275,8 @@ class ServerBench:
             try:
                 await self._converse(conversation, began, turns)
             except RequestRejected as rejected:
-                if rejected.too_long:
+                # a chat template may not render the calls in a chat
+                if rejected.too_long or conversation.question.messages:
                     skipped.append((conversation.question.question_id, len(turns) + 1))
                 else:  # the others go on, so that none is under way at the end
                     faults.append(str(rejected))
@@ -297,13 +307,13 @@ class ServerBench:
         question, repeat = conversation
         # later turns may find their history in the prefix cache, other conversations not
         salt = secrets.token_hex(8)
-        messages = list(question.opening[:-1])
-        for turn, asked in enumerate(question.turns, start=1):
-            messages.append(Message("user", asked))
+        messages: list[Message] = []
+        for turn in range(1, 1 + len(question.turns)):
+            messages += question.asked(turn)
             seed = zlib.crc32(
                 f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF
             )
-            answer, response = await self._ask(messages, seed, salt)
+            answer, response = await self._ask(question, messages, seed, salt)
             started, first = response["timing"]["started"], response["timing"]["first_token"]
             # reasoning that has no answer
             cut_off = response["choices"][0]["message"]["reasoning_content"]
@@ -317,6 +327,7 @@ class ServerBench:
                     started - began,
                     None if first is None else first - started,
                     response["timing"]["finished"] - started,
+                    question.category,
                 )
             )
             messages.append(
@@ -324,10 +335,10 @@ class ServerBench:
             )  # empty ones may be refused
 
     async def _ask(
-        self, messages: Sequence[Message], seed: int, salt: str, **changes: Any
+        self, question: Question, messages: Sequence[Message], seed: int, salt: str, **changes: Any
     ) -> tuple[Answer, dict[str, Any]]:
-        """Return one streamed answer, parsed and as `read_stream` returns it."""
-        body = request_body(self._options.parameters, messages, seed)
+        """Return one streamed answer to a question, parsed and as `read_stream` returns it."""
+        body = request_body(self._options.parameters, messages, seed, question.variables)
         body |= {"model": self.target.model, **changes}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:

@@ -23,6 +23,7 @@ from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.run_metadata import bench_settings
 from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.inference.sampling import Sampling
 from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
@@ -416,7 +417,7 @@ def request_options(
         chat_template_kwargs=_template_kwargs(cfg, paths),
     )
     rule = mode.baseline_rule
-    if rule is not None:
+    if isinstance(rule, Sampling):
         parameters |= {"temperature": rule.temperature, "top_p": rule.top_p}
         if rule.top_k:  # 0: all tokens
             parameters["top_k"] = rule.top_k

@@ -184,7 +184,7 @@ async def read_stream(
                 raise Fault(
                     f"a part of the stream is no text message: {excerpt(data, 80)}"
                 ) from None
-            if first_token is None and (content or reasoning):
+            if first_token is None and (content or reasoning or delta.get("tool_calls")):
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason
     # 3. the whole answer, as without `stream`

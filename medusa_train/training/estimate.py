@@ -22,7 +22,6 @@ from medusa_train.models.hf_config import (
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.precision import Precision
 from medusa_train.models.target_model import TargetModel
-from medusa_train.training.draft_cost import draft_cost
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
@@ -126,7 +125,7 @@ class Estimate:
         self._cfg = cfg
         self._text = text
         self._section = cfg.draft_config
-        self._cost = draft_cost(self._section, model_config.get_text_config().hidden_size)
+        self._cost = self._section.cost
         self._settings = self._section.settings
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
@@ -239,7 +238,7 @@ class Estimate:
         # 1. Layers and blocks, without matrices that give logits.
         outputs = cost.repeats * cost.output_matrices
         own_outputs = cost.output_matrices - cost.shared_lm_heads
-        once = cost.weights_used_once
+        once = cost.joined_states * self._hidden**2
         inner = self._multiplied - own_outputs * self._draft_vocab * self._hidden - once
         if "auto_blocks" in self._settings:  # which run on the vectors of all heads
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)

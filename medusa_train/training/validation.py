@@ -75,7 +75,7 @@ class ValidationResult:
         return simulate(self.conversations)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures of an evaluation record in metrics.jsonl."""
+        """Return the metrics, for an evaluation record in metrics.jsonl."""
         record: dict[str, Any] = {
             "loss": self.loss,
             "objective": self.objective,
@@ -209,8 +209,8 @@ def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple
         kept = target_ranks[target_ranks >= 0]
         hits = torch.bincount(kept, minlength=MAX_RANK).cumsum(dim=0)  # [10]
         known = int((indices >= 0).sum())
-        figures = [loss, len(indices), known, *hits.tolist()]
-        sums[i] = torch.tensor(figures, dtype=torch.float64)
+        counts = [loss, len(indices), known, *hits.tolist()]
+        sums[i] = torch.tensor(counts, dtype=torch.float64)
     return sums, ranks
 
 

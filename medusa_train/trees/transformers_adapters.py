@@ -1,7 +1,7 @@
-"""The memory of `trees.kv_slots` as caches that transformers' models write to, one for each pass.
+"""The memory of `trees.kv_cache` as caches that transformers' models write to, one for each pass.
 
-`PromptCache` is for passes over prompts, `SlotCache` for passes over the nodes of a tree, whose
-places `NodeSlots` describes.
+`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree, whose other
+inputs are `NodeInputs`.
 """
 
 from __future__ import annotations
@@ -16,58 +16,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from medusa_train.trees.kv_slots import HEADS, ROWS, WIDTH, Slots
+from medusa_train.trees.kv_cache import HEADS, ROWS, WIDTH, KVCache
 
 
 class PromptCache(Cache):
-    """The cache of transformers' interface for passes over prompts, on the memory of `Slots`.
+    """The cache of transformers' interface for a pass over prompts, on the memory of a `KVCache`.
 
-    A pass writes its q positions after those before it and reads exactly these, so that the model's
-    own causal mask applies. Shorter prompts of a pass are padded behind.
+    The pass writes its q positions after those before it and reads exactly these, so that the
+    model's own causal mask applies. Shorter prompts of a pass are padded behind.
 
     Args:
-        rows: of the prompts.
+        first, count: the rows of the prompts.
         length: positions that these rows hold already and that the pass continues.
     """
 
-    def __init__(self, slots: Slots, rows: slice, length: int = 0) -> None:
-        # the layers refer to this and not to the cache: in a circle, memory would stay until Python
-        # looks for circles
-        self._pass = _PromptPass(slots, rows, length, length)
-        layers = [_PromptLayer(self._pass, layer) for layer in range(slots.num_layers)]
+    def __init__(self, kv_cache: KVCache, first: int, count: int, length: int = 0) -> None:
+        rows = slice(first, first + count)
+        # layers do not refer to this cache: in a circle, memory would stay until Python looks for
+        # circles
+        layers = [
+            _PromptLayer(kv_cache, index, rows, length) for index in range(kv_cache.num_layers)
+        ]
         super().__init__(layers=layers)
-
-    @property
-    def length(self) -> int:
-        """Positions before the next pass."""
-        return self._pass.length
-
-    def commit(self) -> None:
-        """Let the next pass follow the positions of the last one."""
-        self._pass.length = self._pass.written
-
-
-def prompt_cache(slots: Slots, first: int, count: int, length: int = 0) -> PromptCache:
-    """Return the cache for a pass over the prompts of `count` rows from row `first` on.
-
-    Args:
-        length: positions that these rows hold already and that the pass continues.
-    """
-    return PromptCache(slots, slice(first, first + count), length)
-
-
-@dataclass
-class _PromptPass:
-    """Where a pass over prompts writes.
-
-    Attributes:
-        length: positions before the pass. written: positions after the last pass.
-    """
-
-    slots: Slots
-    rows: slice
-    length: int
-    written: int
+        self.length = length
 
 
 class _Layer(CacheLayerMixin, ABC):
@@ -80,7 +51,7 @@ class _Layer(CacheLayerMixin, ABC):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: `Slots` allocates."""
+        """Do nothing: `KVCache` allocates."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -132,36 +103,37 @@ def _part_of(stored: Tensor, states: Tensor) -> Tensor:
 class _PromptLayer(_Layer):
     """One layer of a `PromptCache`."""
 
-    def __init__(self, place: _PromptPass, index: int) -> None:
+    def __init__(self, kv_cache: KVCache, index: int, rows: slice, length: int) -> None:
         super().__init__()
-        self._place = place
+        self._kv_cache = kv_cache
         self._index = index
+        self._rows = rows
+        self._length = length
 
     def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
-        place = self._place
-        place.written = place.length + key_states.shape[2]
-        return place.slots.allocate(key_states, value_states, place.written)[self._index]
+        end = self._length + key_states.shape[2]
+        return self._kv_cache.allocate(key_states, value_states, end)[self._index]
 
     def _write(
         self, storage: Tensor, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        place = self._place
-        keys, values = storage[:, place.rows, :, : place.written]  # [B, kv_heads, S, head_dim] each
-        keys[:, :, place.length :] = key_states
-        values[:, :, place.length :] = value_states
+        end = self._length + key_states.shape[2]
+        keys, values = storage[:, self._rows, :, :end]  # [B, kv_heads, S, head_dim] each
+        keys[:, :, self._length :] = key_states
+        values[:, :, self._length :] = value_states
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._place.length + query_length, 0
+        return self._length + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._place.length
+        return self._length
 
     def get_max_length(self) -> int:
-        return self._place.slots.capacity
+        return self._kv_cache.capacity
 
 
-class SlotCache(Cache):
+class NodeCache(Cache):
     """The cache of transformers' interface for one pass that writes to given columns.
 
     Args:
@@ -172,11 +144,11 @@ class SlotCache(Cache):
     """
 
     def __init__(self, storage: Sequence[Tensor], columns: Tensor | int, key_length: int) -> None:
-        super().__init__(layers=[_SlotLayer(layer, columns, key_length) for layer in storage])
+        super().__init__(layers=[_NodeLayer(layer, columns, key_length) for layer in storage])
 
 
-class _SlotLayer(_Layer):
-    """One layer of a `SlotCache`.
+class _NodeLayer(_Layer):
+    """One layer of a `NodeCache`.
 
     Keys and values are written at once: if memory is written twice, torch.compile copies all of it
     instead.
@@ -229,18 +201,18 @@ class _SlotLayer(_Layer):
         return self._key_length
 
 
-def slot_cache(storage: Tensor, columns: Tensor, key_length: int) -> SlotCache:
+def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:
     """Return a cache that writes to `columns`, long [B, q], of the first B rows of a storage
     [layers, 2, rows, ...].
     """
     if storage.shape[ROWS] == 1:
         columns = columns[0]
-    return SlotCache(storage.unbind(), columns, key_length)
+    return NodeCache(storage.unbind(), columns, key_length)
 
 
 @dataclass(frozen=True)
-class NodeSlots:
-    """Where the n + 1 nodes of B rows stand: the inputs of a verification pass but for tokens.
+class NodeInputs:
+    """What a verification pass over the n + 1 nodes of B rows gets in addition to their tokens.
 
     Attributes:
         positions: position ids, long [B, n + 1].
@@ -248,7 +220,7 @@ class NodeSlots:
             single row's root, which sees all columns that are read.
         columns: that the nodes are written to, long [B, n + 1].
         first_column: the first of them, where a single row writes slices; else None.
-        storage: of the target model's slots, [layers, 2, rows, kv_heads, columns, head_dim], with more
+        storage: of the target model's KV cache, [layers, 2, rows, kv_heads, columns, head_dim], with more
             columns than key_length, of which the first B rows are used.
         key_length: number of columns that attention reads.
     """
@@ -260,7 +232,7 @@ class NodeSlots:
     storage: Tensor
     key_length: int
 
-    def first_nodes(self, count: int) -> NodeSlots:
+    def first_nodes(self, count: int) -> NodeInputs:
         """Return the first `count` nodes."""
         masks = self.masks
         if masks is not None:
@@ -269,9 +241,9 @@ class NodeSlots:
         columns = self.columns[:, :count]
         return replace(self, positions=positions, masks=masks, columns=columns)
 
-    def cache(self, first: int = 0, last: int | None = None) -> SlotCache:
+    def cache(self, first: int = 0, last: int | None = None) -> NodeCache:
         """Return the cache for a pass over the nodes first .. last - 1."""
         if self.first_column is not None:
             layers = self.storage.unbind()
-            return SlotCache(layers, self.first_column + first, self.key_length)
-        return slot_cache(self.storage, self.columns[:, first:last], self.key_length)
+            return NodeCache(layers, self.first_column + first, self.key_length)
+        return node_cache(self.storage, self.columns[:, first:last], self.key_length)

@@ -26,11 +26,11 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.data.datastore import Datastore
+from medusa_train.inference.accept import Greedy as GreedyRule
 from medusa_train.inference.accept import Typical as TypicalRule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, GraphRunner
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling as SamplingRule
 from medusa_train.losses import linear_loss as chunked_loss
 from medusa_train.losses.linear_loss import Teacher
@@ -207,7 +207,7 @@ def _rule(rule: Greedy | Sampling | Typical) -> Any:
         return SamplingRule(rule.temperature, rule.top_k, rule.top_p)
     if isinstance(rule, Typical):
         return TypicalRule(*rule)
-    return None
+    return GreedyRule()
 
 
 def _generators(

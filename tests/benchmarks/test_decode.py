@@ -14,8 +14,8 @@ from decode_steps import Context
 from shapes import Rates, Sizes, llama_config, random_model
 
 from medusa_train.inference import step as step_module
-from medusa_train.inference.accept import FOLLOWING, accept
-from medusa_train.inference.runners import FixedShapeRunner
+from medusa_train.inference.accept import TARGET_ARGMAX, accept
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.models import prepack
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
@@ -42,8 +42,8 @@ def test_static_steps_compute_what_passes_do(
     fixed.step_runner = runner
     passes, static = Context(eager, 20, 8), Context(fixed, 20, 8)
     with torch.inference_mode():
-        before = passes._slots.storage(20)[..., :20, :].clone()
-        static._slots.storage(20)[..., :20, :] = before
+        before = passes._kv_cache.storage(20)[..., :20, :].clone()
+        static._kv_cache.storage(20)[..., :20, :] = before
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
         step_module, "accept", lambda *given: seen.append(given[2]) or accept(*given)
@@ -58,9 +58,9 @@ def test_static_steps_compute_what_passes_do(
             assert torch.allclose(other.steps._hidden, one.steps._hidden, atol=1e-5)
             fixed_buffers = other.steps._fixed
             assert fixed_buffers is not None
-            assert torch.equal(fixed_buffers.choices[:, FOLLOWING], seen[-1].argmax(-1))
+            assert torch.equal(fixed_buffers.choices[:, TARGET_ARGMAX], seen[-1].argmax(-1))
         for context in (passes, static):
-            assert torch.equal(context._slots.storage(20)[..., :20, :], before)
+            assert torch.equal(context._kv_cache.storage(20)[..., :20, :], before)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_each_command_names_what_it_does_not_read(
     records = [prompts.chat(number, has_answer=False) for number in range(8)]
     Path("prompts").mkdir()
     write(Path("prompts", "chats.jsonl"), records)
-    answering = ["base_model=base model", "temperature=0", "dtype=float32", "max_new_tokens=6"]
+    answering = ["base_model=backbone", "temperature=0", "dtype=float32", "max_new_tokens=6"]
     answering += ["drop_truncated=false", "drop_looping=false"]
     source = ["--prompts", "prompts/chats.jsonl", "--output", "own.jsonl"]
     prompts.assert_named(invoke(selfdistill.app, *source, *answering))

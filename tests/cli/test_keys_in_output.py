@@ -35,7 +35,7 @@ PROMPTS = [{"id": f"s{n}", "turns": [f"what is {n} + {n}"]} for n in range(3)]
 ASK = ["--seed", "prompts.jsonl", "--model", "m", "retry_seconds=0"]
 TRAIN = [
     *(
-        "base_model=base model",
+        "base_model=backbone",
         "datasets=[{path: chats.jsonl}]",
         "output_dir=trained",
         "bf16=false",

@@ -34,7 +34,7 @@ def test_seeds_become_heads_that_are_measured(
         "".join(json.dumps(seed) + "\n" for seed in SEEDS), encoding="utf-8"
     )
     answering = [
-        "base_model=base model",
+        "base_model=backbone",
         "temperature=0",
         "dtype=float32",
         "max_new_tokens=24",
@@ -100,7 +100,7 @@ def test_answers_end_at_the_end_token_of_the_chat_template(
     Path("seeds.jsonl").write_text(
         "".join(json.dumps(seed) + "\n" for seed in SEEDS), encoding="utf-8"
     )
-    options = ["base_model=base model", "temperature=0", "dtype=float32", "max_new_tokens=60"]
+    options = ["base_model=backbone", "temperature=0", "dtype=float32", "max_new_tokens=60"]
     printed = [invoke(selfdistill.app, "--seed", "seeds.jsonl", "--output", "own.jsonl", *options)]
     own = [json.loads(line) for line in Path("own.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {record["messages"][1]["content"] for record in own} == {chatml.ANSWER}

@@ -61,7 +61,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     result = succeed([*flags, "--limit", "2"])
     out = at_work / "runs" / "selfdistill" / "mine.jsonl"
     assert (
-        "model base model, prompts mine.jsonl; output runs/selfdistill/mine.jsonl"
+        "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl"
         in result.output.splitlines()[0]
     )
     two = out.read_text(encoding="utf-8")
@@ -236,7 +236,7 @@ def test_an_odd_record_of_a_public_data_set_is_skipped(
 
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
-        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/base model\ndtype:"
+        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype:"
         " float32\nmax_new_tokens: 4\ntemperature: 0.7\ndrop_truncated: false\noutput:"
         " never.jsonl\nchat_template: zephyr\n"
     )
@@ -426,7 +426,7 @@ def test_a_run_answers_with_its_target_model_and_its_heads_speculate(at_work: Pa
     write_run(at_work / "fast", at_work / "backbone")
     flags = ["--seed", "mine.jsonl", *SHORT]
     result = succeed([*flags, "heads=fast", "--output", "fast.jsonl"])
-    assert "model base model with the heads of fast" in result.output.splitlines()[0]
+    assert "model backbone with the heads of fast" in result.output.splitlines()[0]
     assert "tokens per step" in result.output
     succeed([*flags, "--model", "backbone", "--output", "slow.jsonl"])
     assert (at_work / "fast.jsonl").read_bytes() == (at_work / "slow.jsonl").read_bytes()

@@ -150,7 +150,7 @@ def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
         ),
         (
             "chat_template_kwargs={messages: [], tools: []}",
-            "messages, tools: set by the renderer itself; remove it",
+            "messages, tools: set for each chat by its record; remove it",
         ),
         ("reasoning_tags=<r>", "expected two tags such as [<think>, </think>], got '<r>'"),
         ("reasoning_tags=[<r>]", "expected two tags"),

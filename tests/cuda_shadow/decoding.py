@@ -15,10 +15,10 @@ from rich.console import Console
 
 import medusa_train
 from medusa_train.inference import cuda_graphs
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer
@@ -27,14 +27,14 @@ from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
 from medusa_train.tree_search import time_steps
 from medusa_train.tree_search.traces import trace_conversations
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_cache import KVCache
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_target_model
 from tests.inference.test_drafts import PROMPTS, REPLAYED_KINDS, TREE, random_draft
 from tests.inference.test_refill import make_draft
 
-RULES: dict[str, Rule] = {
-    "greedy": None,
+RULES: dict[str, AcceptanceRule] = {
+    "greedy": Greedy(),
     "sampling": Sampling(0.9, 20, 0.9),
     "typical": Typical(0.8),
 }
@@ -87,15 +87,19 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
     return counts
 
 
-def alone(target_model: TargetModel, draft: Proposer | None, rule: Rule) -> list[Generation]:
-    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, 16))
+def alone(
+    target_model: TargetModel, draft: Proposer | None, rule: AcceptanceRule
+) -> list[Generation]:
+    decoder = Decoder(target_model, draft, TREE, KVCache(target_model.num_layers, 120, 16))
     return [
         decoder.generate(prompt, TOKENS, (), rule, torch.Generator().manual_seed(5))
         for prompt in PROMPTS[:2]
     ]
 
 
-def together(target_model: TargetModel, draft: Proposer | None, rule: Rule) -> list[Generation]:
+def together(
+    target_model: TargetModel, draft: Proposer | None, rule: AcceptanceRule
+) -> list[Generation]:
     generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
     return BatchDecoder(target_model, draft, TREE).generate_batch(
         PROMPTS, TOKENS, (), rule, generators
@@ -162,7 +166,7 @@ def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
             super().run(graphs, key, step)
 
     target_model.step_runner = Counting()
-    decoder = Decoder(target_model, None, None, Slots(target_model.num_layers, 120, 16))
+    decoder = Decoder(target_model, None, None, KVCache(target_model.num_layers, 120, 16))
     counts = []
     for moved in (False, False, True, False):
         if moved:
@@ -191,9 +195,9 @@ def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
 def test_trees_that_differ_from_step_to_step(name: str) -> None:
     target_model = on_gpu("llama")
     draft = make_draft(name, target_model)
-    plain = [one.tokens for one in together(target_model, None, None)]
-    assert [one.tokens for one in together(target_model, draft, None)] == plain
-    assert [one.tokens for one in alone(target_model, draft, None)] == plain[:2]
+    plain = [one.tokens for one in together(target_model, None, Greedy())]
+    assert [one.tokens for one in together(target_model, draft, Greedy())] == plain
+    assert [one.tokens for one in alone(target_model, draft, Greedy())] == plain[:2]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "kangaroo"])

@@ -4,8 +4,14 @@ from typing import Any
 import pytest
 
 from medusa_train.data.json_values import RecordError
-from medusa_train.data.records import normalize, parse_user_turns
-from medusa_train.data.unread import COLUMNS, Unread
+from medusa_train.data.records import (
+    answer_points,
+    normalize,
+    parse_tool_chat,
+    parse_user_turns,
+)
+from medusa_train.data.report import COLUMNS, Unread
+from tests.tool_chats import CHAT, TOOL
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
@@ -184,3 +190,52 @@ def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
     record["messages"][1] |= {key: "r", "content": ""}
     with pytest.raises(RecordError, match="turn 2 \\(assistant\\) is empty"):
         normalize(record)
+
+
+def test_a_chat_with_tools_is_read_whole_as_a_prompt() -> None:
+    unread = Unread()
+    chat = parse_tool_chat({**CHAT, "extra": 1}, unread=unread)
+    assert chat is not None
+    roles = [message.role for message in chat.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert chat.messages[2].calls[0]["function"]["arguments"] == {"n": 1}
+    assert (chat.id, json.loads(chat.variables)) == ("chat", {"tools": [TOOL]})
+    assert unread == {(COLUMNS, "extra"): 1}
+    assert answer_points(chat) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": CHAT["messages"]},
+        {"query": "q", "answers": '[{"name": "f", "arguments": {}}]', "tools": "[]"},
+        {"conversations": [{"from": "human", "value": "q"}], "tools": [{"name": "f"}]},
+        {"prompt": "q", "functions": [{"name": "f"}]},
+        {
+            "custom_id": "1",
+            "body": {"messages": [{"role": "user", "content": "q"}], "tools": [TOOL]},
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "<tool_call>{}</tool_call>"},
+                {"from": "tool", "value": "r"},
+            ]
+        },
+    ],
+    ids=["calls", "xlam", "sharegpt", "prompt", "batch", "Hermes"],
+)
+def test_tools_and_calls_of_any_format_make_a_chat_with_tools(record: dict[str, Any]) -> None:
+    assert parse_tool_chat(record) is not None
+
+
+@pytest.mark.parametrize("extra", [{}, {"tools": None}, {"tools": "[]"}, {"tools": []}])
+def test_chats_without_tools_are_no_chats_with_tools(extra: dict[str, Any]) -> None:
+    assert parse_tool_chat({**GOOD, **extra}) is None
+    assert parse_tool_chat({"turns": ["q"], **extra}) is None
+
+
+def test_a_chat_with_tools_and_no_answer_is_answered_after_its_question() -> None:
+    chat = parse_tool_chat({"messages": CHAT["messages"][:2], "tools": [TOOL]})
+    assert chat is not None
+    assert answer_points(chat) == [2]

@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.conversation import Message
-from medusa_train.data.unread import COLUMNS, WITHOUT_PROMPT, Unread
+from medusa_train.data.report import COLUMNS, WITHOUT_PROMPT, Unread
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import (
@@ -22,6 +23,7 @@ from medusa_train.evaluation.questions import (
     load_bench,
     read_questions,
 )
+from tests.tool_chats import CHAT, TOOL
 
 GOOD = {"question_id": 81, "category": "writing", "turns": ["Say something.", "Say it again."]}
 
@@ -409,3 +411,33 @@ def test_a_second_name_of_what_was_read_is_counted(tmp_path: Path) -> None:
     unread = Unread()
     assert read_questions(path, unread)[0].turns == ("Q",)
     assert unread == {(COLUMNS, "prompt"): 1, (COLUMNS, "prompt_id"): 1}
+
+
+def test_each_answer_of_a_chat_with_tools_is_a_question(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", {"prompt": "One?"}, CHAT)
+    plain, *questions = read_questions(path)
+    assert (plain.question_id, plain.messages) == (1, ())
+    assert [(one.question_id, one.category, one.turns) for one in questions] == [
+        ("2/1", "with calls", ("Find both.",)),
+        ("2/2", "with calls", ("result 1",)),
+        ("2/3", "without calls", ("result 2",)),
+    ]
+    assert [len(one.opening) for one in questions] == [2, 4, 6]
+    assert json.loads(questions[0].variables)["tools"] == [TOOL]
+    assert len(read_questions(path, turns_per_chat=1)) == 2
+
+
+def test_results_after_an_answer_show_that_it_makes_calls(tmp_path: Path) -> None:
+    said = [("human", "q"), ("gpt", "<tool_call>{}</tool_call>"), ("tool", "r"), ("gpt", "a")]
+    chat = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    questions = read_questions(write(tmp_path / "chats.jsonl", chat))
+    assert [one.category for one in questions] == ["with calls", "without calls"]
+
+
+def test_the_shipped_chats_with_tools_make_calls_and_answer_in_text() -> None:
+    notes: list[str] = []
+    bench = load_bench("tools", notes.append)
+    assert not notes
+    categories = Counter(question.category for question in bench.questions)
+    assert categories == {"with calls": 31, "without calls": 21}
+    assert all(question.variables for question in bench.questions)

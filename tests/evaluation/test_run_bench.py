@@ -28,6 +28,7 @@ from medusa_train.models.loading import load_target_model
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_run
+from tests.tool_chats import CHAT, TOOL, call
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,7 @@ def run(
         cfg.base_model,
         cfg.tree,
         lookup=cfg.lookup_choice,
+        chat_template=cfg.chat_template,
     )
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
@@ -582,3 +584,40 @@ def test_without_memory_for_timing_the_error_says_what_to_set(
         match=r"not enough memory to decode with it in float32\.\nSet another dtype",
     ):
         run(bench_file, run_dir, tmp_path, dtype="float32")
+
+
+#: Short, for a context of 256 characters; takes one call at a time.
+ONE_CALL = (
+    "{{ tools | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if loop.length > 1 %}{{ raise_exception('one call!') }}"
+    "{% endif %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_answers_with_calls_and_without_are_reported_apart(run_dir: Path, tmp_path: Path) -> None:
+    path, template = tmp_path / "chats.jsonl", tmp_path / "one_call.jinja"
+    template.write_text(ONE_CALL, encoding="utf-8")
+    question, answer = CHAT["messages"][1], CHAT["messages"][-1]
+    both = {"role": "assistant", "content": None, "tool_calls": [call(3), call(4)]}
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": "r"} for n in (3, 4)]
+    chats = [CHAT, {"messages": [question, both, *results, answer], "tools": [TOOL]}]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    report, printed = run(
+        path,
+        run_dir,
+        tmp_path / "out",
+        chat_template=str(template),
+        exactness=False,
+        generate=False,
+        prompt_lookup=False,
+    )
+    groups = report["categories"]
+    assert {name: group["answers"] for name, group in groups.items()} == {
+        "with calls": 3,
+        "without calls": 1,
+    }
+    assert all(group["acceleration_rate"] >= 1 for group in groups.values())
+    assert "with calls" in printed
+    assert "1 questions are left out; the first: the chat template rejects" in printed

@@ -12,10 +12,10 @@ from medusa_train.errors import DataError, TargetModelError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.inference.decoding_mode import DecodingMode
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_cache import KVCache
 from tests.inference.tape import TapeRunner
 
 
@@ -261,8 +261,10 @@ def test_no_graph_is_captured_while_answers_are_timed(
     context = target_model.max_context + 16
     monkeypatch.setattr(
         TargetModel,
-        "new_slots",
-        lambda target_model, capacity=0: Slots(target_model.num_layers, max(capacity, context), 16),
+        "new_kv_cache",
+        lambda target_model, capacity=0: KVCache(
+            target_model.num_layers, max(capacity, context), 16
+        ),
     )
     questions = bench_questions(4)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)

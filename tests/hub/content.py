@@ -22,8 +22,9 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN
 from medusa_train.data.sources import PUBLIC_DATASETS
 from medusa_train.evaluation.questions import NAMED_BENCHES
-from tests.chat_templates import LLAMA_3_1, QWEN3, SMOLLM2
+from tests.chat_templates import LLAMA_3_1, QWEN3, SMOLLM2, TOOLS_CHATML
 from tests.model_types import tiny_model
+from tests.tool_chats import CHAT
 
 #: Class or type of the config, chat template (Vicuna has none), end token and size of the vocabulary
 #: of each model.
@@ -45,7 +46,7 @@ MODELS: dict[str, tuple[type | str, str | None, str, int]] = {
     "google/gemma-4-12B-it": ("gemma4_unified", SMOLLM2, "<|im_end|>", 32064),
     "Qwen/Qwen3-0.6B": (Qwen3Config, QWEN3, "<|im_end|>", 16448),  # its heads predict 16,384 tokens
     # their heads predict 8,192
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (Qwen2Config, SMOLLM2, "<|im_end|>", 8256),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (Qwen2Config, TOOLS_CHATML, "<|im_end|>", 8256),
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": (Qwen2Config, SMOLLM2, "<|im_end|>", 8256),
     "models/smollm2-135m-instruct": (
         LlamaConfig,
@@ -109,6 +110,8 @@ def write_local_data(place: Path) -> None:
         "tiny_more",
     ):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
+    tool_chats = [json.dumps({**CHAT, "id": f"t{n}"}) + "\n" for n in range(8)]
+    _write(place / "data" / "selfdistill" / "qwen_coder_tools.jsonl", "".join(tool_chats))
     _write(place / "data.jsonl", "".join(lines[:8]))  # the configurations for any model
     for model in ("smollm2", "qwen_coder"):
         for name, part in {model: lines[:8], f"{model}_validation": lines[8:]}.items():

@@ -10,28 +10,27 @@ import torch
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.tree import Tree
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Let slots grow by few columns, so that answers cross several borders."""
+    """Let a KV cache grow by few columns, so that answers cross several borders."""
 
-    def new_slots(target_model: TargetModel, capacity: int = 0) -> Slots:
-        return Slots(target_model.num_layers, max(capacity, 120), block)
+    def new_kv_cache(target_model: TargetModel, capacity: int = 0) -> KVCache:
+        return KVCache(target_model.num_layers, max(capacity, 120), block)
 
-    monkeypatch.setattr(TargetModel, "new_slots", new_slots)
+    monkeypatch.setattr(TargetModel, "new_kv_cache", new_kv_cache)
 
 
 @torch.inference_mode()
 def begun(
     target_model: TargetModel, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
 ) -> Steps:
-    """Return the steps of rows with these prompts, which the draft has read."""
-    steps = Steps(target_model, draft, tree.to(target_model.device), target_model.new_slots())
+    """Return the steps of rows with these prompts."""
+    steps = Steps(target_model, draft, tree.to(target_model.device), target_model.new_kv_cache())
     steps.make_room(len(prompts), max(map(len, prompts)) + 64)
     steps.prefill(prompts)
-    steps.start_draft()
     return steps
 
 
@@ -41,9 +40,9 @@ def proposal_after(
     draft: Proposer,
     tree: Tree,
     prompts: Sequence[list[int]],
-    roots: Sequence[int],
+    last_tokens: Sequence[int],
 ) -> Proposal:
-    """Return what the draft proposes below `roots`, the next tokens after the prompts."""
+    """Return what the draft proposes below `last_tokens`, the next tokens after the prompts."""
     steps = begun(target_model, draft, tree, prompts)
     proposals: list[Proposal] = []
     propose = draft.propose
@@ -53,5 +52,5 @@ def proposal_after(
         return proposals[-1]
 
     with patch.object(draft, "propose", noted):
-        steps.step(roots)
+        steps.step(last_tokens)
     return proposals[0]

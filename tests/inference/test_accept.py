@@ -15,14 +15,16 @@ from torch import Tensor
 
 from medusa_train.errors import ConfigError
 from medusa_train.inference.accept import (
+    AcceptanceRule,
     Accepted,
+    Greedy,
     Typical,
     accept,
     accept_greedy,
     accept_rejection,
     accept_typical,
+    sample_next,
 )
-from medusa_train.inference.accept import Rule as AnyRule
 from medusa_train.inference.sampling import Sampling
 from medusa_train.trees.tree import Tree
 from tests.inference.chi_square import p_value
@@ -35,7 +37,9 @@ TREES = {
     "every token": Tree.cartesian([5, 5]),
     "empty": Tree.empty(),
 }
-Rule = Callable[[Tensor, Tensor, Tree, Sampling, Sequence[torch.Generator]], list[Accepted]]
+AcceptRejection = Callable[
+    [Tensor, Tensor, Tree, Sampling, Sequence[torch.Generator]], list[Accepted]
+]
 
 
 def test_greedy_by_hand() -> None:
@@ -50,12 +54,25 @@ def test_greedy_by_hand() -> None:
     assert both == [Accepted([0, 2, 5], [7, 4, 6, 2]), Accepted([0, 1], [7, 3, 7])]
 
 
+@pytest.mark.parametrize(
+    "rule", [Greedy(), Sampling(1e-6), Typical(0.7)], ids=["greedy", "sampling", "typical"]
+)
+def test_the_next_token_is_the_likeliest_by_rules_that_leave_no_choice(
+    rule: AcceptanceRule,
+) -> None:
+    logits = torch.randn(3, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    assert sample_next(rule, logits, generators) == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "rule", [None, Sampling(0.7, top_p=0.9), Typical(0.7)], ids=["greedy", "rejection", "typical"]
+    "rule",
+    [Greedy(), Sampling(0.7, top_p=0.9), Typical(0.7)],
+    ids=["greedy", "rejection", "typical"],
 )
 def test_half_precision_logits_are_accepted_like_their_float32_values(
-    rule: AnyRule, dtype: torch.dtype
+    rule: AcceptanceRule, dtype: torch.dtype
 ) -> None:
     generator, tree, rows = torch.Generator().manual_seed(0), TREES["sparse"], 1000
     logits = (6 * torch.randn(rows, tree.size + 1, VOCAB, generator=generator)).to(dtype)
@@ -181,7 +198,7 @@ def _guesses(
     return tokens, torch.stack(logits, dim=1)
 
 
-def _decode(rule: Rule, kind: str, tree: Tree, sampling: Sampling, seed: int) -> float:
+def _decode(rule: AcceptRejection, kind: str, tree: Tree, sampling: Sampling, seed: int) -> float:
     """Decode RUNS rows of three tokens by `rule`; the chi-square test's p-value against the exact
     joint.
     """
@@ -224,7 +241,7 @@ def test_three_tokens_follow_the_target_models_joint_distribution(tree: str, kin
 
 def _by_child(
     passes: Callable[[list[float], int], bool], left: Callable[[list[float], int], list[float]]
-) -> Rule:
+) -> AcceptRejection:
     """A rule that tries the children one by one, and draws from the residual of p if all are
     rejected.
     """

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Rule
+from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest, group_prompts
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 
@@ -41,7 +41,7 @@ class OracleHeads(MedusaDraft):
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         proposal = super().propose(step, states)
-        for row, root in enumerate(step.root_list):
+        for row, root in enumerate(step.last_token_list):
             known = self.truth.get(root, [])
             for node, path in enumerate(step.tree.paths, start=1):
                 if path[-1] == len(path) % 2 and len(known) >= len(path) and (root + len(path)) % 3:
@@ -129,7 +129,7 @@ def streamed(
     decoder: BatchDecoder,
     max_new_tokens: int,
     eos: Sequence[int] | None = (),
-    rule: Rule = None,
+    rule: AcceptanceRule = Greedy(),
     rows: int = 3,
     wanted: int = 1,
     first: int | None = None,
@@ -143,7 +143,7 @@ def streamed(
     batch = decoder.begin(max_new_tokens, eos, rule)
     generator = (torch.Generator().manual_seed(seed) for seed in range(len(queue)))
     coming = [
-        PendingRequest(n, prompt, next(generator) if rule else None)
+        PendingRequest(n, prompt, next(generator) if isinstance(rule, Sampling) else None)
         for n, prompt in enumerate(queue)
     ]
     answers: dict[int, Generation] = {}
@@ -182,7 +182,7 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
 
 
 @pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Sampling(1.2, top_k=20)])
-def test_samples_do_not_depend_on_when_a_row_joined(rule: Rule) -> None:
+def test_samples_do_not_depend_on_when_a_row_joined(rule: AcceptanceRule) -> None:
     target_model = random_target_model("mistral-window")
     one = Decoder(target_model)
     alone = [
@@ -255,19 +255,19 @@ def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row()
 
 def test_memory_goes_with_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Python's search for circles, which the allocator of a GPU does not start."""
-    alive, init = [], Slots.__init__
+    alive, init = [], KVCache.__init__
 
-    def noted(self: Slots, *args: int) -> None:
+    def noted(self: KVCache, *args: int) -> None:
         alive.append(weakref.ref(self))
         init(self, *args)
 
-    monkeypatch.setattr(Slots, "__init__", noted)
+    monkeypatch.setattr(KVCache, "__init__", noted)
     target_model = random_target_model("llama")
     draft = _draft(target_model)
     gc.disable()
     try:
         BatchDecoder(target_model, draft, TREE).generate_batch([[1, 2], [3, 4, 5]], 4)
         Decoder(target_model, draft, TREE).generate([1, 2], 4)
-        assert [slots() for slots in alive] == [None] * len(alive) != []
+        assert [kv_cache() for kv_cache in alive] == [None] * len(alive) != []
     finally:
         gc.enable()

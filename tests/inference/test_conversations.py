@@ -1,4 +1,4 @@
-"""The turns of a chat: what the slots hold of the text so far is not read again, and every step
+"""The turns of a chat: what the KV cache holds of the text so far is not read again, and every step
 stays the same.
 """
 
@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer
@@ -41,9 +41,11 @@ def read_tokens(decoder: Decoder, prompts: list[list[int]]) -> list[int]:
     counts: list[int] = []
     prefill = Steps.prefill
 
-    def counted(steps: Steps, texts: Any, rule: Any, generators: Any, known: int = 0) -> list[int]:
-        counts.append(len(texts[0]) - known)
-        return prefill(steps, texts, rule, generators, known)
+    def counted(
+        steps: Steps, texts: Any, rule: Any, generators: Any, num_cached: int = 0
+    ) -> list[int]:
+        counts.append(len(texts[0]) - num_cached)
+        return prefill(steps, texts, rule, generators, num_cached)
 
     with patch.object(Steps, "prefill", counted):
         for prompt in prompts:
@@ -102,7 +104,7 @@ def test_only_what_is_new_is_read() -> None:
         decoder, [FIRST, [*text, 11, 12], [*text, 11, 12], text[:12], [*text[:4], 30], [8, 9]]
     )
     assert first == len(FIRST)
-    # the question, and what the slots do not hold for good: the last step's tokens
+    # the question, and what the KV cache does not hold permanently: the last step's tokens
     assert 2 <= second <= 2 + 1 + (TREE.max_depth + 1)
     assert again == 1
     assert shorter == 1
@@ -113,10 +115,10 @@ def test_only_what_is_new_is_read() -> None:
 
 def test_slots_that_others_used_hold_nothing_of_the_chat() -> None:
     target_model = random_target_model("llama")
-    slots = target_model.new_slots()
+    kv_cache = target_model.new_kv_cache()
     draft = random_draft("eagle3", target_model)
-    decoder = Decoder(target_model, draft, TREE, slots, continues=True)
-    plain = Decoder(target_model, slots=slots, continues=True)
+    decoder = Decoder(target_model, draft, TREE, kv_cache, continues=True)
+    plain = Decoder(target_model, kv_cache=kv_cache, continues=True)
     expected = outcome(chat(Decoder(target_model, draft, TREE)))
     turns = chat(decoder)
     answers = []

@@ -3,7 +3,7 @@
 import pytest
 
 from medusa_train.config.schema import EvalConfig
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.decoding_mode import DecodingMode, describe_mode, mode_of
 from medusa_train.inference.sampling import Sampling
 
@@ -11,8 +11,8 @@ from medusa_train.inference.sampling import Sampling
 @pytest.mark.parametrize(
     ("keys", "rule", "baseline", "description", "directory"),
     [
-        ({}, None, None, "greedy decoding", "b"),
-        ({"batch_size": 4}, None, None, "greedy decoding, in batches of 4", "b-batch4"),
+        ({}, Greedy(), Greedy(), "greedy decoding", "b"),
+        ({"batch_size": 4}, Greedy(), Greedy(), "greedy decoding, in batches of 4", "b-batch4"),
         (
             {"acceptance": "sampling", "top_p": 0.9, "top_k": 50},
             Sampling(0.7, 50, 0.9),
@@ -36,14 +36,18 @@ from medusa_train.inference.sampling import Sampling
     ],
 )
 def test_what_the_keys_mean(
-    keys: dict[str, object], rule: Rule, baseline: Rule, description: str, directory: str
+    keys: dict[str, object],
+    rule: AcceptanceRule,
+    baseline: AcceptanceRule,
+    description: str,
+    directory: str,
 ) -> None:
     mode = DecodingMode.from_config(EvalConfig(**keys))
     assert mode.rule == rule
     assert mode.baseline_rule == baseline
     assert describe_mode(mode.as_json) == description
     assert mode.directory_name("b") == directory
-    assert mode.generate_options["do_sample"] is (baseline is not None)
+    assert mode.generate_options["do_sample"] is (baseline != Greedy())
 
 
 def test_reports_in_different_modes_never_share_a_directory() -> None:

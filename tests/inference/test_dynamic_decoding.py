@@ -89,10 +89,10 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
         draft.lm_heads[0].weight.data.copy_(head.weight)
         draft = draft.with_dynamic_trees(size)
     prompts = [[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]
-    roots = [5, 6, 8]
-    proposal = proposal_after(target_model, draft, TREE, prompts, roots)
+    last_tokens = [5, 6, 8]
+    proposal = proposal_after(target_model, draft, TREE, prompts, last_tokens)
     shapes = set()
-    for row, root in enumerate(roots):
+    for row, root in enumerate(last_tokens):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         paths = [
             tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
@@ -50,7 +50,7 @@ class OracleDraft(Draft):
         raise AssertionError("not for training")
 
     def propose(self, step: DraftStep, states: None) -> Proposal:
-        (root,) = step.root_list
+        (root,) = step.last_token_list
         length = int(step.accepted.lengths)
         tree = step.tree
         tokens = [root]
@@ -198,7 +198,7 @@ class _Scalars(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rule", "reads"),
     [
-        (None, 1),
+        (Greedy(), 1),
         (Sampling(0.8, top_k=9), 1),
         (Sampling(0.8, top_k=9, top_p=0.9), 2),
         (Typical(), 1),
@@ -207,7 +207,7 @@ class _Scalars(TorchDispatchMode):
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
 def test_a_step_waits_for_the_device_once(
-    family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch
+    family: str, rule: AcceptanceRule, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Top-p reads once more: whether the nucleus needs more than the largest logits."""
     target_model = random_target_model(family)

@@ -308,7 +308,7 @@ def test_steps_without_a_proposal() -> None:
     steps = begun(target_model, draft, Tree.chain(2), [PROMPTS[0]])
     with torch.inference_mode():
         for root in text[10:13]:
-            steps.step([root], roots_only=True)
+            steps.step([root], skip_draft=True)
         assert not draft.proposals
         steps.step(text[-1:])
         rows = Rows.from_tokens(torch.tensor([text]))

@@ -18,12 +18,14 @@ from tokenizers.processors import TemplateProcessing
 
 from medusa_train.api import load
 from medusa_train.data.conversation import Message
+from medusa_train.data.records import normalize
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
 from medusa_train.inference import generate as decoding
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.model import Model, Reply
 from medusa_train.trees.tree import Tree
+from tests.chat_templates import TOOLS_CHATML
 from tests.evaluation.tiny_model import CONTEXT, write_run, write_target_model
 
 
@@ -252,12 +254,12 @@ def test_prompts_are_encoded_one_after_the_other(
     at_once: list[int] = []
     encoding: set[int] = set()
 
-    def slow(encoder: ChatEncoder, messages: Any) -> list[int]:
+    def slow(encoder: ChatEncoder, *chat: Any) -> list[int]:
         encoding.add(threading.get_ident())
         at_once.append(len(encoding))
         time.sleep(0.02)
         encoding.discard(threading.get_ident())
-        return encode(encoder, messages)
+        return encode(encoder, *chat)
 
     monkeypatch.setattr(ChatEncoder, "prompt", slow)
     with ThreadPoolExecutor(4) as threads:
@@ -402,7 +404,7 @@ def test_a_script_that_ends_within_an_answer_prints_no_traceback(tmp_path: Path)
     write_target_model(tmp_path / "backbone")
     script = (
         "from medusa_train import load\n"
-        "model = load(base_model='target model', dtype='float32')\n"
+        "model = load(base_model='backbone', dtype='float32')\n"
         "text = model.generate('Hi?', 20)\n"
         "stopped = model.reply('Hi?', 20, stop=text[2:4])\n"
         "print(repr(stopped.read()), stopped.finish)\n"
@@ -465,6 +467,9 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
         ([], {"raw": True}, "the prompt is empty"),
         ("\ud800", {"raw": True}, "lone surrogate"),
         (np.array([1, 2]), {}, "a prompt is text, or a list of messages"),
+        ("Hi?", {"tools": ["find"]}, "'tools' must be a list of objects"),
+        ("Hi?", {"tools": [{"name": "find"}]}, "the chat template has no tools"),
+        ("Hi?", {"tools": [{"name": "find"}], "raw": True}, "which raw=True leaves out"),
         (
             [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "We"}],
             {},
@@ -483,6 +488,25 @@ def test_prompts_and_options_of_another_type_are_refused(
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("run")
     return write_run(home / "run", write_target_model(home / "backbone"))
+
+
+def test_chats_with_tools_are_rendered_as_in_training(run_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOLS_CHATML, encoding="utf-8")
+    model = load(run_dir, dtype="float32", chat_template=template)
+    call = {"id": "c1", "function": {"name": "find", "arguments": '{"place": "Ulm"}'}}
+    turns = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "There."},
+    ]
+    tools = [{"name": "find", "parameters": {"type": "object"}}]
+    answer = {"role": "assistant", "content": "Yes."}
+    record = {"messages": [*turns, answer], "tools": tools}
+    chat = normalize(record, variables=["tools"])
+    (row,) = ChatEncoder(model.target_model.tokenizer, str(template)).encode(chat)
+    assert model._ids(turns, False, tools) == row.ids[: row.answers[-1].start]
+    assert model.generate(turns, 4, tools=tools)
 
 
 def test_load_takes_torchs_dtypes_and_paths(run_dir: Path, tmp_path: Path) -> None:

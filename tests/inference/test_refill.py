@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medusa_train.data.datastore import Datastore
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
@@ -37,7 +37,7 @@ MERGED = ["medusa+prompt_lookup", "hydra+++rest", "amphista+lookahead"]
 DYNAMIC = ["dynamic eagle3", "dynamic eagle3+prompt_lookup"]
 OTHERS = ["medusa-reduced", "amphista-without-layers"]
 #: When rows join: at once as rows end, two at a time, or one before each step, the first one to a
-# single row.
+#: single row.
 SCHEDULES: tuple[dict[str, int], ...] = ({"wanted": 1}, {"wanted": 2}, {"first": 1})
 
 
@@ -82,10 +82,12 @@ def generator(number: int) -> torch.Generator:
 
 
 def answers_alone(
-    decoder: Decoder, max_new_tokens: int, eos: Collection[int], rule: Rule = None
+    decoder: Decoder, max_new_tokens: int, eos: Collection[int], rule: AcceptanceRule = Greedy()
 ) -> list[Generation]:
     return [
-        decoder.generate(prompt, max_new_tokens, eos, rule, generator(n) if rule else None)
+        decoder.generate(
+            prompt, max_new_tokens, eos, rule, generator(n) if isinstance(rule, Sampling) else None
+        )
         for n, prompt in enumerate(QUEUE)
     ]
 
@@ -165,7 +167,7 @@ def test_prompts_of_one_token_join_each_other() -> None:
 
 @pytest.mark.parametrize("rule", [Sampling(1.5), Sampling(0.8, top_p=0.9), Typical(1.0)])
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS, *LOOKUPS, *MERGED, *DYNAMIC])
-def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: Rule) -> None:
+def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: AcceptanceRule) -> None:
     target_model = random_target_model("mistral-window")
     draft = make_draft(name, target_model)
     # in a batch drafting continues while any row is confident, which draws more numbers
@@ -188,7 +190,7 @@ class RefillingDecoder(BatchDecoder):
         prompts: Sequence[list[int]],
         max_new_tokens: int,
         eos_ids: Collection[int] | None = None,
-        rule: Rule = None,
+        rule: AcceptanceRule = Greedy(),
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
         assert generators is not None

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.transformers_adapters import SlotCache
+from medusa_train.trees.transformers_adapters import NodeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.inference.steps import small_blocks
@@ -72,7 +72,7 @@ def alone(
     tree: Tree | None,
     length: int,
     eos: list[int],
-    rule: Rule = None,
+    rule: AcceptanceRule = Greedy(),
 ) -> list[Generation]:
     """Answers to the queue, one by one, without fixed memory; trees are always whole, as on fixed
     memory.
@@ -176,7 +176,7 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
             assert {key[0] for key in runner.keys} == {1, 2, 4, 8}
             assert len({key[2] for key in runner.keys}) > 1
         assert decoder._idle_steps is not None
-        assert len(decoder._idle_steps.slots._buffers) == 1  # what the batch outgrew is freed
+        assert len(decoder._idle_steps.kv_cache._buffers) == 1  # what the batch outgrew is freed
 
 
 @pytest.mark.parametrize(
@@ -295,13 +295,13 @@ class Passes:
         return rows > 1
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, columns: Tensor, storage: Tensor
     ) -> tuple[HiddenStates, Tensor]:
         contiguous = all(
-            tensor.is_contiguous() for tensor in (tokens, positions, mask, slots, storage)
+            tensor.is_contiguous() for tensor in (tokens, positions, mask, columns, storage)
         )
-        self.calls.append((tokens.shape, slots.shape, storage.shape, contiguous))
-        cache = SlotCache(storage.unbind(), slots, mask.shape[3])
+        self.calls.append((tokens.shape, columns.shape, storage.shape, contiguous))
+        cache = NodeCache(storage.unbind(), columns, mask.shape[3])
         out = self._target_model.body(
             input_ids=tokens,
             attention_mask=mask,
@@ -322,8 +322,8 @@ def test_compiled_passes_get_contiguous_inputs_and_the_memory_of_all_rows(tree: 
     answers, sizes = streamed(BatchDecoder(target_model, draft, tree), 14, [7], queue=QUEUE, rows=4)
     assert details(answers) == details(expected)
     assert len(passes.calls) == len(sizes)
-    for tokens, slots, storage, contiguous in passes.calls:
-        assert tokens == slots
+    for tokens, columns, storage, contiguous in passes.calls:
+        assert tokens == columns
         assert (tokens[0] in (2, 4), storage[2], contiguous) == (True, 4, True)
 
 

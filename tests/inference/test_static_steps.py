@@ -8,18 +8,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.cuda_graphs import (
     CudaGraphRunner,
+    FixedShapeRunner,
     GraphRunner,
+    Replayable,
+    Step,
     graph_obstacle,
     graph_runner,
 )
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
+from medusa_train.trees.kv_cache import KEY_BLOCK, KVCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.inference.tape import TapeRunner
@@ -33,11 +35,11 @@ def answers(
     target_model: TargetModel,
     draft: Proposer | None = None,
     tree: Tree | None = None,
-    rule: Rule = None,
+    rule: AcceptanceRule = Greedy(),
 ) -> list[Generation]:
     """Answer all prompts with one decoder, whose buffers serve one after the other."""
-    slots = Slots(target_model.num_layers, 120, BLOCK)
-    decoder = Decoder(target_model, draft, tree, slots)
+    kv_cache = KVCache(target_model.num_layers, 120, BLOCK)
+    decoder = Decoder(target_model, draft, tree, kv_cache)
     return [
         decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5))
         for prompt in PROMPTS
@@ -100,9 +102,9 @@ def test_plain_decoding_and_trees_share_a_cache() -> None:
     draft = random_draft("hydra++", target_model)
     expected = [answers(target_model, draft, tree) for tree in (TREE, Tree.chain(2))]
     target_model.step_runner = TapeRunner()
-    slots = Slots(target_model.num_layers, 120, BLOCK)
+    kv_cache = KVCache(target_model.num_layers, 120, BLOCK)
     decoders = [
-        Decoder(target_model, draft, tree, slots) for tree in (TREE, Tree.chain(2), Tree.empty())
+        Decoder(target_model, draft, tree, kv_cache) for tree in (TREE, Tree.chain(2), Tree.empty())
     ]
     for i, prompt in enumerate(PROMPTS):
         trees = [decoder.generate(prompt, 24, ()) for decoder in decoders]
@@ -146,8 +148,8 @@ def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
     target_model = random_target_model("llama")
     draft = random_draft("medusa", target_model)
     runner = target_model.step_runner = TapeRunner()
-    slots = Slots(target_model.num_layers, 120, BLOCK)
-    decoder = Decoder(target_model, draft, TREE, slots)
+    kv_cache = KVCache(target_model.num_layers, 120, BLOCK)
+    decoder = Decoder(target_model, draft, TREE, kv_cache)
     before = decoder.generate(PROMPTS[0], 24, ())
     count = runner.captures
     assert paths([decoder.generate(PROMPTS[0], 24, ())]) == paths([before])
@@ -163,14 +165,14 @@ def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"), [(None, False), (Typical(0.8), True)], ids=["greedy", "typical"]
+    ("rule", "kept"), [(Greedy(), False), (Typical(0.8), True)], ids=["greedy", "typical"]
 )
-def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> None:
+def test_logits_are_copied_for_rules_that_read_them(rule: AcceptanceRule, kept: bool) -> None:
     target_model = random_target_model("llama")
     draft = random_draft("medusa", target_model)
     expected = answers(target_model, draft, TREE, rule)
     target_model.step_runner = TapeRunner()
-    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, BLOCK))
+    decoder = Decoder(target_model, draft, TREE, KVCache(target_model.num_layers, 120, BLOCK))
     first = decoder.generate(PROMPTS[0], 24, (), rule)
     assert decoder._steps is not None
     fixed = decoder._steps._fixed
@@ -178,16 +180,16 @@ def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> N
     assert (fixed.logits is not None) is kept
     assert paths([first]) == paths(expected[:1])
     # both kinds of step take turns on the same memory
-    decoder.generate(PROMPTS[0], 24, (), None if rule else Typical(0.8))
+    decoder.generate(PROMPTS[0], 24, (), Typical(0.8) if isinstance(rule, Greedy) else Greedy())
     assert paths([decoder.generate(PROMPTS[0], 24, (), rule)]) == paths([first])
 
 
-@pytest.mark.parametrize("rule", [None, Typical(0.8)], ids=["greedy", "typical"])
-def test_what_is_captured_beforehand_is_what_the_rule_replays(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [Greedy(), Typical(0.8)], ids=["greedy", "typical"])
+def test_what_is_captured_beforehand_is_what_the_rule_replays(rule: AcceptanceRule) -> None:
     target_model = random_target_model("llama")
     draft = random_draft("medusa", target_model)
     runner = target_model.step_runner = TapeRunner()
-    decoder = Decoder(target_model, draft, TREE, Slots(target_model.num_layers, 120, BLOCK))
+    decoder = Decoder(target_model, draft, TREE, KVCache(target_model.num_layers, 120, BLOCK))
     decoder.generate(PROMPTS[1], 2, (), rule)  # allocates the memory
     decoder.capture(64, rule)
     before = runner.captures

@@ -191,7 +191,7 @@ def test_there_are_two_programs_for_all_trees_and_lengths(compiled: Compiled) ->
 @needs_compiler
 @pytest.mark.slow
 def test_the_cache_is_written_in_place(compiled: Compiled) -> None:
-    cache = compiled.target_model.new_slots(64 * BLOCK)
+    cache = compiled.target_model.new_kv_cache(64 * BLOCK)
     decoder = Decoder(compiled.target_model, compiled.draft, Tree.chain(3), cache)
     decoder.generate([3, 4, 5], 8)  # allocates the cache
     layer = cache.storage(1)[0]
@@ -242,10 +242,10 @@ def test_trees_of_all_sizes_are_compiled_with_sizes_that_differ(
     target_model.compile_passes()
     for nodes in (1, BLOCK - 2, BLOCK - 1, 2 * BLOCK - 1, 2 * BLOCK, 100):
         target_model.compile_tree(nodes)
-        tokens, positions, mask, slots, storage = warm_ups[-1]
+        tokens, positions, mask, columns, storage = warm_ups[-1]
         count, read, capacity = nodes + 1, mask.shape[3], storage[0].shape[3]
         assert tokens.shape == positions.shape == (1, count)
-        assert count <= slots.max() < read < capacity
+        assert count <= columns.max() < read < capacity
         assert len({count, read, mask.stride(2), capacity}) == 4
 
 
@@ -276,8 +276,8 @@ def test_the_program_for_all_sizes_takes_the_place_of_one_that_fails(
     passes = target_model.compiled
     assert passes is not None
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    _, _, mask, slots, storage = warm_ups[-1]
-    passes(tokens, tokens, mask, slots, torch.stack(storage))
+    _, _, mask, columns, storage = warm_ups[-1]
+    passes(tokens, tokens, mask, columns, torch.stack(storage))
     assert warm_ups[-1][0] is tokens
 
 

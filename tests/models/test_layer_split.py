@@ -7,8 +7,8 @@ import torch
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.kv_slots import Slots, compact
-from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache
+from medusa_train.trees.kv_cache import KVCache, compact
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_target_model
 
@@ -16,17 +16,17 @@ TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 
-def _after_prompt(target_model: TargetModel) -> Slots:
-    slots = Slots(target_model.num_layers, 32, 32)
-    target_model.run(PROMPT, cache=prompt_cache(slots, 0, 1))
-    return slots
+def _after_prompt(target_model: TargetModel) -> KVCache:
+    kv_cache = KVCache(target_model.num_layers, 32, 32)
+    target_model.run(PROMPT, cache=PromptCache(kv_cache, 0, 1))
+    return kv_cache
 
 
-def _placed(target_model: TargetModel, tree: Tree, slots: Slots, prefix: int) -> NodeSlots:
+def _placed(target_model: TargetModel, tree: Tree, kv_cache: KVCache, prefix: int) -> NodeInputs:
     masks = target_model.node_masks(tree.ancestors, tree.depths)
     end = prefix + tree.size + 1
     return target_model.place_nodes(
-        tree.depths, masks, torch.tensor([prefix]), slots.storage(end), end
+        tree.depths, masks, torch.tensor([prefix]), kv_cache.storage(end), end
     )
 
 
@@ -40,12 +40,12 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     split = target_model.split_at(layers)
     tokens = torch.tensor([[40, 7, 8, 9, 10, 11, 12]])
     prefix = PROMPT.shape[1]
-    whole, split_slots = _after_prompt(target_model), _after_prompt(target_model)
+    whole, split_cache = _after_prompt(target_model), _after_prompt(target_model)
     expected, _ = target_model.run_nodes(
         tokens, _placed(target_model, TREE, whole, prefix), (layers,)
     )
     assert expected.aux is not None
-    nodes = _placed(target_model, TREE, split_slots, prefix)
+    nodes = _placed(target_model, TREE, split_cache, prefix)
     inputs = split.inputs(nodes.positions, nodes.masks)
     parts = [
         split.run_first(
@@ -61,9 +61,11 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     assert torch.allclose(rest, expected.final, atol=1e-11)
     following = torch.tensor([[33, 34]])
     outs = []
-    for slots in (whole, split_slots):
-        compact(slots.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
-        outs.append(target_model.run(following, cache=prompt_cache(slots, 0, 1, prefix + 3)).final)
+    for kv_cache in (whole, split_cache):
+        compact(kv_cache.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
+        outs.append(
+            target_model.run(following, cache=PromptCache(kv_cache, 0, 1, prefix + 3)).final
+        )
     assert torch.allclose(*outs, atol=1e-11)
 
 

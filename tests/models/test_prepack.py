@@ -117,10 +117,10 @@ def test_prepacked_heads_propose_the_same(
     hidden_states = HiddenStates(torch.randn(2, 5, 16))
     tokens = torch.zeros(2, 5, dtype=torch.long)
     tree = Tree.cartesian([3, 2, 2])
-    roots = torch.tensor([7, 9])
+    last_tokens = torch.tensor([7, 9])
 
     def propose() -> torch.Tensor:
-        return DraftRows(draft, hidden_states, tokens, [5, 3]).propose(roots, tree).tokens
+        return DraftRows(draft, hidden_states, tokens, [5, 3]).propose(last_tokens, tree).tokens
 
     with torch.inference_mode():
         plain = propose()

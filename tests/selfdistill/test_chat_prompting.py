@@ -5,10 +5,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_train.data.conversation import Conversation, Message
+from medusa_train.data.records import parse_tool_chat
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.replay import Request
-from tests.chat_templates import QWEN3, R1
+from tests.chat_templates import QWEN3, R1, TOOLS_CHATML, TOOLS_HEADLESS
+from tests.tool_chats import CHAT
 
 VICUNA = (
     "{% for m in messages %}{{ m.content + ' A:' if m.role == 'user' else ' ' + m.content + ' </s>'"
@@ -87,3 +89,27 @@ def test_an_answer_is_written_as_training_takes_it_apart(
             *prompting.prompt(request),
             *tokens,
         ]
+
+
+def test_a_call_is_trained_as_the_tokens_that_were_generated() -> None:
+    fast = tokenizer(TOOLS_CHATML, [*SPECIAL, "<tool_call>", "</tool_call>"])
+    chat = parse_tool_chat(CHAT)
+    assert chat is not None
+    request = Request(chat.messages[:4], 0, variables=chat.variables)
+    prompting = ChatPrompting(fast)
+    assert '<tools>{"type": "function"' in fast.decode(prompting.prompt(request))
+    text = '<tool_call>\n{"name": "find", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
+    tokens = fast(text, add_special_tokens=False)["input_ids"]
+    answer = prompting.answer(request, 0, tokens, "eos")
+    message = Message("assistant", answer.text, answer.token_ids)
+    trained = Conversation("", (*request.messages, message), "", chat.variables)
+    row = ChatEncoder(fast).encode(trained)[-1]
+    assert row.ids == [*prompting.prompt(request), *tokens]
+
+
+def test_an_answer_that_training_would_leave_out_is_refused() -> None:
+    fast = tokenizer(TOOLS_HEADLESS, SPECIAL)
+    chat = parse_tool_chat(CHAT)
+    assert chat is not None
+    answer = ChatPrompting(fast).answer(Request(chat.messages[1:6], 0), 0, [40, 41], "length")
+    assert answer.finish_reason == "refused"

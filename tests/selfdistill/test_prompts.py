@@ -6,9 +6,10 @@ import pytest
 
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.data.unread import COLUMNS, Unread
+from medusa_train.data.report import COLUMNS, Unread
 from medusa_train.errors import DataError
 from medusa_train.selfdistill.prompts import Prompt, read_prompts, select_prompts
+from tests.tool_chats import CHAT, TOOL
 
 SEEDS = [Prompt(f"s{n}", (f"question {n}", "and more")) for n in range(200)]
 
@@ -164,3 +165,27 @@ def test_a_larger_sample_holds_the_smaller_and_another_seed_draws_others() -> No
     assert len(large) == 60
     assert names(select_prompts(SEEDS, choice(sample=20, sample_seed=1))[0]) != small
     assert names(select_prompts(SEEDS, choice(sample=20, limit=5))[0]) == small[:5]
+
+
+def test_answers_of_a_chat_with_tools_are_prompts_spread_over_it(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "chats.jsonl", CHAT)
+    prompts = read_prompts(path, turns_per_chat=2)
+    assert [(prompt.id, len(prompt.messages)) for prompt in prompts] == [
+        ("chat/1", 2),
+        ("chat/2", 4),
+    ]
+    assert {prompt.turns for prompt in prompts} == {("Find both.",)}
+    assert json.loads(prompts[0].variables) == {"tools": [TOOL]}
+    everything = read_prompts(path, turns_per_chat=9)
+    assert [len(prompt.messages) for prompt in everything] == [2, 4, 6]
+    assert select_prompts(everything, choice())[0] == everything
+    (talk,) = read_prompts(path)
+    assert (talk.turns, talk.system, talk.messages) == (("Find both.",), "Be brief.", ())
+
+
+def test_answers_after_max_turns_are_not_prompts(tmp_path: Path) -> None:
+    more = [{"role": "user", "content": "More?"}, {"role": "assistant", "content": "No."}]
+    chat = {**CHAT, "messages": [*CHAT["messages"], *more]}
+    prompts = read_prompts(jsonl(tmp_path / "chats.jsonl", chat), turns_per_chat=9)
+    selected, skipped = select_prompts(prompts, choice(max_turns=1))
+    assert (len(selected), skipped) == (3, {"after max_turns": 1})

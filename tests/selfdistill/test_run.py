@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.read_chats import read_conversations
+from medusa_train.data.records import normalize
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt
+from medusa_train.selfdistill.prompts import Prompt, read_prompts
 from medusa_train.selfdistill.replay import Answer, DropRules, Request, replay
 from medusa_train.selfdistill.run import RunStats, distill, summary
 from tests.selfdistill.fakes import FakeEngine, said
+from tests.tool_chats import CHAT, TOOL
 
 SEEDS = [
     Prompt("a", ("one", "two")),
@@ -116,3 +118,23 @@ def test_looping_answers_are_dropped_with_a_warning_and_a_reason(tmp_path: Path)
     assert warning.startswith("warning: 2 answers (33%) loop and were dropped; greedy")
     assert "heads would learn to repeat" in str(stats.looping_warning(dropped=False))
     assert RunStats(total=9, written=99, turns=99, looping=1).looping_warning(dropped=True) is None
+
+
+def test_an_answer_of_a_chat_with_tools_follows_what_was_recorded(tmp_path: Path) -> None:
+    out, chats = tmp_path / "out.jsonl", tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps(CHAT) + "\n", encoding="utf-8")
+    prompts = read_prompts(chats, turns_per_chat=4)
+    run(out, prompts, engine := FakeEngine())
+    assert [len(request.messages) for request in engine.asked] == [2, 4, 6]
+    _, second, _ = (json.loads(line) for line in out.read_text().splitlines())
+    assert second["tools"] == [TOOL]
+    assert second["finish_reasons"] == ["recorded", "stop"]
+    assert second["messages"][2]["train"] is False
+    assert second["messages"][-1] == {"role": "assistant", "content": "answer to result 1"}
+    chat = normalize(second, variables=["tools"])
+    assert [message.is_target for message in chat.messages] == [None, None, False, None, None]
+    assert chat.messages[:4] == (*prompts[1].messages[:2], chat.messages[2], prompts[1].messages[3])
+    assert chat.messages[2].parts == prompts[1].messages[2].parts
+    assert json.loads(chat.variables) == json.loads(prompts[1].variables)
+    run(out, prompts, again := FakeEngine())
+    assert not again.asked

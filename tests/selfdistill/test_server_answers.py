@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
+from medusa_train.data.records import parse_tool_chat
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
@@ -23,13 +24,18 @@ from medusa_train.selfdistill.replay import (
     replay,
 )
 from medusa_train.selfdistill.run import RunStats, distill
-from medusa_train.selfdistill.server_answers import ServerAnswers, request_parameters
+from medusa_train.selfdistill.server_answers import (
+    ServerAnswers,
+    request_body,
+    request_parameters,
+)
 from medusa_train.servers import client as module
 from medusa_train.servers.client import Servers
 from medusa_train.training.process_info import free_port
 from tests import fake_server
 from tests.fake_server import completion, error, serving, short_context
 from tests.servers.test_context import TOO_LONG
+from tests.tool_chats import CHAT, call
 
 
 @pytest.fixture(autouse=True)
@@ -621,3 +627,62 @@ def test_an_error_ends_the_run_and_requests_under_way_are_no_faults() -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         client(url)
+
+
+def tool_request() -> Request:
+    chat = parse_tool_chat(CHAT)
+    assert chat is not None
+    return Request(chat.messages[:4], 1, variables=chat.variables)
+
+
+def test_a_chat_with_tools_is_sent_as_openais_clients_do_and_answered_in_text() -> None:
+    choice = {
+        "message": {"role": "assistant", "content": "<call>"},
+        "finish_reason": "stop",
+        "token_ids": [7, 8, 2],
+    }
+    reply = (200, {}, json.dumps({"choices": [choice]}).encode())
+    with serving(lambda number, body: reply) as server:
+        (answer,) = ask(client(server.url), tool_request())
+        (body,) = server.bodies
+    assert (answer.text, answer.token_ids) == ("<call>", (7, 8))
+    assert body["tools"] == CHAT["tools"]
+    assert (body["tool_choice"], body["skip_special_tokens"]) == ("none", False)
+    assert body["return_token_ids"] is True
+    assert body["messages"][1:] == [
+        CHAT["messages"][1],
+        {**CHAT["messages"][2], "content": ""},
+        CHAT["messages"][3],
+    ]
+
+
+def test_calls_without_ids_get_some_with_their_results() -> None:
+    function = {"name": "f", "arguments": {}}
+    calls = Message("assistant", "", parts={"tool_calls": [{"function": function}] * 2})
+    chat = [calls, Message("tool", "one"), Message("tool", "two"), calls, Message("tool", "three")]
+    sent = request_body({}, chat, 0)["messages"]
+    assert [call["id"] for call in sent[0]["tool_calls"]] == ["call_0_0", "call_0_1"]
+    results = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
+    assert results == ["call_0_0", "call_0_1", "call_3_0"]
+
+
+def test_calls_that_the_server_parsed_are_kept_and_counted() -> None:
+    message = {"content": None, "tool_calls": [call(3)], "reasoning_content": "hm"}
+    with serving(lambda number, body: answer_with(message, "tool_calls")) as server:
+        (answer,) = ask(asking := client(server.url), tool_request())
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    assert answer.parts["tool_calls"][0]["function"]["arguments"] == {"n": 3}
+    assert answer.parts["reasoning_content"] == "hm"
+    assert DropRules().drop_reason(answer) is None
+    assert asking.stats() == {"answers whose calls the server parsed": "1"}
+
+
+def test_calls_that_cannot_be_read_are_refused() -> None:
+    wrong = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+    def script(number: int, body: dict) -> fake_server.Reply:
+        return answer_with(wrong if "tools" in body else {"content": "Hi"}, "stop")
+
+    with serving(script) as server:
+        (answer,) = ask(client(server.url), tool_request())
+    assert answer.finish_reason == "refused"

@@ -24,6 +24,7 @@ from medusa_train.server_bench.run import measure_servers, request_options
 from tests import chatml
 from tests.fake_server import Reply, completion, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
+from tests.tool_chats import CHAT, TOOL
 
 #: An answer that is not streamed.
 WHOLE = json.dumps(completion({}, text="four")).encode()
@@ -378,3 +379,26 @@ def test_turns_that_do_not_fit_are_skipped_on_both(
     cells = {cell["server"]: cell for cell in report["cells"]}
     assert (cells["heads"]["skipped_turns"], cells["heads"]["answers"]) == (1, 7)
     assert cells["heads"]["compared_answers"] == 7
+
+
+def test_answers_of_chats_with_tools_are_asked_for_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n", encoding="utf-8")
+
+    def reject(number: int, body: dict[str, Any]) -> Reply:
+        is_second = len(body["messages"]) == 4
+        return error(400, "the chat template rejects the chat") if is_second else None
+
+    with bench_server(heads=True) as server:
+        server.script = reject
+        report, printed = measure(
+            tmp_path, f"server_url={server.url}", f"bench={path}", "concurrency=1"
+        )
+    (cell,) = report["cells"]
+    assert (cell["answers"], cell["skipped_turns"]) == (4, 2)
+    assert cell["tokens_per_step_of"] == {"with calls": 1.8, "without calls": 1.8}
+    assert "without calls" in printed
+    bodies = server.fake.bodies
+    assert {len(body["messages"]) for body in bodies} == {2, 4, 6}
+    assert all((body["tools"], body["tool_choice"]) == ([TOOL], "none") for body in bodies)
+    assert bodies[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == '{"n": 1}'

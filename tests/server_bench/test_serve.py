@@ -194,7 +194,7 @@ def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained
             command(
                 tmp_path / "out",
                 "--model=somebody/draft",
-                "--base-model=target model",
+                "--base-model=backbone",
                 "serve_speculative_tokens=[2]",
             ),
             cwd=trained,
@@ -210,9 +210,7 @@ def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained
     assert files == ["config.json", "pytorch_model.bin"]
     (note,) = json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["notes"]
     assert "by the code of vLLM 0.32 (this server is vllm 1.0) the layers [1, 3, 5] of" in note
-    assert (
-        f"medusa-export {config['model']} --to vllm base_model=target model output_dir=DIR" in note
-    )
+    assert f"medusa-export {config['model']} --to vllm base_model=backbone output_dir=DIR" in note
 
 
 def test_layers_that_vllm_reads_as_trained_are_not_named(tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
     assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 18.0}
 
 
+def test_a_call_that_the_server_parses_counts_as_the_first_token() -> None:
+    moments = iter([10.0, 11.0, 12.0, 13.0])
+    calls = {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}
+    answer = read(
+        lines(delta(role="assistant", content=""), calls, delta("tool_calls"), "data: [DONE]"),
+        clock=lambda: next(moments),
+    )
+    assert answer["timing"]["first_token"] == 11.0
+
+
 def test_an_empty_answer_has_no_first_token() -> None:
     answer = read(lines(delta("stop"), "data: [DONE]"))
     assert answer["timing"]["first_token"] is None

@@ -94,7 +94,7 @@ def tokenize(question: str, model: Path) -> list[int]:
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
     """The exports by name: Medusa heads with matrices of each kind, for a merged target model too, and
-    EAGLE-3 drafts.
+    drafts of DFlash and EAGLE-3.
     """
     root = tmp_path_factory.mktemp("serving")
     runs = {
@@ -108,6 +108,10 @@ def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
     joint = train(root / "joint", "tiny_m2", f"lora_model_dir={runs['full']}")
     merged = export_run(resolve_model(str(joint), None, None), "merged").target
     exported["merged"] = Export(export(joint), merged)
+    dflash = f"dflash.max_draft_tokens={HEADS}"
+    for name, keys in {"dflash": (), "dflash_reduced": (f"dflash.vocab_size={KEPT}",)}.items():
+        run = train(root / name, "tiny_dflash", dflash, "max_steps=120", *keys)
+        exported[name] = Export(export(run), TINY, method="dflash")
     for name, keys in {"eagle3": (), "eagle3_reduced": (f"eagle3.vocab_size={KEPT}",)}.items():
         run = train(root / name, "tiny_eagle3", *keys)
         exported[name] = Export(export(run), TINY, method="eagle3")
@@ -179,7 +183,7 @@ def train(run: Path, recipe: str, *keys: str) -> Path:
         f"dataset_prepared_path={run.parent}/data",
     ]
     own = [f"base_model={TINY}", f"output_dir={run}", *keys]
-    if recipe != "tiny_eagle3":
+    if recipe in ("tiny_m1", "tiny_m2"):
         own.append(f"medusa_num_heads={HEADS}")
     cfg = load_config(
         TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own]

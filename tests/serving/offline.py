@@ -4,7 +4,7 @@ by pytest.
     VLLM_PYTHON tests/serving/offline.py JOBS.json RESULTS.json
 
 JOBS.json: {"prompts": [[token id]], "max_tokens": n, "engines": {name: {"model": directory,
-"heads": directory or null, "method": medusa or eagle3, "k": number of draft tokens, "limit": number
+"heads": directory or null, "method": medusa, eagle3 or dflash, "k": number of draft tokens, "limit": number
 of prompts, all without it}}}.
 RESULTS.json: by name {"answers": [[token id]], "drafts": n, "accepted": [n per position]}, or
 {"error": text} where the engine does not start.

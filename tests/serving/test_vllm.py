@@ -32,6 +32,8 @@ VARIANTS = [
     "shared",
     "shared_reduced",
     "merged",
+    "dflash",
+    "dflash_reduced",
     "eagle3",
     "eagle3_reduced",
     "speculators",

@@ -78,6 +78,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "draft": "eagle3",
         "eagle3": {"train_steps": 2, "layers": [1, 1, 1], "vocab_size": 24},
     },
+    "dflash": {
+        **OTHER,
+        "draft": "dflash",
+        "dflash": {
+            "max_draft_tokens": 3,
+            "num_layers": 1,
+            "layers": [1],
+            "anchors": 4,
+            "markov_rank": 4,
+        },
+    },
 }
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 RECOMPUTED = {"more": {"gradient_checkpointing": True}}
@@ -115,6 +126,8 @@ EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "amphista-sgd-zero3": ("amphista", "sgd", {"stage": 3}, {}),
     "kangaroo-sgd-zero3": ("kangaroo", "sgd", {"stage": 3}, {}),
     "eagle3-sgd-zero3": ("eagle3", "sgd", {"stage": 3}, {}),
+    "dflash-sgd-zero2": ("dflash", "sgd", {"stage": 2}, {}),
+    "dflash-sgd-zero3": ("dflash", "sgd", {"stage": 3}, {}),
 }
 ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
 STRATEGIES = {"zero1": None, "zero3": ZERO3}

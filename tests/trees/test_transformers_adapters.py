@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from medusa_train.trees.kv_slots import Slots
-from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache, slot_cache
-from tests.trees.test_kv_slots import BLOCK, DIM, HEADS, LAYERS, write
+from medusa_train.trees.kv_cache import KVCache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache, node_cache
+from tests.trees.test_kv_cache import BLOCK, DIM, HEADS, LAYERS, write
 
 
 def test_a_prompt_goes_on_behind_what_is_known() -> None:
     torch.manual_seed(0)
-    slots = Slots(LAYERS, 50, BLOCK)
-    first = write(slots, 0, [6])
-    cache = prompt_cache(slots, 0, 1, 4)  # the last two positions are written again
+    kv_cache = KVCache(LAYERS, 50, BLOCK)
+    first = write(kv_cache, 0, [6])
+    cache = PromptCache(kv_cache, 0, 1, 4)  # the last two positions are written again
     states = torch.randn(1, HEADS, 5, DIM)
     keys, values = cache.update(states, -states, 1)
     assert keys.shape == (1, HEADS, 9, DIM)
@@ -29,7 +29,7 @@ def test_nodes_are_written_to_their_columns(rows: int) -> None:
     active = min(rows, 2)
     columns = torch.tensor([[5, 6, 7], [9, 10, 11]][:active])
     keys, values = torch.randn(2, active, HEADS, 3, DIM)
-    read, _ = slot_cache(storage, columns, 16).update(keys, values, 1)
+    read, _ = node_cache(storage, columns, 16).update(keys, values, 1)
     assert read.shape == (active, HEADS, 16, DIM)
     for row in range(active):
         assert torch.equal(storage[1, 0, row, :, columns[row]], keys[row])
@@ -47,10 +47,10 @@ def test_a_single_row_writes_slices_and_tells_its_length() -> None:
     storage = torch.randn(LAYERS, 2, 1, HEADS, 20, DIM)
     indexed = storage.clone()
     columns = torch.tensor([[5]])
-    nodes = NodeSlots(columns, None, columns, 5, storage, 6)
+    nodes = NodeInputs(columns, None, columns, 5, storage, 6)
     keys, values = torch.randn(2, 1, HEADS, 1, DIM)
     read = nodes.cache().update(keys, values, 0)
-    expected = slot_cache(indexed, columns, 6).update(keys, values, 0)
+    expected = node_cache(indexed, columns, 6).update(keys, values, 0)
     for mine, theirs in zip(read, expected, strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(storage, indexed)

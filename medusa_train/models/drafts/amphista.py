@@ -206,12 +206,12 @@ class AmphistaDraft(LMHeadsDraft):
         self.stages(hidden_states.final, following, run_layer)
 
     def extend(self, step: DraftStep) -> list[Tensor]:
-        """Run the adaptation layers over the accepted path, followed by the roots; return h1 and h2
+        """Run the adaptation layers over the accepted path, followed by the last tokens; return h1 and h2
         [B, d] of its last nodes.
         """
         accepted = step.accepted
         hidden = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
-        following = accepted.following(step.roots)  # [B, P]
+        following = accepted.following(step.last_tokens)  # [B, P]
 
         def run_layer(i: int, x: Tensor) -> Tensor:
             layer: Any = self.layers[i]
@@ -229,7 +229,7 @@ class AmphistaDraft(LMHeadsDraft):
         table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         # 2. those that the tree has
         guesses = self.lm_head(1).tokens_of(table[:, tree.candidate_index])  # [B, n]
-        tokens = torch.cat([step.roots[:, None], guesses], dim=1)  # [B, n + 1]
+        tokens = torch.cat([step.last_tokens[:, None], guesses], dim=1)  # [B, n + 1]
         return Proposal(tokens, tree)
 
     def stacked(self) -> Stacked | None:

@@ -18,7 +18,7 @@ from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, SlotCache, slot_cache
+from medusa_train.trees.transformers_adapters import NodeCache, NodeInputs, PromptCache, node_cache
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Proposal:
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
         aux: [B, n + 1, d], the nodes' states after `aux_layers` layers of the target model, if the
-            draft ran these itself and wrote their keys and values to the target model's slots:
+            draft ran these itself and wrote their keys and values to the target model's KV cache:
             verification runs only the others.
         branch: further tokens of the pass, which are not verified; the draft gets their logits
             (`Proposer.observe`). Not together with `aux`.
@@ -82,8 +82,8 @@ class AcceptedPath:
     """The accepted nodes of the last verified tree of B rows, what a draft reads next.
 
         last tree    root - a - b              path    0 1 4
-                          |   `- c             tokens  root a c        and then the next root
-                          `- d                 starts  position of `root`; lengths: of the next root
+                          |   `- c             tokens  root a c        and then the last token
+                          `- d                 starts  position of `root`; lengths: of the last token
 
     Paths differ in length, so all tensors along the path are padded at the end to P nodes: the
     longest of the paths or, in steps of fixed shape, one node more than the tree is deep.
@@ -104,7 +104,7 @@ class AcceptedPath:
 
     @property
     def lengths(self) -> Tensor:
-        """Position of the next root, long [B]."""
+        """Position of the last token, long [B]."""
         return self.starts + self.counts
 
     def along_path(self, values: Tensor) -> Tensor:
@@ -119,12 +119,12 @@ class AcceptedPath:
             return values.index_select(1, self.counts - 1)[:, 0]
         return values[self._rows, self.counts - 1]
 
-    def following(self, roots: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes, long [B, P]; after the last one the next
-        root, long [B].
+    def following(self, last_tokens: Tensor) -> Tensor:
+        """Return the tokens after the accepted nodes, long [B, P]; after the last one the
+        last token, long [B].
         """
         after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, P]
-        return after.index_put((self._rows, self.counts - 1), roots)
+        return after.index_put((self._rows, self.counts - 1), last_tokens)
 
     @property
     def _rows(self) -> Tensor:
@@ -132,20 +132,20 @@ class AcceptedPath:
         return torch.arange(len(self.path), device=self.path.device)
 
 
-class SlotLayer(Protocol):
+class CachedLayer(Protocol):
     """A layer of a draft whose keys and values are kept in a KV cache."""
 
     window: int | None
 
-    def run_slots(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    def run_cached(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_slots`."""
+        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_cached`."""
 
 
 @dataclass(frozen=True)
 class DraftCache:
-    """The slots of one layer of a draft in one step: row b holds what the layer read, in the columns
+    """The KV cache of one layer of a draft in one step: row b holds what the layer read, in the columns
     of its positions.
 
     Attributes:
@@ -158,7 +158,7 @@ class DraftCache:
     key_length: int
     max_position: int
 
-    def read_path(self, layer: SlotLayer, states: Tensor, starts: Tensor) -> Tensor:
+    def read_path(self, layer: CachedLayer, states: Tensor, starts: Tensor) -> Tensor:
         """Run a layer over an accepted path, [B, P, ...] -> [B, P, d].
 
         Args:
@@ -170,7 +170,7 @@ class DraftCache:
         return self.run(layer, states, columns, columns, mask)
 
     def run(
-        self, layer: SlotLayer, states: Tensor, columns: Tensor, positions: Tensor, mask: Tensor
+        self, layer: CachedLayer, states: Tensor, columns: Tensor, positions: Tensor, mask: Tensor
     ) -> Tensor:
         """Run a layer over q positions, [B, q, ...] -> [B, q, d].
 
@@ -179,8 +179,8 @@ class DraftCache:
             positions: long [B, q]; those past the context are clamped, their nodes never accepted.
             mask: additive [B, 1, q, key_length].
         """
-        cache = slot_cache(self.storage, columns, self.key_length)
-        return layer.run_slots(states, positions.clamp(max=self.max_position), mask, cache)
+        cache = node_cache(self.storage, columns, self.key_length)
+        return layer.run_cached(states, positions.clamp(max=self.max_position), mask, cache)
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,12 @@ class DraftStep:
 
     Attributes:
         accepted: the path that the last step accepted.
-        roots: the target model's next tokens, long [B]. root_list: the same on the host.
+        last_tokens: of each row, accepted but not verified yet, long [B]. last_token_list: the same on
+            the host.
         caches: of the draft's own layers, `Proposer.num_caches` of them.
         request_states: what `Proposer.new_request_state` returned for each active row; a pass may have
             further rows.
-        tree: to be filled, with its tensors on the device of the roots; drafts that choose the
+        tree: to be filled, with its tensors on the device of the last tokens; drafts that choose the
             shape of their trees ignore it.
         nodes: where the nodes of the tree are in the target model's KV cache, for drafts that run its
             layers; None for drafts that choose the shape of their trees.
@@ -202,21 +203,21 @@ class DraftStep:
     """
 
     accepted: AcceptedPath
-    roots: Tensor
-    root_list: Sequence[int]
+    last_tokens: Tensor
+    last_token_list: Sequence[int]
     caches: Sequence[DraftCache]
     request_states: Sequence[Any]
     tree: Tree
-    nodes: NodeSlots | None
+    nodes: NodeInputs | None
     may_stop: bool
 
 
 class Proposer:
     """Guesses the tokens after the target model's next token, in trees: what decoding needs of a draft.
 
-    In each step `extend` takes the accepted path, and `propose` fills a tree below the next roots:
+    In each step `extend` takes the accepted path, and `propose` fills a tree below the last tokens:
 
-        target model   .. x_t-1  x_t | x_t+1: the root, the target model's next token, not yet read by it
+        target model   .. x_t-1  x_t | x_t+1: the last token, accepted but not verified yet: the root
         draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
 
     Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
@@ -264,11 +265,11 @@ class Proposer:
         """
 
     def new_request_state(self, prompt: Sequence[int]) -> Any:
-        """Return what the draft keeps of a row on the host, given its prompt; None: nothing."""
+        """Return what the draft keeps of a request on the host, given its prompt; None: nothing."""
         return None
 
     def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
-        """Add accepted tokens to a state that `new_request_state` returned, the root first."""
+        """Add accepted tokens to what `new_request_state` returned, the root's first."""
 
     def extend(self, step: DraftStep) -> Any:
         """Read the accepted path; return what `propose` needs.
@@ -279,14 +280,14 @@ class Proposer:
 
     @abstractmethod
     def propose(self, step: DraftStep, states: Any) -> Proposal:
-        """Guess the tokens of `step.tree`, which is not empty, below the roots.
+        """Guess the tokens of `step.tree`, which is not empty, below the last_tokens.
 
         Args:
             states: as `extend` returned it.
         """
 
     def skip_proposal(self, step: DraftStep, states: Any) -> None:
-        """Take the place of `propose` where the roots alone are verified."""
+        """Take the place of `propose` where the last tokens alone are verified."""
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context proposals fill the whole tree however unlikely their guesses, as
@@ -294,12 +295,12 @@ class Proposer:
         """
         return nullcontext()
 
-    def observe(self, states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Read the target model's logits at the branch tokens of a proposal; drafts without them need
         not define it.
 
         Args:
-            states: as `new_request_state` returned them. proposal: the verified proposal.
+            request_states: as `new_request_state` returned them. proposal: the verified proposal.
             logits: at the outputs of its branch tokens, [B, outputs, V].
         """
 

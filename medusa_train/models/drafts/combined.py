@@ -98,7 +98,7 @@ class MergedDraft(Proposer):
         branch = self.lookup.lookahead_branch(step)
         # 3. where none was new, the heads' tree is on the device already
         if any(tree.size != proposal.tree.size for tree in trees):
-            return propose_trees(trees, step.roots.device, branch)
+            return propose_trees(trees, step.last_tokens.device, branch)
         if branch is None:
             return proposal
         return replace(proposal, branch=branch)
@@ -107,8 +107,8 @@ class MergedDraft(Proposer):
         """Within this context the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
-    def observe(self, states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Pass the logits of the branch tokens on to the draft without training, which requested
         them.
         """
-        self.lookup.observe(states, proposal, logits)
+        self.lookup.observe(request_states, proposal, logits)

@@ -33,7 +33,7 @@ from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
-from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
+from medusa_train.trees.transformers_adapters import PromptCache, node_cache
 from medusa_train.trees.tree import Tree
 
 #: Blocks that training computes at a time: their masks and scores have T columns each.
@@ -395,7 +395,7 @@ class DFlashDraft(Draft):
         columns = accepted.starts[:, None] + torch.arange(context.shape[1], device=context.device)
         angles = self.rotary_emb(context, columns.clamp(max=step.caches[0].max_position))
         for attention, cache in zip(self._attentions, step.caches, strict=True):
-            path = slot_cache(cache.storage, columns, cache.key_length)
+            path = node_cache(cache.storage, columns, cache.key_length)
             path.update(*attention.keys_values(context, angles), 0)
 
     def propose(self, step: DraftStep, states: None) -> Proposal:
@@ -406,7 +406,7 @@ class DFlashDraft(Draft):
         # raw logits of the slots that the tree has levels for, [depth, B, N]
         slots = self._run_block(step, tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
-        tokens = fill_tree(logits, step.roots, tree, self._lm_head, self.markov)
+        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head, self.markov)
         return Proposal(tokens, tree)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
@@ -415,14 +415,14 @@ class DFlashDraft(Draft):
         lengths = step.accepted.lengths  # [B]
         slots = 1 + (depth if self.window else self.num_heads)
         columns = lengths[:, None] + torch.arange(slots, device=lengths.device)  # [B, slots]
-        embedded = self._embed(step.roots, slots)  # [B, slots, d]
+        embedded = self._embed(step.last_tokens, slots)  # [B, slots, d]
         if self.window:
             mask = causal_mask(columns, cache.key_length, self.window, embedded.dtype)
         else:
             all_slots = torch.ones(slots, slots, dtype=torch.bool, device=lengths.device)
             masks = NodeMasks(all_slots, None, None, embedded.dtype)
             mask = masks.at(lengths, cache.key_length)
-        caches = [slot_cache(each.storage, columns, each.key_length) for each in step.caches]
+        caches = [node_cache(each.storage, columns, each.key_length) for each in step.caches]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = caches[i].update(key, value, 0)
@@ -453,8 +453,8 @@ class DFlashDraft(Draft):
         def run_nodes(tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
             return states_at(tokens, depth)
 
-        root_states = states_at(step.roots[:, None], 0)[:, 0]  # [B, d or d + r]
-        return grow_trees(step.roots, root_states, limits, head, guess_children, run_nodes)
+        root_states = states_at(step.last_tokens[:, None], 0)[:, 0]  # [B, d or d + r]
+        return grow_trees(step.last_tokens, root_states, limits, head, guess_children, run_nodes)
 
 
 class DFlashLayer(nn.Module):

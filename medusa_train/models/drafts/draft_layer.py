@@ -25,7 +25,7 @@ from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import capture_inputs
 from medusa_train.trees.masks import apply_sliding_window
-from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
+from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 
 
 class DraftLayer(nn.Module):
@@ -37,7 +37,7 @@ class DraftLayer(nn.Module):
 
     It is initialized randomly; `init_from_layer` copies weights of the target model. In training
     `forward` runs it over whole rows of documents; in decoding `extend` reads prompts and
-    `run_slots` the positions of a step, both with keys and values in a cache.
+    `run_cached` the positions of a step, both with keys and values in a cache.
 
     It is a stock transformers decoder with a single layer, run on states in place of embeddings, so
     that rotary angles, masks and norms of each model family are handled by its own forward. Where
@@ -152,10 +152,10 @@ class DraftLayer(nn.Module):
         positions = positions.expand(len(states), -1)  # [B, q]
         return self._run(states, positions, None, cache)
 
-    def run_slots(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    def run_cached(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q further positions [B, q, d] in decoding; their keys and values go to slots of
+        """Run q further positions [B, q, d] in decoding; their keys and values go to the KV cache of
         `cache`.
 
         Args:
@@ -168,7 +168,7 @@ class DraftLayer(nn.Module):
         states: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: PromptCache | SlotCache | None = None,
+        cache: PromptCache | NodeCache | None = None,
         bounds: dict[str, Any] | None = None,
     ) -> Tensor:
         """Run the decoder over states [B, q, d] at positions [B, q].

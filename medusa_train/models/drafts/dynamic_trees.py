@@ -24,13 +24,13 @@ RunNodes = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 
 
 def drafted_limits(size: Limits) -> Limits:
-    """Return the most nodes that drafting or verifying trees of this size puts into the slots."""
+    """Return the most nodes that drafting or verifying trees of this size puts into the kv_cache."""
     expanded = (size.depth - 1) * min(EXPANDED, size.size)  # of the last level none is expanded
     return Limits(max(size.size, expanded), size.depth)
 
 
 def grow_trees(
-    roots: Tensor,
+    last_tokens: Tensor,
     states: Tensor,
     size: Limits,
     head: LMHead,
@@ -53,23 +53,23 @@ def grow_trees(
     synchronization.
 
     Args:
-        roots: long [B].
-        states: the draft's outputs from which the roots' children are guessed, [B, d].
+        last_tokens: long [B].
+        states: the draft's outputs from which the last tokens' children are guessed, [B, d].
         size: nodes and levels of the trees.
         head: whose vocabulary `guess_children` has.
     """
-    rows = len(roots)  # B
-    row = torch.arange(rows, device=roots.device)[:, None]  # [B, 1], for indexing
+    rows = len(last_tokens)  # B
+    row = torch.arange(rows, device=last_tokens.device)[:, None]  # [B, 1], for indexing
     value_dtype = torch.promote_types(states.dtype, torch.float32)
 
     # 1. level 0 is the root. Of the m nodes whose children come next:
-    node_tokens = roots[:, None]  # [B, m]
+    node_tokens = last_tokens[:, None]  # [B, m]
     node_ids = torch.zeros_like(node_tokens)  # [B, m] their numbers in the order of drafting
     values = torch.zeros_like(node_tokens, dtype=value_dtype)  # [B, m] logarithms
     outputs = states[:, None]  # [B, m, d] of the draft
     # [B, m, nodes run so far] which of them each attends to; the root is not among them: the draft
     # has read it with the accepted path
-    visible = torch.zeros(rows, 1, 0, dtype=torch.bool, device=roots.device)
+    visible = torch.zeros(rows, 1, 0, dtype=torch.bool, device=last_tokens.device)
 
     drafted_tokens = [node_tokens]
     drafted_parents = [node_ids]
@@ -101,7 +101,7 @@ def grow_trees(
         count += tokens.shape[1]
 
         # c. the draft runs over them: a node attends to what its parent attends to, and to itself
-        itself = torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)
+        itself = torch.eye(k, dtype=torch.bool, device=last_tokens.device).expand(rows, -1, -1)
         visible = torch.cat([visible[row, parent], itself], dim=2)  # [B, k, run so far]
         outputs = run_nodes(node_tokens, carried[row, parent], depth, visible)  # [B, k, d]
 
@@ -115,5 +115,5 @@ def grow_trees(
     # 4. parents by their place among the proposed nodes, which are sorted by number
     parent_ids = all_parents.gather(1, proposed)  # [B, n + 1]
     parents = torch.searchsorted(proposed, parent_ids).tolist()
-    trees = RowTrees([[-1, *row_parents[1:]] for row_parents in parents], roots.device)
+    trees = RowTrees([[-1, *row_parents[1:]] for row_parents in parents], last_tokens.device)
     return Proposal(all_tokens.gather(1, proposed), trees)

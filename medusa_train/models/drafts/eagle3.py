@@ -329,14 +329,14 @@ class Eagle3Draft(LMHeadsDraft):
         return normed if self.norm_output else outputs
 
     # Decoding. The layer reads x_{t+1} together with the state at t, so the last accepted position
-    # waits until the next root is known:
+    # waits until the last token is known:
     #
     #     column of the cache    0         ..   t - 1        t                t + 1          ..
     #     reads                  x_1       ..   x_t          x_{t+1}, root    tokens of the tree
     #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
     #                            prefill, extend                               propose
     #
-    # So the root's column is t here, one before its column t + 1 in the target model's slots. When
+    # So the root's column is t here, one before its column t + 1 in the target model's kv_cache. When
     # `propose` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
     # tree have no node for the root. The layer runs at the nodes below it that have children: in
     # columns root + 1, root + 2, .., and at position root + depth, where children of the root have
@@ -369,17 +369,17 @@ class Eagle3Draft(LMHeadsDraft):
         self.midlayer.extend(layer_inputs, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Compute a_1 along the accepted path, which the roots follow; return a_1 of the last
+        """Compute a_1 along the accepted path, which the last tokens follow; return a_1 of the last
         accepted nodes, [B, d].
 
-        The path is the last root and the nodes accepted below it; after a prefill the last position
+        The path is the last tree's root and the nodes accepted below it; after a prefill the last position
         of the prompt. Shorter paths are padded to P, and the next `extend` overwrites the padding,
         as it does the entries of the draft tokens.
         """
         accepted = step.accepted
         assert accepted.hidden_states.aux is not None
         layer_states = accepted.along_path(accepted.hidden_states.aux)  # [B, P, 3 d'] g of the path
-        following = accepted.following(step.roots)  # [B, P] the token after each of its nodes
+        following = accepted.following(step.last_tokens)  # [B, P] the token after each of its nodes
         states = self.combine(layer_states)  # [B, P, d]
         layer_inputs = self._join(following, states)  # [B, P, 2 d]
         cache = step.caches[0]
@@ -391,7 +391,7 @@ class Eagle3Draft(LMHeadsDraft):
         children.
 
         Args:
-            states: a_1 at the roots, [B, d].
+            states: a_1 at the last tokens, [B, d].
         """
         if self.dynamic is not None:
             return self._propose_dynamic(step, states, limits=self.dynamic)
@@ -411,7 +411,7 @@ class Eagle3Draft(LMHeadsDraft):
         mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
 
         # of a level: the tokens of its nodes, and the layer's outputs at the m that have children
-        level_tokens = step.roots[:, None]  # [B, 1]
+        level_tokens = step.last_tokens[:, None]  # [B, 1]
         outputs = states[:, None]  # [B, m, d], here m = 1
         tokens = [level_tokens]
         # each level guesses the tokens of the next; the last one guesses nothing, so that the layer
@@ -464,7 +464,7 @@ class Eagle3Draft(LMHeadsDraft):
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:
-            states: a_1 at the roots, [B, d].
+            states: a_1 at the last tokens, [B, d].
         """
         cache = step.caches[0]
         head = self.lm_head(1)  # `lm_heads[0]` with its token map and logit transform
@@ -500,7 +500,7 @@ class Eagle3Draft(LMHeadsDraft):
             layer_inputs = self._join(tokens, parent_states)  # [B, m, 2 d]
             return cache.run(self.midlayer, layer_inputs, columns, positions, mask)  # [B, m, d]
 
-        return grow_trees(step.roots, states, limits, head, guess_children, run_nodes)
+        return grow_trees(step.last_tokens, states, limits, head, guess_children, run_nodes)
 
 
 class OwnEmbedding(nn.Module):

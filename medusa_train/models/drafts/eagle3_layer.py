@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.models.hf_config import head_dim, key_value_heads, largest
 from medusa_train.trees.masks import causal_mask
-from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
+from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]
@@ -130,10 +130,10 @@ class Eagle3Layer(nn.Module):
             mask = causal_mask(positions, cache.length + length, None, states.dtype)
         return self._run_cached(states, positions, mask, cache)
 
-    def run_slots(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    def run_cached(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q positions, [B, q, 2 d] -> [B, q, d]; see `DraftLayer.run_slots`."""
+        """Run q positions, [B, q, 2 d] -> [B, q, d]; see `DraftLayer.run_cached`."""
         return self._run_cached(states, positions, mask, cache)
 
     def _run_cached(

@@ -182,7 +182,7 @@ class HydraDraft(LMHeadsDraft):
         """
         tree = step.tree
         x = states[:, None]  # [B, 1, d]: inputs of the nodes of a level
-        nodes = step.roots[:, None]  # [B, 1]: their tokens
+        nodes = step.last_tokens[:, None]  # [B, 1]: their tokens
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             # 1. the m nodes of this level that have children

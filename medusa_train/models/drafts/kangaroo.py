@@ -22,8 +22,8 @@ from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
-from medusa_train.trees.kv_slots import compact
-from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
+from medusa_train.trees.kv_cache import compact
+from medusa_train.trees.transformers_adapters import PromptCache, node_cache
 from medusa_train.trees.tree import Level
 
 
@@ -237,9 +237,9 @@ class KangarooDraft(Draft):
         mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
         adapter = self.runner.inputs(positions, mask)
 
-        tokens = [step.roots[:, None]]  # of each level, [B, n]
+        tokens = [step.last_tokens[:, None]]  # of each level, [B, n]
         aux: list[Tensor] = []  # of each level, [B, n, d]
-        mass = torch.ones(1, 1, device=step.roots.device)  # probability of the root's path
+        mass = torch.ones(1, 1, device=step.last_tokens.device)  # probability of the root's path
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
             # 2. the first layers run over all n nodes of the level
@@ -261,8 +261,8 @@ class KangarooDraft(Draft):
                 first = 0
             elif level.inner is not None:
                 x = x[:, level.inner]  # [B, m, d]
-            slots = slot_cache(cache.storage, columns[:, first:last], cache.key_length)
-            x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), slots)
+            kv_cache = node_cache(cache.storage, columns[:, first:last], cache.key_length)
+            x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), kv_cache)
             x = x[:, -m:]  # [B, m, d]
             # 4. its guesses are the nodes of the next level
             logits = self.logits(self.runner.body.norm(x))  # [B, m, V]

@@ -73,23 +73,23 @@ class LookaheadDraft(LookupDraft):
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:
         """Return the windows, level by level."""
-        device = step.roots.device
+        device = step.last_tokens.device
         if self._layout.depths.device != device:
             self._layout = window_layout(self.window, self.ngram, device)
         windows = [list(chain.from_iterable(text.levels)) for text in step.request_states]
         tokens = torch.tensor(windows, device=device)  # [B, m]
         return LookaheadBranch(tokens, self._layout)
 
-    def observe(self, states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+    def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Move the windows on by the predicted tokens, and add the n-grams of their columns to the
         pools.
 
         The tokens are copied from the device in one transfer.
         """
-        roots = proposal.tokens[:, :1]  # [B, 1]
+        last_tokens = proposal.tokens[:, :1]  # [B, 1]
         predicted = logits.float().argmax(-1)  # [B, W]; in bfloat16 this is slow on a CPU
-        copied = torch.cat([roots, predicted], dim=1).tolist()
-        for text, (root, *following) in zip(states, copied, strict=True):
+        copied = torch.cat([last_tokens, predicted], dim=1).tolist()
+        for text, (root, *following) in zip(request_states, copied, strict=True):
             text.move_window(root, following)
 
 
@@ -154,7 +154,7 @@ class LookaheadText:
         else:
             for ngram in zip([root, *lowest], *upper, following, strict=True):
                 self._add(ngram)
-        # 2. the next root takes the place of the first token of the new level 0
+        # 2. the new last token takes the place of the first token of the new level 0
         self.levels = [upper[0][1:], *upper[1:], following]
 
     def _add(self, ngram: tuple[int, ...]) -> None:

@@ -76,7 +76,7 @@ class LookupDraft(Proposer):
     def draft_trees(self, step: DraftStep) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
         trees = []
-        for text, root in zip(step.request_states, step.root_list, strict=True):
+        for text, root in zip(step.request_states, step.last_token_list, strict=True):
             trees.append(text.draft_tree(root, self.num_heads, self.nodes))
         return trees
 
@@ -91,10 +91,10 @@ class LookupDraft(Proposer):
         trees = self.draft_trees(step)
         branch = self.lookahead_branch(step)
         if any(tree.size for tree in trees):
-            return propose_trees(trees, step.roots.device, branch)
-        if self._root_only.depths.device != step.roots.device:
-            self._root_only = Tree.empty().to(step.roots.device)
-        return Proposal(step.roots[:, None], self._root_only, branch=branch)
+            return propose_trees(trees, step.last_tokens.device, branch)
+        if self._root_only.depths.device != step.last_tokens.device:
+            self._root_only = Tree.empty().to(step.last_tokens.device)
+        return Proposal(step.last_tokens[:, None], self._root_only, branch=branch)
 
 
 class PromptLookupDraft(LookupDraft):

@@ -58,7 +58,7 @@ class MarkovBias(nn.Module):
         self,
         scores: Tensor,
         candidates: Tensor,
-        roots: Tensor,
+        last_tokens: Tensor,
         tree: Tree,
         token_map: Tensor | None,
     ) -> Tensor:
@@ -69,12 +69,12 @@ class MarkovBias(nn.Module):
             scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
                 greatest first.
             candidates: long [depth, B, c], which logits these are.
-            roots: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
+            last_tokens: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
 
         Returns:
             Tokens in the tree's node order, long [B, n + 1].
         """
-        nodes = roots[:, None]  # [B, 1] tokens of a level
+        nodes = last_tokens[:, None]  # [B, 1] tokens of a level
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             # 1. the m nodes of this level that have children
@@ -93,13 +93,13 @@ class MarkovBias(nn.Module):
 
 
 def fill_tree(
-    logits: Tensor, roots: Tensor, tree: Tree, head: LMHead, markov: MarkovBias | None
+    logits: Tensor, last_tokens: Tensor, tree: Tree, head: LMHead, markov: MarkovBias | None
 ) -> Tensor:
     """Fill a tree with the best guesses of parallel heads.
 
     Args:
         logits: raw, of the heads that the tree has levels for, without the bias, [depth, B, N].
-        roots: long [B]. head: whose vocabulary the logits have.
+        last_tokens: long [B]. head: whose vocabulary the logits have.
 
     Returns:
         Tokens in the tree's node order, the root first, long [B, n + 1].
@@ -108,9 +108,9 @@ def fill_tree(
     if markov is not None:
         count = min(max(tree.width, CANDIDATES), logits.shape[-1])
         best = logits.topk(count)  # [depth, B, count]
-        return markov.fill_tree(best.values, best.indices, roots, tree, head.token_map)
+        return markov.fill_tree(best.values, best.indices, last_tokens, tree, head.token_map)
     # 2. Without, each node takes the token of its rank at its head.
     table = logits.topk(tree.width).indices  # [depth, B, width]
     table = table.transpose(0, 1).flatten(1)  # [B, depth * width]
     ranked = table.index_select(1, tree.candidate_index)  # [B, n]
-    return torch.cat([roots[:, None], head.tokens_of(ranked)], dim=1)
+    return torch.cat([last_tokens[:, None], head.tokens_of(ranked)], dim=1)

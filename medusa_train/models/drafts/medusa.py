@@ -250,7 +250,7 @@ class MedusaDraft(Draft):
         # 1. logits of the heads that the tree has levels for
         logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
         # 2. the tokens of the tree
-        tokens = fill_tree(logits, step.roots, tree, self._lm_head(1), self.markov)
+        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head(1), self.markov)
         return Proposal(tokens, tree)
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the

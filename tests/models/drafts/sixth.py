@@ -89,7 +89,7 @@ class SixthDraft(LMHeadsDraft):
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level."""
-        nodes = step.roots[:, None]  # [B, 1]: tokens of the level
+        nodes = step.last_tokens[:, None]  # [B, 1]: tokens of the level
         tokens = [nodes]
         for k, level in enumerate(step.tree.by_level.levels[:-1], start=1):
             if level.inner is not None:

@@ -15,8 +15,8 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.kv_slots import Slots
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.kv_cache import KVCache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 COLUMNS = 64
@@ -36,10 +36,12 @@ class DraftRows:
     ) -> None:
         self.draft = draft
         rows = len(lengths)
-        self.slots = [Slots(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
-        for slots in self.slots:
-            slots.make_room(rows, COLUMNS)
-        draft.prefill(hidden_states, tokens, [prompt_cache(slots, 0, rows) for slots in self.slots])
+        self.kv_cache = [KVCache(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
+        for kv_cache in self.kv_cache:
+            kv_cache.make_room(rows, COLUMNS)
+        draft.prefill(
+            hidden_states, tokens, [PromptCache(kv_cache, 0, rows) for kv_cache in self.kv_cache]
+        )
         last = [length - 1 for length in lengths]
         aux = None if hidden_states.aux is None else at_positions(hidden_states.aux, last)[:, None]
         self.accepted = AcceptedPath(
@@ -51,19 +53,23 @@ class DraftRows:
         )
 
     @torch.no_grad()
-    def extend(self, roots: Tensor, tree: Tree) -> Any:
+    def extend(self, last_tokens: Tensor, tree: Tree) -> Any:
         """Return what the draft reads of the accepted paths."""
-        return self.draft.extend(self.step(roots, tree))
+        return self.draft.extend(self.step(last_tokens, tree))
 
-    def step(self, roots: Tensor, tree: Tree) -> DraftStep:
+    def step(self, last_tokens: Tensor, tree: Tree) -> DraftStep:
         """Return what the draft gets in the next step."""
-        caches = [DraftCache(slots.storage(COLUMNS), COLUMNS, 1000) for slots in self.slots]
-        return DraftStep(self.accepted, roots, roots.tolist(), caches, [], tree, None, True)
+        caches = [
+            DraftCache(kv_cache.storage(COLUMNS), COLUMNS, 1000) for kv_cache in self.kv_cache
+        ]
+        return DraftStep(
+            self.accepted, last_tokens, last_tokens.tolist(), caches, [], tree, None, True
+        )
 
     @torch.no_grad()
-    def propose(self, roots: Tensor, tree: Tree) -> Proposal:
-        """Return what the draft proposes below `roots`."""
-        step = self.step(roots, tree)
+    def propose(self, last_tokens: Tensor, tree: Tree) -> Proposal:
+        """Return what the draft proposes below `last_tokens`."""
+        step = self.step(last_tokens, tree)
         return self.draft.propose(step, self.draft.extend(step))
 
     def accept(
@@ -82,9 +88,9 @@ class DraftRows:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, see `Steps.select_rows`."""
-        for slots in self.slots:
+        for kv_cache in self.kv_cache:
             for row, source in enumerate(rows):
-                slots.copy_row(source, row, COLUMNS)
+                kv_cache.copy_row(source, row, COLUMNS)
         before = self.accepted
         index = torch.tensor(rows)
         aux = None if before.hidden_states.aux is None else before.hidden_states.aux[index]

@@ -246,8 +246,8 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     drafted = DraftRows(draft, target_model.run(prompt), prompt, lengths)
     position, active = list(lengths), list(range(rows))
     for step in range(8):
-        roots = torch.stack([text[row, position[row]] for row in active])
-        read = drafted.extend(roots, TREE)
+        last_tokens = torch.stack([text[row, position[row]] for row in active])
+        read = drafted.extend(last_tokens, TREE)
         for stage, states in zip(expected, read, strict=True):
             expected_stages = torch.stack([stage[row, position[row] - 1] for row in active])
             assert torch.allclose(states, expected_stages, rtol=0, atol=1e-10)
@@ -279,12 +279,12 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
         weight = draft.lm_heads.get_parameter("2.weight")
         weight.data = weight.data.clone()
     assert (draft.lm_heads.stacked() is None) == apart
-    prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
+    prompts, last_tokens = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = rows.propose(torch.tensor(roots), tree)
-    for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
+    proposal = rows.propose(torch.tensor(last_tokens), tree)
+    for row, (prompt, root) in enumerate(zip(prompts, last_tokens, strict=True)):
         states = _states(draft, target_model, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))
         orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]

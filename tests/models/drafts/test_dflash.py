@@ -199,9 +199,9 @@ def test_guesses_in_decoding_are_those_of_training(window: int) -> None:
     rows = Rows.from_tokens(TOKENS)
     states = list(draft.teacher_forced_states(hidden_states, rows))
     decoding = DraftRows(draft, hidden_states, TOKENS, [5, 7])  # the prompts end at t = 4 and t = 6
-    roots = torch.tensor([TOKENS[0, 5], TOKENS[1, 7]])
+    last_tokens = torch.tensor([TOKENS[0, 5], TOKENS[1, 7]])
     for depth in (3, 1):
-        step = decoding.step(roots, Tree.chain(depth))
+        step = decoding.step(last_tokens, Tree.chain(depth))
         draft.extend(step)
         found = draft._run_block(step, depth)  # [2, depth, d]
         for k in range(depth):

@@ -16,8 +16,8 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, Rows
-from medusa_train.trees.kv_slots import Slots
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.kv_cache import KVCache
+from medusa_train.trees.transformers_adapters import PromptCache
 from tests.families import FAMILIES, NoTokenizer, random_target_model
 
 
@@ -199,9 +199,9 @@ COLUMNS = 48
 
 
 def read_path(
-    layer: DraftLayer, slots: Slots, new: torch.Tensor, starts: list[int]
+    layer: DraftLayer, kv_cache: KVCache, new: torch.Tensor, starts: list[int]
 ) -> torch.Tensor:
-    cache = DraftCache(slots.storage(COLUMNS), COLUMNS, 127)
+    cache = DraftCache(kv_cache.storage(COLUMNS), COLUMNS, 127)
     return cache.read_path(layer, new, torch.tensor(starts))
 
 
@@ -211,19 +211,19 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     layer = random_layer(family)
     prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
     texts = list(prompts)
-    slots = Slots(1, COLUMNS, COLUMNS)
-    slots.make_room(3, COLUMNS)
+    kv_cache = KVCache(1, COLUMNS, COLUMNS)
+    kv_cache.make_room(3, COLUMNS)
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = layer.extend(padded, prompt_cache(slots, 0, 3))
+        out = layer.extend(padded, PromptCache(kv_cache, 0, 3))
         for row, length in enumerate(LENGTHS):
             expected = alone(layer, prompts[row])
             assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
         for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2], [1, 3, 2, 1]]):
             if step == 2:
                 rows = [0, 2]
-                slots.copy_row(2, 1, COLUMNS)
+                kv_cache.copy_row(2, 1, COLUMNS)
             if step == 3:
                 # rows join: one with a prompt, and one whose only position is read with the next
                 # ones
@@ -232,11 +232,11 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                     torch.empty(0, 32, dtype=torch.float64),
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
-                slots.make_room(4, COLUMNS)
-                layer.extend(padded, prompt_cache(slots, 2, 2))
+                kv_cache.make_room(4, COLUMNS)
+                layer.extend(padded, PromptCache(kv_cache, 2, 2))
                 rows = [0, 2, 3, 4]
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
-            out = read_path(layer, slots, new, [len(texts[row]) for row in rows])
+            out = read_path(layer, kv_cache, new, [len(texts[row]) for row in rows])
             for i, row in enumerate(rows):
                 start = len(texts[row])
                 texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
@@ -250,11 +250,11 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     layer = random_layer(family)
     text = torch.randn(20, 32, dtype=torch.float64)
     whole = alone(layer, text)
-    slots = Slots(1, COLUMNS, COLUMNS)
+    kv_cache = KVCache(1, COLUMNS, COLUMNS)
     done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = layer.extend(text[None, done : done + size], prompt_cache(slots, 0, 1, done))
+            out = layer.extend(text[None, done : done + size], PromptCache(kv_cache, 0, 1, done))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 

@@ -165,12 +165,12 @@ def test_biases_of_published_drafts_are_counted(hidden_size: int) -> None:
 def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
     draft, target_model = noisy(**variants)
-    prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
+    prompts, last_tokens = TOKENS[:rows, :6], TOKENS[:rows, 6]
     tree = Tree.from_paths(
         [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
     )
     hidden_states = target_model.run(prompts, aux_layers=draft.aux_layers)
-    proposal = DraftRows(draft, hidden_states, prompts, [6] * rows).propose(roots, tree)
+    proposal = DraftRows(draft, hidden_states, prompts, [6] * rows).propose(last_tokens, tree)
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:

@@ -146,11 +146,11 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     texts = [target_model.run(torch.tensor([prompt])).final[0] for prompt in prompts]
-    roots = torch.tensor([42, 43, 44])
+    last_tokens = torch.tensor([42, 43, 44])
     with torch.no_grad():
         rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
-            proposal = rows.propose(roots, TREE)
+            proposal = rows.propose(last_tokens, TREE)
             for row, text in enumerate(texts):
                 last = prefixed(draft, text)[-1]
                 nodes = proposal.tokens[row].tolist()
@@ -165,6 +165,6 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
             rows.accept(HiddenStates(states), proposal.tokens, paths)
         rows.select([0, 2])
-        states = rows.extend(roots[:2], TREE)
+        states = rows.extend(last_tokens[:2], TREE)
         for row, text in enumerate([texts[0], texts[2]]):
             assert torch.allclose(states[row], prefixed(draft, text)[-1], atol=1e-6)

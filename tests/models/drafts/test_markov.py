@@ -34,11 +34,11 @@ def random_heads(
     return draft
 
 
-def propose(draft: MedusaDraft, hidden: Tensor, roots: Tensor, tree: Tree) -> Tensor:
+def propose(draft: MedusaDraft, hidden: Tensor, last_tokens: Tensor, tree: Tree) -> Tensor:
     """Proposed tokens [B, n + 1] after the states [B, d]."""
     tokens = torch.zeros(len(hidden), 1, dtype=torch.long)
     rows = DraftRows(draft, HiddenStates(hidden[:, None]), tokens, [1] * len(hidden))
-    return rows.propose(roots, tree).tokens
+    return rows.propose(last_tokens, tree).tokens
 
 
 def expected_tokens(
@@ -72,18 +72,20 @@ def test_each_level_is_ranked_by_its_parents_tokens(
         monkeypatch.setattr(module, "CANDIDATES", candidates)
     draft = random_heads(reduced=reduced)
     hidden = torch.randn(3, D, dtype=torch.float64)
-    roots = torch.tensor([42, 7, 60])
+    last_tokens = torch.tensor([42, 7, 60])
     best = min(candidates, len(KEPT) if reduced else V)
-    wanted = [expected_tokens(draft, hidden[row], int(roots[row]), TREE, best) for row in range(3)]
+    wanted = [
+        expected_tokens(draft, hidden[row], int(last_tokens[row]), TREE, best) for row in range(3)
+    ]
     assert draft.stacked() is not None
-    assert propose(draft, hidden, roots, TREE).tolist() == wanted
+    assert propose(draft, hidden, last_tokens, TREE).tolist() == wanted
     with monkeypatch.context() as apart:
         apart.setattr(draft, "stacked", lambda: None)
-        assert propose(draft, hidden, roots, TREE).tolist() == wanted
+        assert propose(draft, hidden, last_tokens, TREE).tolist() == wanted
     others = propose(draft, hidden, torch.tensor([41, 8, 59]), TREE)
     assert others[:, 1:].tolist() != [row[1:] for row in wanted]  # guesses depend on the root
     # the ranks that traces and validation find are those of proposals
-    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(roots)], dim=1)  # type: ignore[union-attr]
+    states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(last_tokens)], dim=1)  # type: ignore[union-attr]
     guesses = draft.lm_head(1).guesses(states, draft.lm_head(1).logits(states), 5)
     if reduced:
         guesses = KEPT[guesses]
@@ -103,11 +105,11 @@ def test_a_tree_may_be_wider_than_the_candidates(monkeypatch: pytest.MonkeyPatch
 def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: True)
     draft = random_heads(lm_head=LMHead(torch.randn(V, D)), reduced=True, dtype=torch.float32)
-    hidden, roots = torch.randn(2, D), torch.tensor([7, 9])
+    hidden, last_tokens = torch.randn(2, D), torch.tensor([7, 9])
     with torch.inference_mode():
-        plain = propose(draft, hidden, roots, TREE)
+        plain = propose(draft, hidden, last_tokens, TREE)
         assert prepack.prepack_linears(draft)
-        assert torch.equal(propose(draft, hidden, roots, TREE), plain)
+        assert torch.equal(propose(draft, hidden, last_tokens, TREE), plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -129,8 +131,10 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
     )
     for k, (mine, theirs) in enumerate(states, start=1):
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
-    roots = torch.tensor([42])
-    proposals = [propose(one, hidden_states.final[:, -1], roots, TREE) for one in (draft, plain)]
+    last_tokens = torch.tensor([42])
+    proposals = [
+        propose(one, hidden_states.final[:, -1], last_tokens, TREE) for one in (draft, plain)
+    ]
     assert torch.equal(*proposals)
 
 

@@ -1,14 +1,15 @@
-"""Keys and values in slots: the one cache of decoding, for the target model's layers and for a draft's.
+"""The one KV cache of decoding, for the layers of the target model and of a draft.
 
 Row b holds its committed positions in columns 0 .. length - 1. The nodes of a tree are written
 right behind them, node i to column length + i:
 
-    row 0   c c c c c c c r n n n        c committed, r root, n nodes of the tree
+    row 0   c c c c c c c r n n n        c committed, r last token, n nodes below it
     row 1   c c c c c r n n n . .        . never written, or left over: masked
 
-The root, node 0, stays in column length. Before the next step `compact` moves the nodes accepted
-below it to columns length + 1, length + 2, ... What lies behind them is overwritten by the next
-tree, and masked until then. How many positions of a row are committed is counted by the caller.
+The last token is the tree's root, node 0, and stays in column length. Before the next step
+`compact` moves the nodes accepted below it to columns length + 1, length + 2, ... What is behind
+them is overwritten by the next tree, and masked until then. How many positions of a row are
+committed is counted by the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 
-#: Columns of the first buffer of `Slots`; steps of fixed shape read a multiple of it.
+#: Columns of the first buffer of `KVCache`; steps of fixed shape read a multiple of it.
 KEY_BLOCK = 256
 
 #: Dimensions of the keys and values [layers, 2, rows, kv_heads, columns, head_dim].
@@ -28,7 +29,7 @@ COLUMNS = 4
 WIDTH = 5
 
 
-class Slots:
+class KVCache:
     """Keys and values of several layers, `[layers, 2, rows, kv_heads, columns, head_dim]`.
 
     Memory is allocated when the first prompt is written. Where layers differ in their heads, it has
@@ -49,7 +50,7 @@ class Slots:
         num_layers, block: as given.
         capacity: rounded up to whole blocks.
         rows: allocated rows.
-        resets: how often all was dropped so far. Those who share the slots see by it whether what
+        resets: how often all was dropped so far. Those who share it see by it whether what
             they wrote is still there.
     """
 
@@ -68,9 +69,9 @@ class Slots:
         """Whether something was written so far."""
         return self._buffer is not None
 
-    def like(self, num_layers: int) -> Slots:
-        """Return empty slots of other layers for as many rows and positions."""
-        other = Slots(num_layers, self.capacity, self.block)
+    def like(self, num_layers: int) -> KVCache:
+        """Return an empty KV cache of other layers for as many rows and positions."""
+        other = KVCache(num_layers, self.capacity, self.block)
         other.rows = self.rows
         other._reserved = self._reserved
         return other
