@@ -249,11 +249,10 @@ class MedusaDraft(StackedDraft):
         """Return the linear layers of block 1 of all heads, then of block 2, ..; and their W2 if
         any.
         """
+        blocks_of_heads: list[Any] = list(self.blocks)
         groups: list[list[Any]] = []
         for j in range(self.num_layers):
-            groups.append(
-                [self.blocks.get_submodule(f"{k}.{j}.linear") for k in range(self.num_heads)]
-            )
+            groups.append([blocks[j].linear for blocks in blocks_of_heads])
         if self.lm_heads:
             groups.append(list(self.lm_heads))
         return groups
