@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
@@ -143,16 +143,17 @@ class Estimate:
             is_expert = weight.dim() == 3 and experts
             self._in_layers += weight.numel() * (experts / len(weight) if is_expert else 1)
         # 2. The draft, and the draft without embeddings that are looked up.
+        target_model = TargetModel(model.requires_grad_(False), None)
         count = DRAFTS[cfg.draft].count_parameters
-        self._draft = count(model, **self._settings)
+        self._draft = count(target_model, **self._settings)
         self._multiplied = self._draft
-        if "markov_rank" in self._settings:
-            self._multiplied = count(model, **{**self._settings, "markov_rank": 0})
+        if self._settings.get("markov_rank"):
+            self._multiplied = count(target_model, **{**self._settings, "markov_rank": 0})
         # 3. What the recipe trains of the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
-            TargetModel(model.requires_grad_(False), None),
+            target_model,
             Precision(torch.device("meta"), torch.float32),
         )
         self._trained_base = _count(recipe.parameters.values())

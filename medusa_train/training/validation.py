@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import linear_loss
+from medusa_train.losses.linear_loss import Teacher, linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead

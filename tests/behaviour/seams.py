@@ -33,9 +33,9 @@ from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.cuda_graphs import FixedShapeRunner, GraphRunner
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling as SamplingRule
-from medusa_train.losses import chunked_loss
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import linear_loss as fused_loss
+from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses.linear_loss import Teacher
+from medusa_train.losses.linear_loss import linear_loss as fused_loss
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.combined import MergedDraft
