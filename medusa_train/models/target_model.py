@@ -51,7 +51,7 @@ from medusa_train.models.target_states import (
 )
 from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
 from medusa_train.trees.masks import NodeMasks, layer_masks
-from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 
@@ -463,7 +463,7 @@ class TargetModel:
             % self.vocab_size
         )
         kv_cache = self.new_kv_cache()
-        self.run(tokens[:, :2], cache=prompt_cache(kv_cache, 0, 1))
+        self.run(tokens[:, :2], cache=PromptCache(kv_cache, 0, 1))
         depths = tree.depths.to(self.device)
         masks = self.node_masks(tree.ancestors.to(self.device), depths)
         lengths = torch.tensor([2], device=self.device)
@@ -614,7 +614,7 @@ class TargetModel:
     def _warm_up(self, compiled: CompiledPass) -> None:
         kv_cache = KVCache(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=prompt_cache(kv_cache, 0, 1))
+        self.run(token, cache=PromptCache(kv_cache, 0, 1))
         layers, _, _, heads, _, dim = kv_cache.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
 

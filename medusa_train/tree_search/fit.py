@@ -32,7 +32,7 @@ class Trace:
             the answer.
         targets: [tokens], for how many heads the answer has a token to compare with.
         confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early;
-            else empty, and not kept beside tree.json.
+            else empty, and not kept next to tree.json.
     """
 
     ranks: list[list[int]]

@@ -1,4 +1,4 @@
-"""Traces kept beside tree.json, so that a tree for another device, dtype or compilation needs no
+"""Traces kept next to tree.json, so that a tree for another device, dtype or compilation needs no
 answers again.
 """
 

@@ -29,9 +29,8 @@ from medusa_train.data.datastore import Datastore
 from medusa_train.inference.accept import Greedy as GreedyRule
 from medusa_train.inference.accept import Typical as TypicalRule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, GraphRunner
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling as SamplingRule
 from medusa_train.losses import chunked_loss
 from medusa_train.losses.chunked_loss import Teacher

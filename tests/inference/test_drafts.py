@@ -28,7 +28,7 @@ from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 
 #: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on
-# the token before, `kangaroo-mlp` an lm_head of its own and no attention.
+#: the token before, `kangaroo-mlp` an lm_head of its own and no attention.
 SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
     "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4},
