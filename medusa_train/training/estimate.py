@@ -25,7 +25,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
-# -> rate.
+#: -> rate.
 GPUS = {
     "RTX 4090, 24 GB": 165e12,
     "L40S, 48 GB": 362e12,

@@ -28,11 +28,11 @@ from medusa_train.tree_search.traces import rank_of
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
 #: Tree size of the simulation, the same in every evaluation so that all of them compare: small
-# enough to pay on a CPU, large enough to show what lower ranks are worth. The run's tree.json is
-# sized by measured latency instead.
+#: enough to pay on a CPU, large enough to show what lower ranks are worth. The run's tree.json is
+#: sized by measured latency instead.
 NODES = 16
 #: Answer tokens that are simulated at most (a second or two); of a larger set every n-th
-# conversation is used.
+#: conversation is used.
 MAX_SIMULATED_TOKENS = 50_000
 
 #: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
