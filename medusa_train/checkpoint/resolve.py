@@ -42,8 +42,8 @@ DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
-# TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
-# base model in one state dict.
+#: TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
+#: base model in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}

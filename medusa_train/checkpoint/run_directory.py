@@ -68,7 +68,7 @@ _RUN_KEYS = {"base_model", "datasets", "recipe", "medusa_only_heads", "output_di
 _METRICS_KEYS = {"kind", "step", "time"}
 _MANIFEST_KEYS = {"format", "step", "files", "crc32"}
 #: Names of the files below the directories of a run, by whatever command they were written, some
-# with that of their directory.
+#: with that of their directory.
 _WRITTEN_NAMES = (
     # heads, adapter, model, export
     *("README.md", "config.json", "generation_config.json", "adapter_config.json"),

@@ -38,7 +38,7 @@ STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
 #: Parts of a run's state that hold trained weights: the heads', and the base model's where they are
-# trained.
+#: trained.
 WEIGHTS = ("draft", "student")
 
 

@@ -69,6 +69,9 @@ class DraftCost(NamedTuple):
         layer_passes: passes through decoder layers of the draft's own, whose activations are kept.
         repeats: how often a step runs all weights but those that join states.
         joined_states: hidden states that a matrix joins into one, once in a step.
+        anchors: blocks that are trained in each row, behind supervised positions, and computed again
+            in the backward pass; 0: the draft runs at all positions.
+        slots: tokens in each block, the known one included.
     """
 
     output_matrices: int
@@ -77,6 +80,8 @@ class DraftCost(NamedTuple):
     layer_passes: int = 0
     repeats: int = 1
     joined_states: int = 0
+    anchors: int = 0
+    slots: int = 1
 
 
 class DraftConfig(Section):
@@ -531,6 +536,9 @@ class DFlashConfig(DraftConfig):
             shared_lm_heads=1,
             blocks_per_head=0,
             layer_passes=self.num_layers,
+            joined_states=len(self.layers or range(self.num_layers)),
+            anchors=self.anchors,
+            slots=self.num_heads + 1,
         )
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:

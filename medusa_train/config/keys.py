@@ -154,5 +154,5 @@ class Config(Section):
 
 
 #: The keys that a broken rule is about, and what is wrong. It is reported at the first of the keys
-# that the user set.
+#: that the user set.
 Violation = tuple[tuple[str, ...], str]

@@ -246,7 +246,7 @@ _NOT_ON_A_SERVER = {
     "special_tokens": "the server has its own tokenizer; remove special_tokens",
 }
 #: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would
-# contain.
+#: contain.
 _REFUSED_SERVE_ARGS = (
     "--host",
     "--port",

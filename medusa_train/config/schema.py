@@ -83,7 +83,7 @@ from medusa_train.config.types import (
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
-# follow from the base model's files; batches are padded to their longest row.
+#: follow from the base model's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     [
         "is_llama_derived_model",
@@ -696,7 +696,7 @@ NOT_INHERITED = (
     *("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
 )
 #: Keys that `stage_one` cannot set: both stages hold out the same conversations, and train heads of
-# one kind.
+#: one kind.
 NOT_IN_STAGE_ONE = (
     *keys_marked(TrainConfig, THIS_RUN, HEADS),
     *("base_model", "output_dir", "seed", "val_set_size", "test_datasets"),

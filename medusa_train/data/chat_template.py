@@ -37,7 +37,7 @@ _GLOBALS = frozenset(
 )
 
 #: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
-# to.
+#: to.
 DATE = datetime.date(2024, 7, 26)
 
 _CHANGED = (

@@ -12,7 +12,7 @@ from medusa_train.data.conversation import ReasoningTags
 
 Span = tuple[int, int]
 #: Stands before a control token in a content, and before the same character in a content. A private
-# use character, which templates do not contain.
+#: use character, which templates do not contain.
 MARK = "\ue002"
 _MAX_KNOWN = 256
 

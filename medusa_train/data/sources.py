@@ -45,7 +45,7 @@ _OF_SELF_DISTILLATION = (
     ".dropped.jsonl",
 )  # written next to the data by self-distillation
 #: Written next to data by `datasets`, hub repositories and others: about the data, no records, where
-# they hold one JSON object.
+#: they hold one JSON object.
 _METADATA = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -66,7 +66,7 @@ _SPLIT_WORDS = {
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 #: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where
-# that is unknown.
+#: that is unknown.
 OnProgress = Callable[[str, int, int], None]
 
 

@@ -40,7 +40,7 @@ from medusa_train.io import replace_bytes, write_failure
 _PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
-# conversations.
+#: conversations.
 CONVERSATIONS_PER_WORKER = 2000
 #: Conversations that are tokenized between two updates of the progress.
 CHUNK = 128

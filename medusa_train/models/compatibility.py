@@ -32,8 +32,8 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
 
 
 def check_model(target_model: TargetModel) -> None:
-    """Probe a loaded model; raise TargetModelError if its logits, tree passes or padded rows would be
-    wrong, or its weights are not finite.
+    """Probe a loaded model; raise TargetModelError if its logits, tree passes or padded rows would
+    be wrong, or its weights are not finite.
     """
     try:
         reason = _forward_problem(target_model)

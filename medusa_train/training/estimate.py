@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
@@ -25,7 +25,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
-# -> rate.
+#: -> rate.
 GPUS = {
     "RTX 4090, 24 GB": 165e12,
     "L40S, 48 GB": 362e12,
@@ -143,16 +143,17 @@ class Estimate:
             is_expert = weight.dim() == 3 and experts
             self._in_layers += weight.numel() * (experts / len(weight) if is_expert else 1)
         # 2. The draft, and the draft without embeddings that are looked up.
+        target_model = TargetModel(model.requires_grad_(False), None)
         count = DRAFTS[cfg.draft].count_parameters
-        self._draft = count(model, **self._settings)
+        self._draft = count(target_model, **self._settings)
         self._multiplied = self._draft
-        if "markov_rank" in self._settings:
-            self._multiplied = count(model, **{**self._settings, "markov_rank": 0})
+        if self._settings.get("markov_rank"):
+            self._multiplied = count(target_model, **{**self._settings, "markov_rank": 0})
         # 3. What the recipe trains of the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
-            TargetModel(model.requires_grad_(False), None),
+            target_model,
             Precision(torch.device("meta"), torch.float32),
         )
         self._trained_base = _count(recipe.parameters.values())
@@ -197,8 +198,8 @@ class Estimate:
 
         A matrix product takes two operations per weight and token. A forward pass of the base model
         is one of them, a backward pass two, or one where the weights themselves are not trained.
-        The draft runs on all tokens, its output matrices on supervised ones; soft targets take the
-        base model's logits there, over the draft's vocabulary.
+        The draft runs on all tokens, or on those of its blocks; its output matrices on supervised
+        ones. Soft targets take the base model's logits there, over the draft's vocabulary.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.
@@ -244,13 +245,20 @@ class Estimate:
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)
             inner += (outputs - 1) * self._settings["auto_blocks"] * projections
         passes = 3 * cost.layer_passes * self._attention(width)
-        inner_operations = tokens * (6 * (cost.repeats * inner + once) + passes)
+        positions, targets, per_weight = float(tokens), float(outputs * supervised), 6
+        if cost.anchors:
+            blocks = float(supervised)
+            if width:
+                blocks = min(blocks, tokens / width * cost.anchors)
+            positions, targets, per_weight = blocks * cost.slots, blocks * (cost.slots - 1), 8
+        inner_operations = positions * (per_weight * cost.repeats * inner + passes)
+        inner_operations += 6 * tokens * once
         # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.
         per_logit = (4 if cost.shared_lm_heads else 6) * self._hidden
         per_logit += 6 * self._settings.get("markov_rank", 0)
         if section.heads_loss.soft_targets:
             per_logit += 2 * self._hidden
-        return inner_operations + outputs * per_logit * self._draft_vocab * supervised
+        return inner_operations + per_logit * self._draft_vocab * targets
 
     def _activations(self, tokens: int, item: int, device: str) -> int:
         """Estimate what a micro-batch adds at its peak, in addition to all gradients; `item` is

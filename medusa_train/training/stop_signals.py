@@ -18,7 +18,7 @@ from medusa_train.errors import Terminated
 H = TypeVar("H", bound="_Handler")
 
 #: A second signal within this many seconds means the first one: supervisors signal a process and
-# its group, and a terminal signals what a launcher signals, too.
+#: its group, and a terminal signals what a launcher signals, too.
 REPEAT_SECONDS = 5.0
 
 

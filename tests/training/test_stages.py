@@ -16,13 +16,12 @@ from medusa_train.checkpoint.run_directory import check_inputs
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training import stages
 from medusa_train.training import train_stage as run_module
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.inspect_run import inspect_run
-from medusa_train.training.preflight import check_files
 from tests.training.conftest import LORA, figures, stop_after, train
 
 FIRST = {
@@ -160,15 +159,6 @@ def test_problems_of_stage_two_are_found_before_stage_one_trains(two_stages, con
     )
     with pytest.raises(MedusaError, match="2 inputs are missing"):
         check_inputs(absent)
-
-
-def test_a_broken_record_of_stage_one_is_found_before_anything_is_loaded(two_stages, tmp_path):
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"messages": 3}\n')
-    datasets = [{"path": str(broken), "type": "messages"}]
-    check_files(two_stages())
-    with pytest.raises(DataError, match=r"broken\.jsonl:1"):
-        check_files(two_stages(stage_one={**FIRST, "datasets": datasets}))
 
 
 def test_data_of_its_own(two_stages, console, tmp_path, chats, monkeypatch):

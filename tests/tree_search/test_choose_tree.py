@@ -62,7 +62,7 @@ def chosen_by(
     monkeypatch.setattr(module, "SIZES", tuple(size for size in module.SIZES if size <= 8))
     drawn = random.Random(0)
     heads = [drawn.choices([*range(len(one) - 1), -1], one, k=500) for one in odds]
-    traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
+    traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)])] * 2
     target_model = random_target_model("llama", dtype=torch.float32)
     draft = MedusaDraft.from_target_model(target_model, len(odds))
     return choose_tree(target_model, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet())
@@ -151,7 +151,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Timed]:
 def choose_within(seconds: float | None) -> str:
     """Choose a tree, and return what is printed."""
     target_model, progress = random_target_model("llama"), quiet()
-    traced = TracedAnswers([[Trace([[0, 0, 0]] * 9, [3] * 9)]] * 3, list(range(100)))
+    traced = TracedAnswers([[Trace([[0, 0, 0]] * 9)]] * 3, list(range(100)))
     choose_tree(target_model, noisy_heads(target_model), traced, progress, seconds=seconds)
     return progress.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
@@ -212,7 +212,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     target_model, long = random_target_model("llama"), list(range(2, 60)) * 2
-    draft, trace = noisy_heads(target_model), Trace([[0, 0, 0]] * 9, [3] * 9)
+    draft, trace = noisy_heads(target_model), Trace([[0, 0, 0]] * 9)
     monkeypatch.setattr(module, "SIZES", (0, 1))
     assert (
         choose_tree(target_model, draft, TracedAnswers([[trace]] * 3, long), quiet())

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
 from medusa_train.models.drafts.base import AcceptedPath, DraftCache
-from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, norms_of
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.models.target_model import TargetModel
@@ -282,6 +282,37 @@ def test_every_parameter_gets_a_gradient_and_none_is_the_target_models(
         p.data_ptr() for p in named.values()
     }
     assert not any("embed" in name for name in named)
+
+
+@pytest.mark.parametrize(
+    ("names", "attention", "mlp"),
+    [
+        ("input post_attention", "input", "post_attention"),
+        (
+            "input post_attention pre_feedforward post_feedforward",
+            "input post_attention",
+            "pre_feedforward post_feedforward",
+        ),
+        ("post_attention post_feedforward", "post_attention", "post_feedforward"),
+        (
+            "input post_attention post_self_attn post_mlp",
+            "input post_self_attn",
+            "post_attention post_mlp",
+        ),
+        ("input post_attention pre_mlp post_mlp", "input post_attention", "pre_mlp post_mlp"),
+        ("attention feedforward", "attention", "feedforward"),
+        ("input", "input", ""),
+    ],
+    ids=["llama", "gemma2", "olmo2", "glm4", "afmoe", "apertus", "cohere"],
+)
+def test_norms_belong_to_the_part_that_they_are_next_to(
+    names: str, attention: str, mlp: str
+) -> None:
+    layer = nn.Module()
+    for name in names.split():
+        setattr(layer, f"{name}_layernorm", nn.Identity())
+    found = [{name.removesuffix("_layernorm") for name in part} for part in norms_of(layer)]
+    assert found == [set(attention.split()), set(mlp.split())]
 
 
 @pytest.mark.parametrize("names", [1, 2])
