@@ -31,6 +31,13 @@ MODULES = {
     "medusa-eval": "evaluate",
     "medusa-export": "export",
 }
+#: A short chat template that reads tools and calls.
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}{{ '<tools>' if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 FILES_START = "\n## Files\n"
 #: programs in bash blocks that this project does not install
 FOREIGN = {"python3", "pip", "hf", "source", "vllm", "until", "kill", "export", "bash"}
@@ -331,17 +338,20 @@ def test_the_configuration_of_the_readme_is_valid() -> None:
 def test_python_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "runs" / "demo", write_target_model(tmp_path / "backbone"))
+    target_model = write_target_model(tmp_path / "backbone")
+    (target_model / "chat_template.jinja").write_text(TOOLS_TEMPLATE, encoding="utf-8")
+    write_run(tmp_path / "runs" / "demo", target_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["python"])
-    blocks = [
-        block
-        for text in TEXTS.values()
-        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    ]
-    assert any("model.generate" in block for block in blocks)
-    for block in blocks:
-        exec(compile(block, "docs", "exec"), {})
+    blocks = {
+        name: re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        for name, text in TEXTS.items()
+    }
+    assert any("model.generate" in block for block in blocks["README.md"])
+    for of_page in blocks.values():
+        names: dict[str, Any] = {}  # a page's blocks are typed one after the other
+        for block in of_page:
+            exec(compile(block, "docs", "exec"), names)
     assert capsys.readouterr().out.strip()
 
 

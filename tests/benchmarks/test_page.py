@@ -17,7 +17,8 @@ PAGES = sorted(page.PAGES.glob("*.md"))
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    text = path.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("<!--")]
     assert re.fullmatch(r"# .*\?", lines[0])
     assert re.fullmatch(r"\*\*.+\*\*", lines[2])
     assert f"]({path.stem}.svg)" in lines[4]
