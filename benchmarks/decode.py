@@ -63,8 +63,12 @@ from transformers import AutoConfig
 
 from medusa_train.cli.common import quiet_libraries
 from medusa_train.errors import TargetModelError
-from medusa_train.inference.cuda_graphs import graph_obstacle, graph_runner, use_cuda_graphs
-from medusa_train.inference.runners import FixedShapeRunner
+from medusa_train.inference.cuda_graphs import (
+    FixedShapeRunner,
+    graph_obstacle,
+    graph_runner,
+    use_cuda_graphs,
+)
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import (

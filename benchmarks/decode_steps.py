@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import Replayable
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import KVCache
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
@@ -108,7 +107,7 @@ def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows
         dtype=target_model.dtype,
     )
     states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
-    cache = prompt_cache(kv_cache, 0, rows)
+    cache = PromptCache(kv_cache, 0, rows)
     for layer in range(target_model.num_layers):
         cache.update(states, states, layer)
 

@@ -493,7 +493,7 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
     if tree is not None:
         lengths = AcceptedLength(tree)
         for line in map(json.loads, read_lines(directory / "ranks.jsonl")):
-            trace = Trace(line["ranks"], [], line.get("confidence", [])).stop_early(threshold)
+            trace = Trace(line["ranks"], line.get("confidence", [])).stop_early(threshold)
             steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
             accepted[line["question_id"], line["turn"]] = steps
         kept = ("answers", "looping_answers", "head_accuracy", "joint")

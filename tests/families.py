@@ -5,6 +5,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from medusa_train.models.architecture import attention_of
+from medusa_train.models.loading import model_without_weights
 from medusa_train.models.target_model import TargetModel
 
 SHAPE = {
@@ -151,3 +152,12 @@ def random_target_model(
     """Wrap `random_model` for tests that decode token ids only."""
     model = random_model(family, seed, **changes).to(dtype)
     return TargetModel(model.eval().requires_grad_(False), NoTokenizer(), family)
+
+
+def without_weights(target_model: TargetModel) -> TargetModel:
+    """Return a target model of the same shapes on the meta device."""
+    empty = TargetModel(model_without_weights(target_model.model.config), None)
+    bias = target_model.lm_head().bias
+    if bias is not None:
+        empty.output_embeddings.bias = torch.nn.Parameter(bias.to("meta"), requires_grad=False)
+    return empty

@@ -192,7 +192,9 @@ def test_the_architecture_page_lists_the_files() -> None:
 
 
 def test_the_architecture_page_names_every_runner() -> None:
-    code = (PROJECT_ROOT / "medusa_train" / "inference" / "runners.py").read_text(encoding="utf-8")
+    code = (PROJECT_ROOT / "medusa_train" / "inference" / "cuda_graphs.py").read_text(
+        encoding="utf-8"
+    )
     runners = set(re.findall(r"^class (\w+Runner)\b", code, flags=re.MULTILINE))
     assert set(re.findall(r"`(\w+Runner)`", TEXTS["development/architecture.md"])) == runners
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.checkpoint.eagle3_layouts import LAYER_KEYS, layer_entries
+from medusa_train.checkpoint.eagle3_layouts import entries_in_files, layer_entries
 from medusa_train.checkpoint.medusa_layouts import TOKEN_MAP
 from medusa_train.checkpoint.resolve import DFLASH, DSPARK
 from medusa_train.config.types import ExportTarget
@@ -64,14 +64,12 @@ def to_dflash(
             "SGLang does not compute a Markov bias (dflash.markov_rank): export --to vllm"
         )
     tensors = {_MARKOV.get(name, name): tensor for name, tensor in state.items()}
-    rope = dict(layer.get("rope_parameters") or {})
     window = settings["window"]
     num_layers = settings["num_layers"]
     config: dict[str, Any] = {
         "architectures": [DSPARK if has_bias else DFLASH],
         "model_type": "qwen3",
-        **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
-        "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
+        **entries_in_files(layer),
         "num_hidden_layers": num_layers,
         "layer_types": [_SLIDING if window else _FULL] * num_layers,
         "sliding_window": window or None,
@@ -87,8 +85,6 @@ def to_dflash(
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "base_model_name_or_path": base_model,
     }
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = rope
     if has_bias:
         config |= {"markov_rank": settings["markov_rank"], "sample_from_anchor": False}
     return tensors, config

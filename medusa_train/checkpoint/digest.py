@@ -17,7 +17,7 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """Return a hash of the names, sizes and parts of files, wherever they lie.
+    """Return a hash of the names, sizes and parts of files, wherever they are.
 
     Raises:
         OSError: one cannot be read.

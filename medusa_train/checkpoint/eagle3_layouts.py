@@ -179,13 +179,11 @@ def to_eagle3(
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    rope = dict(layer.get("rope_parameters") or {})
     has_qk_norm = settings.get("qk_norm")
     config = {
         "architectures": [EAGLE3_QWEN3 if has_qk_norm else EAGLE3],
         "model_type": "qwen3" if has_qk_norm else "llama",
-        **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
-        "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
+        **entries_in_files(layer),
         "num_hidden_layers": 1,
         "vocab_size": vocab_size,
         "draft_vocab_size": len(ordered),
@@ -196,9 +194,17 @@ def to_eagle3(
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "base_model_name_or_path": base_model,
     }
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = rope
     return tensors, config
+
+
+def entries_in_files(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of config.json that describe a layer, its rope for older versions, too."""
+    entries = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    rope = dict(layer.get("rope_parameters") or {})
+    entries["rope_theta"] = rope.pop("rope_theta", 10000.0)
+    if rope.get("rope_type", "default") != "default":
+        entries["rope_scaling"] = rope
+    return entries
 
 
 def for_target(

@@ -49,6 +49,7 @@ from medusa_train.checkpoint.serialize import (
     write_pickled_tensors,
     write_tensors,
 )
+from medusa_train.config.draft_sections import DRAFT_CONFIGS
 from medusa_train.config.types import format_value
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, warn_once, write_failure
@@ -211,23 +212,15 @@ def read_heads(directory: Path | str) -> HeadTensors:
     return _medusa_heads(found, *_read_files(found))
 
 
-def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers
-    read.
+def read_draft(directory: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the state dict and the settings of an EAGLE-3 or DFlash draft: ours, or in a layout that
+    servers read.
     """
     found = find_heads(directory)
     tensors, config = _read_files(found)
-    if config.get("draft") != "eagle3":
-        raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
-    return tensors, _settings(config, found.directory / HEADS_CONFIG)
-
-
-def read_dflash(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of a DFlash draft: ours, or in the layout of servers."""
-    found = find_heads(directory)
-    tensors, config = _read_files(found)
-    if config.get("draft") != "dflash":
-        raise CheckpointError(f"{directory}: holds no DFlash draft")
+    if config.get("draft") != kind:
+        title = DRAFT_CONFIGS[kind].title
+        raise CheckpointError(f"{directory}: holds no {title} draft")
     return tensors, _settings(config, found.directory / HEADS_CONFIG)
 
 
@@ -263,7 +256,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     if not files:
         raise CheckpointError(
-            f"{directory}: config.json is that of a draft, but there are no weights beside"
+            f"{directory}: config.json is that of a draft, but there are no weights next to"
             " it (*.safetensors, pytorch_model*.bin)"
         )
     others = heads_of_other_kinds(found)

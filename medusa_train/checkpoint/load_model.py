@@ -47,7 +47,7 @@ class LoadedModel:
     they are only traced.
 
     Attributes:
-        lookup: a draft without training, alone or beside the heads.
+        lookup: a draft without training, alone or next to the heads.
         dynamic: the size of trees that the draft chooses in every step in place of `tree`; None:
             `tree` is used.
     """
@@ -93,7 +93,7 @@ class LoadedModel:
         """Nodes of the tree that most steps verify; None without one.
 
         Dynamic trees and lookups alone have many sizes, a draft that stops early has smaller trees,
-        and lookahead adds a window to every tree. A lookup beside heads often adds nothing.
+        and lookahead adds a window to every tree. A lookup next to heads often adds nothing.
         """
         if self.draft is None or self.tree is None or self.tree.size == 0:
             return None
@@ -175,7 +175,7 @@ def load_for_decoding(
         return LoadedModel(target_model, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
     model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
-    # refuses what does not go together
+    # raises for what does not go together
     assert model.proposer is not None or not tree.size
     return model
 
@@ -201,7 +201,7 @@ def load_target_model_without_adapter(paths: ModelPaths, dtype: str | torch.dtyp
 
 
 def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
-    """Return the dtype that `auto` stands for in decoding, see `auto_dtype_that_fits`; nothing is
+    """Return the dtype that `auto` means in decoding, see `auto_dtype_that_fits`; nothing is
     loaded or timed.
     """
     return auto_dtype_that_fits(
@@ -250,7 +250,7 @@ def read_generation_config(source: Any, config: Any, name: str) -> GenerationCon
 
 
 def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
-    """Return the tokens that end answers beside those of the generation config; none where the
+    """Return the tokens that end answers in addition to those of the generation config; none where the
     model's files cannot be read, which whoever loads it reports.
     """
     try:
@@ -306,7 +306,7 @@ def compile_cache_dir() -> Path:
     """Return the folder of torch.compile's programs: TORCHINDUCTOR_CACHE_DIR if the user set it,
     else one in the user's cache directory.
 
-    Programs are loaded and run, so they never lie in a run, which may be somebody else's.
+    Programs are loaded and run, so they are never in a run, which may be somebody else's.
     torch finds them by their source and settings, so models share the folder.
     """
     value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

@@ -53,7 +53,7 @@ _RENAMES: dict[FileLayout, dict[str, str]] = {
     },
 }
 _OWNERS = {"reference": "the public code's", "vllm": "vLLM's"}
-#: What the braces of a name stand for.
+#: What the braces of a name match.
 _FIELDS = {"kind": "weight|bias", "part": "embedding|output"}
 #: Some writers add it.
 _PREFIX = re.compile(r"^medusa_heads?\.")

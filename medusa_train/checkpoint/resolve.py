@@ -1,7 +1,7 @@
 """Which model a user means: resolves a run, a directory of heads or a base model to paths, from file
 names and configs.
 
-Reads no weights and imports no torch, so that a command refuses a wrong path within a second.
+Reads no weights and imports no torch, so that a command rejects a wrong path within a second.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
-# TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
-# base model in one state dict.
+#: TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
+#: base model in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
@@ -120,7 +120,7 @@ class ModelPaths:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is anything to decode with beside the base model."""
+        """Whether there is anything to decode with in addition to the base model."""
         return self.heads is not None or self.lookup is not None
 
     @property
@@ -135,7 +135,7 @@ class ModelPaths:
         return self.adapter is not None or self.trained_model is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
-        """Return the paths with a lookup draft in place of the heads, or beside them if it names
+        """Return the paths with a lookup draft in place of the heads, or next to them if it names
         their kind.
         """
         if lookup is None:
@@ -228,11 +228,11 @@ def resolve_model(
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
             `base_model` is given.
         base_model: directory or hub name; None: the base model that the heads were trained with.
-        tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced;
+        tree: tree file; None or "fixed": tree.json next to the heads; "none": heads are only traced;
             "dynamic" or "dynamic:32x5": a tree for every step, as large and deep as the fixed one
             or as given.
         needs_target_model: check that a base model named by a local path exists.
-        lookup: a draft without training, in place of the heads or beside them.
+        lookup: a draft without training, in place of the heads or next to them.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
     # 1. Where the base model, the heads and a tree file are.
@@ -240,7 +240,7 @@ def resolve_model(
     if names_tree_file(tree):
         tree_file = Path(tree)
     paths = _resolve(model, base_model, tree_file)
-    # 2. What it drafts with. Drafts without training that stand alone choose their trees themselves.
+    # 2. What it drafts with. Drafts without training, if used alone, choose their trees themselves.
     if lookup is None or lookup.heads is not None:
         if str(tree) == NO_TREE:
             paths = replace(paths, tree=None, tree_mode=NO_TREE)
@@ -348,7 +348,7 @@ def find_initial_adapter(run: Path | None) -> Path | None:
 
 
 def heads_of_other_kinds(found: HeadFiles) -> list[str]:
-    """Return the files of heads of another kind beside those that were found by their names."""
+    """Return the files of heads of another kind in addition to those that were found by their names."""
     others: list[str] = []
     for layout, names in _OWN_FILES.items():
         if layout != found.layout:
@@ -511,7 +511,7 @@ def _existing_directory(name: str) -> Path:
             " repository of heads on the hub (OWNER/NAME)."
         )
     try:
-        # a draft that is not read is refused before its gigabytes are fetched
+        # a draft that is not read is rejected before its gigabytes are fetched
         config = read_mapping(fetch_heads(name, weights=False) / HEADS_CONFIG)
         is_read = _is_eagle3(config) or _is_dflash(config)
         kind = None if is_read else _other_kind(config)

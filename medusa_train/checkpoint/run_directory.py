@@ -1,7 +1,7 @@
 """Name the files of a run directory, check `output_dir` and the inputs before training, and write
 config.yaml.
 
-Imports no torch, so that a configuration is refused before anything loads.
+Imports no torch, so that a configuration is rejected before anything loads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _RUN_KEYS = {"base_model", "datasets", "recipe", "medusa_only_heads", "output_di
 _METRICS_KEYS = {"kind", "step", "time"}
 _MANIFEST_KEYS = {"format", "step", "files", "crc32"}
 #: Names of the files below the directories of a run, by whatever command they were written, some
-# with that of their directory.
+#: with that of their directory.
 _WRITTEN_NAMES = (
     # heads, adapter, model, export
     *("README.md", "config.json", "generation_config.json", "adapter_config.json"),
@@ -279,10 +279,8 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
     return path
 
 
-def check_nothing_is_lost(out: Path) -> Path | None:
-    """Check that resuming without any checkpoint, which is None, would not overwrite the results of
-    an earlier run.
-    """
+def check_nothing_is_lost(out: Path) -> None:
+    """Check that resuming without any checkpoint would not overwrite the results of an earlier run."""
     results = [f"{name}/" for name in RESULTS if _is_used(out / name)]
     if results:
         raise CheckpointError(
@@ -291,7 +289,6 @@ def check_nothing_is_lost(out: Path) -> Path | None:
             " one of:\n  output_dir=OTHER                a new run elsewhere\n "
             " overwrite_output_dir=true       delete this run and start again"
         )
-    return None
 
 
 def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:
@@ -329,7 +326,7 @@ def _is_used(path: Path) -> bool:
 
 
 def _is_elsewhere(path: Path) -> bool:
-    """Return whether a directory lies on another disk, by a link or a mount: it is filled, never
+    """Return whether a directory is on another disk, by a link or a mount: it is filled, never
     replaced.
     """
     return os.path.isdir(path) and (os.path.islink(path) or os.path.ismount(path))
@@ -403,7 +400,7 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def only_writer(out: Path) -> Iterator[None]:
-    """Refuse to run beside another process that trains, evaluates or calibrates in `out`: each would
+    """Raise CheckpointError if another process trains, evaluates or calibrates in `out`: each would
     delete files of the other.
     """
     with writing(out):
@@ -453,7 +450,7 @@ def _stale_checkpoints(out: Path, step: int) -> list[Path]:
 
 
 def _list_checkpoints(out: Path) -> str:
-    """Name the checkpoints of a run, for messages."""
+    """List the checkpoints of a run, for messages."""
     names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
     if not names:
         return ""

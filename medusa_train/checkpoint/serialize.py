@@ -124,7 +124,7 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch passes on whatever its unpickler or zip reader raises
         raise CheckpointError(
-            f"{path}: refused, cannot be read as plain tensors: {_reason(error)}\nA .pt file can"
+            f"{path}: rejected, cannot be read as plain tensors: {_reason(error)}\nA .pt file can"
             " contain code that runs on loading; only files of plain tensors are read."
         ) from error
     is_mapping = isinstance(loaded, Mapping)

@@ -38,7 +38,7 @@ STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
 #: Parts of a run's state that hold trained weights: the heads', and the base model's where they are
-# trained.
+#: trained.
 WEIGHTS = ("draft", "student")
 
 
@@ -179,7 +179,7 @@ class CheckpointStore:
 
         Args:
             verify: read every file and compare it with its checksum; else only sizes are compared,
-                for a process beside one that does it.
+                for a process next to one that does it.
             parts: load these parts of the state only; None: all.
 
         Raises:
@@ -223,7 +223,7 @@ class CheckpointStore:
                 _delete(path)
 
     def _others(self, path: Path) -> str:
-        """Name the checkpoints beside `path`, for messages."""
+        """List the checkpoints next to `path`, for messages."""
         names = [f"step-{step}" for step in self.steps()]
         others = ", ".join(name for name in names if self.root / name != path)
         return f"\nOther checkpoints in {self.root}: {others}" if others else ""

@@ -120,7 +120,7 @@ def _figures(reply: Reply) -> str:
         None: ", interrupted",
     }
     count = len(reply.tokens)
-    figures = f"{count} tokens, {reply.tokens_per_step:.2f} tokens per step"
+    speed = f"{count} tokens, {reply.tokens_per_step:.2f} tokens per step"
     if reply.seconds:
-        figures += f", {count / reply.seconds:.0f} tokens/s"
-    return figures + endings.get(reply.finish, "")
+        speed += f", {count / reply.seconds:.0f} tokens/s"
+    return speed + endings.get(reply.finish, "")

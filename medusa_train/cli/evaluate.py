@@ -1,6 +1,6 @@
 """`medusa-eval`: evaluate a model or a server, calibrate a tree, compare runs, or chat.
 
-Arguments, the bench and all paths are checked before torch is imported, so that a mistake is
+Arguments, the benchmark and all paths are checked before torch is imported, so that a mistake is
 reported within a second.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from medusa_train.checkpoint.next_command import after_evaluation, after_serving, after_training
@@ -23,17 +22,9 @@ from medusa_train.cli.common import (
     error_console,
     print_next,
     read_arguments,
-    run_command,
     table_console,
 )
-from medusa_train.cli.options import (
-    PRINT_CONFIG,
-    Arguments,
-    CommandOfOptions,
-    join_lines,
-    switch,
-    with_keys,
-)
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
 from medusa_train.config.docs import format_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
@@ -47,8 +38,6 @@ from medusa_train.training.stop_signals import signals_by_default
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
 #: Keys that have options, by the group in which --help lists them.
 OPTIONS = {
     "Model": ("model", "base_model", "tree", "draft", "dtype", "chat_template"),
@@ -59,7 +48,7 @@ OPTIONS = {
 }
 #: In place of an evaluation.
 _MODES = "In place of an evaluation"
-#: Keys whose options a mode reads; the chat refuses servers itself.
+#: Keys whose options a mode reads; the chat rejects servers itself.
 _READ_BY_COMPARE = ("bench", "output_dir")
 _READ_BY_CHAT = (*OPTIONS["Model"], *OPTIONS["Answers"], "serve", "server_url")
 
@@ -86,10 +75,8 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP))
-@run_command
-@with_keys(EvalConfig, OPTIONS)
-def evaluate(
+@command_app(EvalConfig, OPTIONS, HELP)
+def app(
     flags: dict[str, str | None],
     arguments: Arguments = None,
     calibrate: bool = switch(
@@ -276,7 +263,7 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
-    """Print the page to open, and the names of the files beside it."""
+    """Print the page to open, and the names of the files next to it."""
     pages = [path for path in written if path.suffix == ".html"]
     page = (pages or list(written))[0]
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
@@ -288,7 +275,7 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
             path = path.relative_to(page.parent)
         others.append(str(path))
     if others:
-        console.print(f"beside it: {', '.join(others)}", highlight=False, soft_wrap=True)
+        console.print(f"next to it: {', '.join(others)}", highlight=False, soft_wrap=True)
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:

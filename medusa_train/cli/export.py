@@ -16,9 +16,8 @@ from medusa_train.cli.common import (
     output_console,
     print_next,
     read_arguments,
-    run_command,
 )
-from medusa_train.cli.options import CommandOfOptions, join_lines, with_keys
+from medusa_train.cli.options import command_app
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
@@ -26,8 +25,6 @@ from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
     from medusa_train.export.write import Exported
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
 Export a draft, or a jointly trained base model, for a server or another program.
@@ -68,10 +65,8 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP))
-@run_command
-@with_keys(ExportConfig, {"Export": ("to", "output_dir", "push_to_hub")})
-def export(
+@command_app(ExportConfig, {"Export": ("to", "output_dir", "push_to_hub")}, HELP)
+def app(
     flags: dict[str, str | None],
     arguments: Annotated[
         list[str] | None,

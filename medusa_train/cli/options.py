@@ -21,7 +21,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from medusa_train.cli.common import error_console, print_error
+from medusa_train.cli.common import error_console, print_error, run_command
 from medusa_train.config.keys import Config
 from medusa_train.config.problems import COMMON_NAMES
 from medusa_train.config.removed_keys import REMOVED_KEYS
@@ -134,17 +134,18 @@ def _key_of(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def with_keys(
-    cls: type[Config], groups: Mapping[str, Sequence[str]]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets
-    them as `flags`.
+def command_app(
+    cls: type[Config], groups: Mapping[str, Sequence[str]], help_text: str, **settings: Any
+) -> Callable[[Callable[..., Any]], typer.Typer]:
+    """Decorate a function to become a command whose options are keys of `cls`, described as in the
+    schema; it gets them as `flags`.
 
     Args:
         groups: keys, by the group in which `--help` lists their options.
+        settings: of `typer.Typer.command`.
     """
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(command: Callable[..., Any]) -> typer.Typer:
         names = [name for group in groups.values() for name in group]
 
         @functools.wraps(command)
@@ -162,8 +163,13 @@ def with_keys(
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(inspect.Parameter(name, keyword, default=default, annotation=hint))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        wrapper.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
-        return wrapper
+        run = run_command(wrapper)
+        run.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
+        app = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        )
+        app.command(cls=CommandOfOptions, help=join_lines(help_text), **settings)(run)
+        return app
 
     return decorate
 

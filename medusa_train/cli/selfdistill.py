@@ -14,16 +14,9 @@ from medusa_train.cli.common import (
     output_console,
     print_next,
     read_arguments,
-    run_command,
     split_arguments,
 )
-from medusa_train.cli.options import (
-    PRINT_CONFIG,
-    Arguments,
-    CommandOfOptions,
-    join_lines,
-    with_keys,
-)
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app
 from medusa_train.config.docs import format_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
@@ -35,8 +28,6 @@ if TYPE_CHECKING:
     from medusa_train.selfdistill.prompts import Prompt
 
 EMBEDDED_MODEL = "data/tiny"
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
 Generate training data for a draft: the model that it is for answers the user turns of existing conversations.
@@ -63,10 +54,8 @@ OPTIONS = {
 }
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP))
-@run_command
-@with_keys(SelfDistillConfig, OPTIONS)
-def selfdistill(
+@command_app(SelfDistillConfig, OPTIONS, HELP)
+def app(
     flags: dict[str, object],
     arguments: Arguments = None,
     server_url: Annotated[

@@ -13,18 +13,10 @@ import typer
 from medusa_train.cli.common import (
     error_console,
     read_arguments,
-    run_command,
     split_arguments,
     table_console,
 )
-from medusa_train.cli.options import (
-    PRINT_CONFIG,
-    Arguments,
-    CommandOfOptions,
-    join_lines,
-    switch,
-    with_keys,
-)
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -32,8 +24,6 @@ from medusa_train.console_streams import printed_all
 from medusa_train.errors import ConfigError
 from medusa_train.progress import RunProgress
 from medusa_train.training.process_info import process_info_from_env
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
 Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo, EAGLE-3 or DFlash.
@@ -61,10 +51,10 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(cls=CommandOfOptions, help=join_lines(HELP), no_args_is_help=True)
-@run_command
-@with_keys(TrainConfig, {"Run": ("output_dir", "overwrite_output_dir")})
-def train(
+@command_app(
+    TrainConfig, {"Run": ("output_dir", "overwrite_output_dir")}, HELP, no_args_is_help=True
+)
+def app(
     flags: dict[str, object],
     arguments: Arguments = None,
     resume: bool = switch(

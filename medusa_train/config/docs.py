@@ -46,7 +46,7 @@ class _Generator(GenerateJsonSchema):
         return False
 
     def function_before_schema(self, schema: Any) -> dict[str, Any]:
-        """Describe a list in whose place its only item may stand."""
+        """Describe a list that may also be written as its only item."""
         described = super().function_before_schema(schema)
         if schema["function"]["function"] is not as_list:
             return described

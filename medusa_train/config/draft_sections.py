@@ -59,6 +59,31 @@ class HeadsLoss(NamedTuple):
         return text
 
 
+class DraftCost(NamedTuple):
+    """What a training step of a draft computes, for estimates of time and memory.
+
+    Attributes:
+        output_matrices: matrices that give logits; 1 if all depths are drafted by the same one.
+        shared_lm_heads: how many of them are the base model's lm_head.
+        blocks_per_head: blocks in each head.
+        layer_passes: passes through decoder layers of the draft's own, whose activations are kept.
+        repeats: how often a step runs all weights but those that join states.
+        joined_states: hidden states that a matrix joins into one, once in a step.
+        anchors: blocks that are trained in each row, behind supervised positions, and computed again
+            in the backward pass; 0: the draft runs at all positions.
+        slots: tokens in each block, the known one included.
+    """
+
+    output_matrices: int
+    shared_lm_heads: int = 0
+    blocks_per_head: int = 1
+    layer_passes: int = 0
+    repeats: int = 1
+    joined_states: int = 0
+    anchors: int = 0
+    slots: int = 1
+
+
 class DraftConfig(Section):
     """Base class of a draft's section. Keys that affect the heads are arguments of the draft's class,
     the others its training alone.
@@ -113,6 +138,11 @@ class DraftConfig(Section):
             getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0)
         )
 
+    @property
+    def cost(self) -> DraftCost:
+        """What a training step of the draft computes."""
+        return DraftCost(self.num_heads)
+
     def describe(self) -> str:
         """Describe the draft in one phrase, for the first line of the output."""
         return f"{self.num_heads} {self.title} heads"
@@ -160,6 +190,12 @@ class MedusaConfig(DraftConfig):
     )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k")
     soft_targets: Share = key(0.0, "weight of the base model's distribution in the heads' targets")
+
+    @property
+    def cost(self) -> DraftCost:
+        """Heads of blocks, which may share the base model's lm_head."""
+        shared = self.num_heads if self.share_lm_head else 0
+        return DraftCost(self.num_heads, shared, blocks_per_head=self.num_layers)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
@@ -209,6 +245,12 @@ class HydraConfig(DraftConfig):
         "weight of the base model's distribution in the heads' targets; the data's token has the"
         " rest",
     )
+
+    @property
+    def cost(self) -> DraftCost:
+        """Heads of blocks, after the prefix layer if there is one."""
+        passes = int(self.prefix_layer)
+        return DraftCost(self.num_heads, blocks_per_head=self.num_layers, layer_passes=passes)
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix
@@ -275,6 +317,11 @@ class AmphistaConfig(DraftConfig):
         weight = self.alignment_weight + self.label_weight
         return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight, weight)
 
+    @property
+    def cost(self) -> DraftCost:
+        """Heads after the adaptation layers."""
+        return DraftCost(self.num_heads, layer_passes=self.adaptation_layers)
+
     def describe(self) -> str:
         """Describe the draft by its heads and reduced vocabulary."""
         return f"{super().describe()}{_vocabulary(self.vocab_size)}"
@@ -329,6 +376,11 @@ class KangarooConfig(DraftConfig):
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
+
+    @property
+    def cost(self) -> DraftCost:
+        """One adapter, with the base model's lm_head or one of its own."""
+        return DraftCost(1, shared_lm_heads=int(self.share_lm_head))
 
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
@@ -391,6 +443,18 @@ class Eagle3Config(DraftConfig):
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""
         return self.layers or default_layers(num_layers)
+
+    @property
+    def cost(self) -> DraftCost:
+        """One layer, which every step of the training-time test runs again."""
+        steps = min(self.train_steps, self.num_heads)
+        return DraftCost(
+            output_matrices=1,
+            blocks_per_head=0,
+            layer_passes=steps,
+            repeats=steps,
+            joined_states=3,
+        )
 
     def describe(self) -> str:
         """Describe the draft by its depth, its trained steps and its reduced vocabulary."""
@@ -463,6 +527,19 @@ class DFlashConfig(DraftConfig):
         """The mean over a block of the guesses' losses, weighted by c**k."""
         weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
         return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
+
+    @property
+    def cost(self) -> DraftCost:
+        """Layers, and the base model's lm_head."""
+        return DraftCost(
+            output_matrices=1,
+            shared_lm_heads=1,
+            blocks_per_head=0,
+            layer_passes=self.num_layers,
+            joined_states=len(self.layers or range(self.num_layers)),
+            anchors=self.anchors,
+            slots=self.num_heads + 1,
+        )
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose states are read."""

@@ -1,4 +1,4 @@
-"""Declare keys: what each affects and belongs to, and the classes that hold them.
+"""Declare keys: what each affects or belongs to, and the classes that hold them.
 
 `Section` is whatever has keys; `Config`, the configuration of a command, adds what follows from
 other keys and the rules between them.
@@ -25,33 +25,27 @@ from medusa_train.config.yaml_source import Source
 Self = TypeVar("Self", bound="Config")
 
 
-class Affects(Enum):
-    """What the value of a key changes, if a resume or a second stage has to know of it."""
+class Mark(Enum):
+    """What a key affects, if a resume or a second stage has to know of it; and what it belongs to,
+    if it has no effect elsewhere.
+    """
 
-    DATA = "which examples there are, and their order"
-    HEADS = "what kind of heads, and their shape"
-    WEIGHTS = "which other weights are trained, and the states of the optimizer"
-
-
-DATA, HEADS, WEIGHTS = Affects
-
-
-class Mode(Enum):
-    """What a key belongs to, if it has no effect elsewhere."""
-
-    JOINT = "joint training (medusa2)"
-    ADAPTER = "training through an adapter"
-    THIS_RUN = "this run alone, not its stage one"
-    LOCAL = "an evaluation in this process"
-    SERVER = "an evaluation of a server"
-    SERVE = "an evaluation of servers that it starts itself"
+    DATA = "affects which examples there are, and their order"
+    HEADS = "affects what kind of heads, and their shape"
+    WEIGHTS = "affects which other weights are trained, and the states of the optimizer"
+    JOINT = "belongs to joint training (medusa2)"
+    ADAPTER = "belongs to training through an adapter"
+    THIS_RUN = "belongs to this run alone, not its stage one"
+    LOCAL = "belongs to an evaluation in this process"
+    SERVER = "belongs to an evaluation of a server"
+    SERVE = "belongs to an evaluation of servers that it starts itself"
 
 
-JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mode
+DATA, HEADS, WEIGHTS, JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mark
 
 
-def key(default: Any, description: str, *marks: Affects | Mode, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, what it affects and belongs
+def key(default: Any, description: str, *marks: Mark, **limits: Any) -> Any:
+    """Declare a key: default (`...` if required), one-line description, what it affects or belongs
     to, limits.
     """
     field = Field(default, description=description, **limits)
@@ -59,7 +53,7 @@ def key(default: Any, description: str, *marks: Affects | Mode, **limits: Any) -
     return field
 
 
-def keys_marked(cls: type[BaseModel], *marks: Affects | Mode) -> tuple[str, ...]:
+def keys_marked(cls: type[BaseModel], *marks: Mark) -> tuple[str, ...]:
     """Return the keys of a configuration that have one of the marks, in their order."""
     fields = cls.model_fields.items()
     return tuple(name for name, field in fields if any(mark in field.metadata for mark in marks))
@@ -160,5 +154,5 @@ class Config(Section):
 
 
 #: The keys that a broken rule is about, and what is wrong. It is reported at the first of the keys
-# that the user set.
+#: that the user set.
 Violation = tuple[tuple[str, ...], str]

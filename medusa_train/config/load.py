@@ -43,7 +43,7 @@ from medusa_train.hide_secrets import remember_written
 C = TypeVar("C", bound=Config)
 
 #: The key that a run's own config.yaml cannot set, since a run may come from anywhere: only its
-# user's command or own YAML allows code.
+#: user's command or own YAML allows code.
 TRUST = "trust_remote_code"
 
 

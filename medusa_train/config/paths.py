@@ -13,7 +13,7 @@ from medusa_train.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Directory that holds `configs/` and `data/`: the parent of the package, or `shipped/` inside it
-# in a wheel.
+#: in a wheel.
 PROJECT_ROOT = next(
     (
         root

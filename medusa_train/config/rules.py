@@ -237,8 +237,16 @@ def ineffective_train_keys(cfg: Any) -> Iterator[str]:
         yield from ("wandb_entity", "wandb_run_id", "wandb_name")
 
 
+#: Keys that a server cannot be given, with what to do.
+_NOT_ON_A_SERVER = {
+    "heads": "has no effect on a server, which does its own speculative decoding; use engine:"
+    " local",
+    "batch_size": "a server does its own batching; set concurrency instead",
+    "chat_template": "the server applies its own chat template; remove chat_template",
+    "special_tokens": "the server has its own tokenizer; remove special_tokens",
+}
 #: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would
-# contain.
+#: contain.
 _REFUSED_SERVE_ARGS = (
     "--host",
     "--port",
@@ -315,16 +323,9 @@ def eval_violations(cfg: Any) -> Iterator[Violation]:
             ("acceptance", "serve", "server_url"),
             "servers decode greedily or sample; set acceptance: greedy or sampling",
         )
-    if cfg.chat_template is not None and has_server:
-        yield (
-            ("chat_template", "server_url"),
-            "the server applies its own chat template; remove chat_template",
-        )
-    if cfg.special_tokens is not None and has_server:
-        yield (
-            ("special_tokens", "server_url"),
-            "a running server has its own tokenizer; remove special_tokens",
-        )
+    for name in ("chat_template", "special_tokens"):
+        if has_server and getattr(cfg, name) is not None:
+            yield (name, "server_url"), _NOT_ON_A_SERVER[name]
     names = {arg.partition("=")[0].replace("_", "-") for arg in cfg.serve_args or ()}
     if names.intersection(_REFUSED_SERVE_ARGS):
         yield (
@@ -356,16 +357,6 @@ def ineffective_eval_keys(cfg: Any) -> Iterator[str]:
         yield "equality"
     if cfg.batch_size > 1:  # transformers' assisted decoding takes a single row
         yield from ("prompt_lookup", "assistant_model")
-
-
-#: Keys that a server cannot be given, with what to do.
-_NOT_ON_A_SERVER = {
-    "heads": "has no effect on a server, which does its own speculative decoding; use engine:"
-    " local",
-    "batch_size": "a server does its own batching; set concurrency instead",
-    "chat_template": "the server applies its own chat template; remove chat_template",
-    "special_tokens": "the server has its own tokenizer; remove special_tokens",
-}
 
 
 def _is_number(text: str) -> bool:

@@ -83,7 +83,7 @@ from medusa_train.config.types import (
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
-# follow from the base model's files; batches are padded to their longest row.
+#: follow from the base model's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     [
         "is_llama_derived_model",
@@ -696,14 +696,44 @@ NOT_INHERITED = (
     *("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
 )
 #: Keys that `stage_one` cannot set: both stages hold out the same conversations, and train heads of
-# one kind.
+#: one kind.
 NOT_IN_STAGE_ONE = (
     *keys_marked(TrainConfig, THIS_RUN, HEADS),
     *("base_model", "output_dir", "seed", "val_set_size", "test_datasets"),
 )
 
 
-class EvalConfig(Config):
+class DecodingKeys(Config):
+    """Keys of the commands that decode: how prompts are written and answers sampled."""
+
+    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
+    chat_template: ChatTemplateName = key(
+        None,
+        "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's",
+    )
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None,
+        "variables of the template, such as {enable_thinking: false}, which a server gets as they"
+        " are; default: the run's",
+    )
+    special_tokens: SpecialTokens | None = key(
+        None,
+        "tokens of the vocabulary to use as eos_token and so on; default: the run's, else the"
+        " tokenizer's",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto",
+        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
+        " on a CPU",
+    )
+    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
+    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
+    request_timeout: PositiveFloat = key(
+        600.0, "timeout of a request to a server in seconds", SERVER
+    )
+
+
+class EvalConfig(DecodingKeys):
     """Keys of `medusa-eval`."""
 
     bench: Text = key(
@@ -718,16 +748,6 @@ class EvalConfig(Config):
         None,
         "base model; default: the one that the run or the heads were trained with; with server_url:"
         " the model's name on the server, default: the only one that it lists",
-    )
-    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
-    chat_template: ChatTemplateName = key(
-        None, "chat template, or a .jinja file; default: the run's, else the tokenizer's"
-    )
-    chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the template, such as {enable_thinking: false}; default: the run's"
-    )
-    special_tokens: SpecialTokens | None = key(
-        None, "tokens of the vocabulary to use as eos_token and so on; default: the run's"
     )
     tree: Text | None = key(
         None,
@@ -754,11 +774,6 @@ class EvalConfig(Config):
         LOCAL,
     )
     max_new_tokens: PositiveInt = key(256, "maximum length of an answer in tokens")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto",
-        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
-        " on a CPU",
-    )
     compile: Bool = key(
         False,
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
@@ -773,8 +788,6 @@ class EvalConfig(Config):
     temperature: NonNegativeFloat | None = key(
         None, "temperature of sampling and typical acceptance; default: 0.7"
     )
-    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
-    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
     epsilon: PositiveFloat = key(
         0.09, "typical acceptance: probability above which a token is always accepted"
     )
@@ -878,9 +891,6 @@ class EvalConfig(Config):
     concurrency: OneOrMore[PositiveInt] = key(
         [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", SERVER, min_length=1
     )
-    request_timeout: PositiveFloat = key(
-        600.0, "timeout of a request to a server in seconds", SERVER
-    )
     retry_seconds: NonNegativeFloat = key(
         120.0, "failed requests are retried for up to this many seconds", SERVER
     )
@@ -905,7 +915,7 @@ class EvalConfig(Config):
 
     @property
     def uses_server(self) -> bool:
-        """Whether the bench is measured through a server."""
+        """Whether the benchmark is measured through a server."""
         return bool(self.serve or self.server_url is not None)
 
     @property
@@ -922,7 +932,7 @@ class EvalConfig(Config):
         return {"temperature": 0.7}
 
 
-class SelfDistillConfig(Config):
+class SelfDistillConfig(DecodingKeys):
     """Keys of `medusa-selfdistill`."""
 
     options: ClassVar = {
@@ -976,8 +986,6 @@ class SelfDistillConfig(Config):
     )
     rounds: PositiveInt = key(5, "maximum number of answers per conversation in selftalk")
     temperature: NonNegativeFloat = key(0.3, "sampling temperature; 0: greedy")
-    top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
-    top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
     max_new_tokens: PositiveInt = key(2048, "maximum length of an answer in tokens")
     drop_truncated: Bool = key(
         True, "drop answers that reached max_new_tokens, and the turns after them"
@@ -999,23 +1007,9 @@ class SelfDistillConfig(Config):
         "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
         " default, for the prompts `tiny` only: data/tiny, an 11M test model; name yours",
     )
-    trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
-    chat_template: ChatTemplateName = key(
-        None, "name of the chat template, or a .jinja file; default: the tokenizer's"
-    )
-    chat_template_kwargs: TemplateKwargs | None = key(
-        None,
-        "variables of the template, such as {enable_thinking: false}; sent to a server as they are",
-    )
-    special_tokens: SpecialTokens | None = key(
-        None, "tokens of the vocabulary to use as eos_token and so on; default: the tokenizer's"
-    )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "auto: the fastest on this device"
     )
     batch_size: PositiveInt | None = key(
         None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads"
@@ -1036,7 +1030,6 @@ class SelfDistillConfig(Config):
     concurrency: PositiveInt = key(
         64, "maximum number of concurrent requests to each server", le=1024
     )
-    request_timeout: PositiveFloat = key(600.0, "timeout of a request in seconds")
     retry_seconds: NonNegativeFloat = key(
         900.0, "failed requests are retried for up to this many seconds"
     )

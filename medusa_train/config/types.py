@@ -216,14 +216,22 @@ def _chat_template(value: object) -> object:
     if value is None or value == "tokenizer_default":
         return None
     name = str(_text(value))
+    if (unknown := unknown_template(name)) is not None:
+        raise problem(unknown)
+    return name
+
+
+def unknown_template(name: str) -> str | None:
+    """Say what to write in place of a chat template that is neither built in nor a file; None if it
+    is.
+    """
     if name in CHAT_TEMPLATES or name.endswith(TEMPLATE_SUFFIX):
-        return name
+        return None
     near = difflib.get_close_matches(name, CHAT_TEMPLATES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise problem(
-        f"chat template {format_value(value)} is unknown; {hint}choose"
-        f" {', '.join(CHAT_TEMPLATES)}, a {TEMPLATE_SUFFIX} file, or leave it out for the"
-        " tokenizer's own"
+    return (
+        f"chat template {format_value(name)} is unknown; {hint}choose {', '.join(CHAT_TEMPLATES)},"
+        f" a {TEMPLATE_SUFFIX} file, or leave it out for the tokenizer's own"
     )
 
 

@@ -6,13 +6,12 @@ enclosed in `{% generation %}` marks, for programs that derive a loss mask from 
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
-from medusa_train.config.types import TEMPLATE_SUFFIX
+from medusa_train.config.types import unknown_template
 from medusa_train.errors import ConfigError, DataError
 
 
@@ -120,24 +119,17 @@ def get_template(name: str) -> Template:
     """Return a built-in template by name, or that in a Jinja file, relative to the working
     directory or the project.
     """
+    if (unknown := unknown_template(name)) is not None:
+        raise ConfigError(unknown)
     if name in TEMPLATES:
         return TEMPLATES[name]
-    if name.endswith(TEMPLATE_SUFFIX):
-        try:
-            source = (resolve_path(name) or Path(name)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
-        if not source.strip():
-            raise ConfigError(f"chat template '{name}': the file is empty")
-        return Template(source, answer_end="")
-    hint = ""
-    near = difflib.get_close_matches(name, TEMPLATES, n=1)
-    if near:
-        hint = f"did you mean '{near[0]}'? "
-    raise ConfigError(
-        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file,"
-        " or leave it out for the tokenizer's own"
-    )
+    try:
+        source = (resolve_path(name) or Path(name)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
+    if not source.strip():
+        raise ConfigError(f"chat template '{name}': the file is empty")
+    return Template(source, answer_end="")
 
 
 def template_source(tokenizer: Any, name: str | None) -> str:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
@@ -36,7 +37,7 @@ _GLOBALS = frozenset(
 )
 
 #: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
-# to.
+#: to.
 DATE = datetime.date(2024, 7, 26)
 
 _CHANGED = (
@@ -213,7 +214,7 @@ class ChatTemplate:
         found = _pattern(self.stops).search(text)
         end = found[0] if found else ""
         text = text[: found.end()] if found else text.rstrip()
-        # A template may write the text beside calls and the calls as two turns (Nemotron Nano 2).
+        # A template may write the text next to calls and the calls as two turns (Nemotron Nano 2).
         names = Counter(call["function"]["name"] for call in message.calls)
         if any(text.count(name) < count for name, count in names.items()):
             return None
@@ -412,8 +413,7 @@ def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
 
 def _common_length(left: str, right: str) -> int:
     """Return how many characters two texts have in common at their start."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return len(commonprefix([left, right]))  # noqa: RUF071  (of texts, not of paths)
 
 
 def _placeholder(index: int) -> str:

@@ -173,7 +173,7 @@ def is_looping(text: str | Sequence[Hashable]) -> bool:
 
     N-grams of a text without any letter count from four times as often: ruled tables and lists of
     zeros are no loops. So do n-grams within fenced code, where tests and records share their form;
-    there a loop is also a block of lines that stands three times in a row.
+    there a loop is also a block of lines that occurs three times in a row.
     """
     if not isinstance(text, str):
         return max(_ngrams(text).values(), default=0) >= 3

@@ -5,11 +5,13 @@ smaller lm_head.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_train.config.draft_sections import DraftConfig
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.errors import ConfigError
 
@@ -17,17 +19,66 @@ from medusa_train.errors import ConfigError
 NOTABLE_COVERAGE = 0.9
 
 
-def choose_draft_vocabulary(
-    size: int | None, train: EncodedDataset, tokenizer: Any, vocab_size: int, key: str
-) -> Tensor | None:
-    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all
-    (`size` None).
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that heads predict, if these are not all tokens.
+
+    Attributes:
+        tokens: long [size] in ascending order.
+        vocab_size: of the base model.
+        key: the key of the size, if the tokens were chosen from the training data; None: they came
+            with trained heads.
     """
-    if size is None:
-        return None
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    special |= set(tokenizer.all_special_ids)
-    return frequent_tokens(token_counts(train, vocab_size), size, special, key=key)
+
+    tokens: Tensor
+    vocab_size: int
+    key: str | None = None
+
+    @classmethod
+    def choose(
+        cls, section: DraftConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int
+    ) -> DraftVocabulary | None:
+        """Choose the vocabulary of new heads; None if they predict all tokens."""
+        size = section.settings.get("vocab_size")
+        if size is None:
+            return None
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token for token, entry in added if entry.special}
+        special |= set(tokenizer.all_special_ids)
+        key = section.vocab_size_key
+        tokens = frequent_tokens(token_counts(train, vocab_size), size, special, key=key)
+        return cls(tokens, vocab_size, key)
+
+    def describe(self, train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+        """Return a line on the share of the targets that are in the vocabulary, and a warning if it
+        is less than `NOTABLE_COVERAGE` of the training or the validation targets.
+        """
+        counts = token_counts(train, self.vocab_size)
+        shares = {"training": coverage(counts, self.tokens)}
+        if len(validation):
+            held_out = token_counts(validation, self.vocab_size)
+            shares["validation"] = coverage(held_out, self.tokens)
+        covered = {name: f"{share:.2%} of {name} targets" for name, share in shares.items()}
+        line = (
+            f"{len(self.tokens):,} of {self.vocab_size:,} tokens, covering"
+            f" {' and '.join(covered.values())}"
+        )
+        advice = "New heads, without lora_model_dir, get a vocabulary of these data"
+        if self.key is not None:
+            advice = f"Set a larger {self.key}"
+            line += f"; {int((counts > 0).sum()):,} distinct tokens occur in training targets"
+            if unused := int((counts[self.tokens] == 0).sum()):
+                line += (
+                    f", the other {unused:,} rows are filled with unused tokens of the lowest ids"
+                )
+        low = [covered[name] for name, share in shares.items() if share < NOTABLE_COVERAGE]
+        if not low:
+            return [line]
+        warning = (
+            f"warning: the draft vocabulary covers only {' and '.join(low)}: the heads cannot draft"
+            f" the other tokens. {advice}"
+        )
+        return [line, warning]
 
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
@@ -63,65 +114,3 @@ def coverage(counts: Tensor, token_map: Tensor) -> float:
     if not total:
         return 1.0
     return int(counts[token_map].sum()) / total
-
-
-def describe_vocabulary(
-    token_map: Tensor,
-    train: EncodedDataset,
-    validation: EncodedDataset,
-    vocab_size: int,
-    *,
-    key: str | None = "medusa_vocab_size",
-) -> str:
-    """Describe in one line how much of the training and validation targets the draft vocabulary
-    covers.
-
-    Args:
-        key: the key of its size, if it was chosen from these training data; None: it came with
-            trained heads.
-    """
-    counts = token_counts(train, vocab_size)
-    line = (
-        f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%}"
-        " of training targets"
-    )
-    if len(validation):
-        validation_counts = token_counts(validation, vocab_size)
-        line += f" and {coverage(validation_counts, token_map):.2%} of validation targets"
-    if key is None:
-        return line
-    distinct = int((counts > 0).sum())
-    line += f"; {distinct:,} distinct tokens occur in training targets"
-    unused = int((counts[token_map] == 0).sum())
-    if unused:
-        line += f", the other {unused:,} rows are filled with unused tokens of the lowest ids"
-    return line
-
-
-def warn_of_coverage(
-    token_map: Tensor,
-    train: EncodedDataset,
-    validation: EncodedDataset,
-    vocab_size: int,
-    *,
-    key: str | None = "medusa_vocab_size",
-) -> str | None:
-    """Return a warning if the draft vocabulary covers less than `NOTABLE_COVERAGE` of the training
-    or validation targets; `key` as for `describe_vocabulary`.
-    """
-    low = []
-    for name, dataset in (("training", train), ("validation", validation)):
-        if not len(dataset):
-            continue
-        share = coverage(token_counts(dataset, vocab_size), token_map)
-        if share < NOTABLE_COVERAGE:
-            low.append(f"{share:.2%} of {name} targets")
-    if not low:
-        return None
-    advice = f"Set a larger {key}"
-    if key is None:
-        advice = "New heads, without lora_model_dir, get a vocabulary of these data"
-    return (
-        f"warning: the draft vocabulary covers only {' and '.join(low)}: the heads cannot draft the"
-        f" other tokens. {advice}"
-    )

@@ -119,7 +119,7 @@ class EncodedDataset(Sequence[Example]):
         self.report.add(other.report)
 
     def to_bytes(self) -> bytes:
-        """Return the examples and the report, without its notes, as a checksum and a safetensors
+        """Return the examples and the report as a checksum and a safetensors
         file.
         """
         examples = self.examples
@@ -128,7 +128,7 @@ class EncodedDataset(Sequence[Example]):
             "sequence_len": report.sequence_len,
             "counts": report.counts,
             "skipped": report.skipped,
-            "read_notes": report.read_notes,
+            "notes": report.notes,
             "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
         }
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor

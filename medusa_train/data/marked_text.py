@@ -1,4 +1,4 @@
-"""Tokens of rendered chats. Control tokens that stand in a content, such as `<|im_end|>` in a text on
+"""Tokens of rendered chats. Control tokens in a content, such as `<|im_end|>` in a text on
 chat templates, are marked before the chat is rendered, and tokenized as plain text.
 """
 
@@ -12,7 +12,7 @@ from medusa_train.data.conversation import ReasoningTags
 
 Span = tuple[int, int]
 #: Stands before a control token in a content, and before the same character in a content. A private
-# use character, which templates do not contain.
+#: use character, which templates do not contain.
 MARK = "\ue002"
 _MAX_KNOWN = 256
 

@@ -24,7 +24,7 @@ FIRST_RECORDS = 100
 
 
 class ReadResult(NamedTuple):
-    """Conversations in file order, and what was skipped and not read beside them."""
+    """Conversations in file order, and what was skipped or not read."""
 
     conversations: list[Conversation]
     report: DataReport
@@ -86,7 +86,7 @@ def parse_records(
     if report.skipped and not skip_bad:
         raise DataError(describe_problems(report.skipped, name))
     if not conversations and not report.skipped:
-        report.read_notes.append(f"{name}: no records")
+        report.notes.append(f"{name}: no records")
     return ReadResult(conversations, report)
 
 

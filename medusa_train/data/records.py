@@ -30,9 +30,9 @@ from medusa_train.data.json_values import (
     json_type,
     optional_text,
 )
+from medusa_train.data.report import TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
 from medusa_train.data.turns import TurnKeys, has_tool_keys, mark_cut_answers, parse_turns
-from medusa_train.data.unread import TURNS, WITHOUT_PROMPT, Unread
 
 
 class Format(NamedTuple):
@@ -66,7 +66,7 @@ _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 _BATCH_KEYS = ("method", "url", "body")
 #: A record with this key is output of self-distillation; it has a reason for each answer.
 _FINISH_REASONS = "finish_reasons"
-#: What self-distillation writes beside them, a chat and an id.
+#: What self-distillation writes next to them, a chat and an id.
 _SELF_DISTILLATION_KEYS = (
     "seed_id",
     "model",
@@ -102,7 +102,7 @@ def normalize(
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
             Turns may have their reasoning apart, as `reasoning_content`, which `tags` join with the
-            content. Output of self-distillation may have `token_ids` beside an answer's content,
+            content. Output of self-distillation may have `token_ids` next to an answer's content,
             and `finish_reasons`. `train` or `training` of a turn say whether it is trained, and
             turns of `weight` 0 are not.
         type: which of the three, or "auto" to detect it by the keys.
@@ -138,7 +138,7 @@ def normalize(
     if any(message.role == "assistant" for message in messages):
         for message in takewhile(lambda turn: turn.role != "assistant", reversed(messages)):
             found.add(TURNS, f"{message.role} after the last answer")
-    # 3. The system message, of the turns or beside them. Many data sets always have the field, empty
+    # 3. The system message, of the turns or next to them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":
         columns.add("system")
@@ -190,9 +190,9 @@ def parse_user_turns(
     user, system = said["user"], said["system"]
     if not system:
         columns.add("system")
-        beside = optional_text(record, "system")
-        if beside.strip():
-            system.append(beside)
+        column = optional_text(record, "system")
+        if column.strip():
+            system.append(column)
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
@@ -241,8 +241,8 @@ def _request_of(record: object) -> object:
         return record
     if not isinstance(record.get("body"), Mapping):
         return record
-    beside = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
-    return {**beside, **record["body"]}
+    others = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
+    return {**others, **record["body"]}
 
 
 def _turns_of(
@@ -401,7 +401,7 @@ def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
 
 
 def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[str]:
-    """Return the keys that self-distillation writes beside a chat, if it wrote the record.
+    """Return the keys that self-distillation writes next to a chat, if it wrote the record.
 
     Reasons of another number than that of the `answers` belong to another chat, and are not read.
     """

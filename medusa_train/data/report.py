@@ -1,12 +1,16 @@
-"""What became of the records of data sets: skipped, not read, truncated, split, looping."""
+"""What became of the records of data sets: skipped, truncated, split, looping; and what they hold
+that is not read, counted by name and reported once.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from medusa_train.data.unread import Unread
+from medusa_train.data.record_files import shown_name
 
 #: Reasons for which records are skipped of which so many are listed.
 _MAX_KINDS = 5
@@ -27,11 +31,61 @@ _TOOL_WORDS = {
     "text_arguments": (
         "the chat template rejects arguments of tool calls as objects: it gets them as JSON text"
     ),
-    "dropped_content": "the chat template leaves out the text beside tool calls",
+    "dropped_content": "the chat template leaves out the text next to tool calls",
     "cut_before_turn": (
         "cut before a turn that the chat template renders differently after a prompt"
     ),
 }
+
+#: Unread columns and keys of which a note names so many.
+MAX_UNREAD = 12
+#: What is counted, in the order in which a note lists it.
+COLUMNS, TURN_KEYS, TURNS = "columns", "keys of turns", "turns of"
+WITHOUT_PROMPT = "records without a message of the user"
+
+
+class Unread(Counter[tuple[str, str]]):
+    """How often each name of a kind was left out: `COLUMNS` of records, `TURN_KEYS`, the `TURNS` of
+    a role, and records `WITHOUT_PROMPT`, whose name is ''.
+    """
+
+    def add(self, kind: str, *names: str) -> None:
+        """Count each name once."""
+        self.update((kind, name) for name in names)
+
+    def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
+        """Count the columns of a record that are not read."""
+        self.add(COLUMNS, *unread_keys(record, read))
+
+    def describe(self, name: str) -> list[str]:
+        """Return a sentence on the data called `name`; none if all was read."""
+        parts = []
+        for kind in (COLUMNS, TURN_KEYS, TURNS):
+            found = [(count, name) for (of_kind, name), count in self.items() if of_kind == kind]
+            if found:
+                parts.append(f"{kind} {_counted(found)}")
+        if count := self[WITHOUT_PROMPT, ""]:
+            parts.append(f"{WITHOUT_PROMPT} ({count:,})")
+        if not parts:
+            return []
+        return [f"{name}: not read: {'; '.join(parts)}"]
+
+
+def unread_keys(values: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
+    """Return the keys that are not read.
+
+    Null is as good as missing: tables have it in the columns of other records.
+    """
+    return [str(key) for key, value in values.items() if key not in read and value is not None]
+
+
+def _counted(found: list[tuple[int, str]]) -> str:
+    """List names with their counts, the most frequent first."""
+    found.sort(key=lambda item: (-item[0], item[1]))
+    shown = [f"{shown_name(name)} ({count:,})" for count, name in found[:MAX_UNREAD]]
+    if len(found) > MAX_UNREAD:
+        shown.append(f"and {len(found) - MAX_UNREAD} more")
+    return ", ".join(shown)
 
 
 @dataclass
@@ -47,8 +101,8 @@ class DataReport:
             for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
             known to be "cut" off by a length limit, and of how many the given tokens were not used
             ("ignored_token_ids"); what `_TOOL_WORDS` has.
-        read_notes: sentences on files and on what is not read; stored with the examples.
-        notes: further sentences on this run.
+        notes: further sentences: on files and on what is not read, which are stored with the
+            examples, then on this run.
     """
 
     sequence_len: int = 0
@@ -56,7 +110,6 @@ class DataReport:
     unread: Unread = field(default_factory=Unread)
     counts: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    read_notes: list[str] = field(default_factory=list)
 
     def add(self, other: DataReport) -> None:
         """Add what was skipped and counted in another part of the data, and the notes on it."""
@@ -64,7 +117,6 @@ class DataReport:
         self.unread.update(other.unread)
         self.counts.update(other.counts)
         self.notes += other.notes
-        self.read_notes += other.read_notes
 
     @property
     def looping_share(self) -> float:
@@ -84,7 +136,7 @@ class DataReport:
         """Return a sentence for each kind of conversation that was skipped or truncated, and the
         notes.
         """
-        sentences = list(self.read_notes)
+        sentences = []
         if self.skipped:
             sentences.append(
                 f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"

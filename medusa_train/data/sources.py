@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,9 +40,12 @@ SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 #: Names of files that are not read, of which messages show so many.
 MAX_NAMED = 8
-_BESIDE = (".settings.json", ".dropped.jsonl")  # written beside the data by self-distillation
-#: Written beside data by `datasets`, hub repositories and others: about the data, no records, where
-# they hold one JSON object.
+_OF_SELF_DISTILLATION = (
+    ".settings.json",
+    ".dropped.jsonl",
+)  # written next to the data by self-distillation
+#: Written next to data by `datasets`, hub repositories and others: about the data, no records, where
+#: they hold one JSON object.
 _METADATA = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -52,7 +55,7 @@ _METADATA = (
 )
 #: What `save_to_disk` of `datasets` writes, and a key of its content with a list.
 _SAVED = {"dataset_dict.json": "splits", "state.json": "_data_files"}
-#: Format names that `datasets` and Axolotl take as `path`, with `data_files` beside it.
+#: Format names that `datasets` and Axolotl take as `path`, with `data_files` next to it.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
 #: Words of a file's name that say its split, the names of held-out data first.
 _SPLIT_WORDS = {
@@ -63,7 +66,7 @@ _SPLIT_WORDS = {
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 #: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where
-# that is unknown.
+#: that is unknown.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -72,7 +75,7 @@ class LocalFiles:
     """JSON, JSON Lines and parquet files, read one after the other.
 
     Attributes:
-        notes: name what is beside the files and not read.
+        notes: describe what is next to the files and not read.
         is_public: from a public data set: invalid records are skipped and counted, since users
             cannot correct them.
     """
@@ -137,7 +140,7 @@ def open_source(
             raise ConfigError(
                 f"path: {source.path} is not supported; convert the data to JSON Lines"
             )
-        _refuse_hub_keys(source)
+        _reject_hub_keys(source)
         return _open_named_files(source)
     path = resolve_path(source.path)
     if path is None:
@@ -153,13 +156,11 @@ def open_source(
         return _open_directory(source, path)
     if source.data_files is not None:
         raise ConfigError(f"data_files cannot be used with {source.path}, which is a file itself")
-    _refuse_hub_keys(source)
-    _check_readable(path)
-    _check_format(source.ds_type, (path,))
-    return LocalFiles((path,))
+    _reject_hub_keys(source)
+    return _local_files([path], source.ds_type)
 
 
-def _refuse_hub_keys(source: DatasetConfig) -> None:
+def _reject_hub_keys(source: DatasetConfig) -> None:
     """Raise ConfigError if a file has settings of a data set of the hub."""
     unused = []
     if source.split not in (None, "train"):
@@ -192,10 +193,7 @@ def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalF
     for path in chosen:
         if path.is_dir():
             raise ConfigError(f"data_files: {path} is a directory; set it as `path`")
-        _check_readable(path)
-    paths = tuple(dict.fromkeys(chosen))
-    _check_format(source.path if root is None else source.ds_type, paths)
-    return LocalFiles(paths)
+    return _local_files(dict.fromkeys(chosen), source.path if root is None else source.ds_type)
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
@@ -215,21 +213,22 @@ def _matching_files(root: Path, pattern: str) -> list[Path]:
     return []
 
 
-def _check_readable(path: Path) -> None:
-    name = path.name.lower()
-    if path.suffix.lower() in _UNSUPPORTED_SUFFIXES and not name.endswith(_SUFFIXES):
-        raise DataError(
-            f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it"
-            " first"
-        )
-
-
-def _check_format(ds_type: str | None, paths: Sequence[Path]) -> None:
-    """Refuse a `ds_type` that contradicts the files: their content is read by their names."""
+def _local_files(
+    paths: Iterable[Path], ds_type: str | None, notes: Iterable[str] = ()
+) -> LocalFiles:
+    """Return files after checking their formats: their content is read by their names, which
+    `ds_type` must not contradict.
+    """
     for path in paths:
-        is_parquet = path.name.lower().endswith(PARQUET)
-        if ds_type is not None and is_parquet != (ds_type == "parquet"):
+        name = path.name.lower()
+        if path.suffix.lower() in _UNSUPPORTED_SUFFIXES and not name.endswith(_SUFFIXES):
+            raise DataError(
+                f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it"
+                " first"
+            )
+        if ds_type is not None and name.endswith(PARQUET) != (ds_type == "parquet"):
             raise ConfigError(f"{path} is not of the format {ds_type}; remove ds_type")
+    return LocalFiles(tuple(paths), tuple(notes))
 
 
 def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
@@ -252,7 +251,7 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     if source.data_files is not None:
         if source.split not in (None, "train"):
             raise ConfigError(
-                f"split cannot be used beside data_files, which are read whole ({source.path});"
+                f"split cannot be used together with data_files, which are read whole ({source.path});"
                 " leave one of the two out"
             )
         return _open_named_files(source, path)
@@ -268,12 +267,11 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
     # 2. Those of the split.
     paths = _files_of_split(candidates, source.split, path)
-    _check_format(source.ds_type, paths)
     # 3. What is left, and what seems to be missing.
     used = {*paths, *map(settings_path, paths)}
     unread = [entry for entry in entries if entry not in used] + _hidden(path)
     notes = (*_describe_unread(path, unread), *_missing_shards(paths), *_same_names(paths))
-    return LocalFiles(tuple(paths), notes)
+    return _local_files(paths, source.ds_type, notes)
 
 
 def _visible(path: Path) -> list[Path]:
@@ -281,7 +279,7 @@ def _visible(path: Path) -> list[Path]:
 
 
 def _hidden(path: Path) -> list[Path]:
-    """List what begins with a dot, apart from the ._NAME that macOS writes beside NAME."""
+    """List what begins with a dot, apart from the ._NAME that macOS writes next to NAME."""
     return sorted(set(path.glob(".*")) - set(path.glob("._*")))
 
 
@@ -291,7 +289,7 @@ def _data_files(entries: Sequence[Path]) -> list[Path]:
         entry
         for entry in entries
         if entry.name.lower().endswith(_SUFFIXES)
-        and not entry.name.endswith(_BESIDE)
+        and not entry.name.endswith(_OF_SELF_DISTILLATION)
         and not (entry.name in _METADATA and _read_object(entry) is not None)
         and entry.is_file()
     ]
@@ -376,18 +374,18 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     return [file for file in files if names[file][0] in matching]
 
 
-def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
-    """Name what a directory has beside the files that are read."""
+def _describe_unread(path: Path, unread: Sequence[Path]) -> Iterator[str]:
+    """Describe what else than the files that are read is in a directory."""
     if not unread:
-        return ()
+        return
     names = [
         shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
     ]
     more = f" and {len(unread) - MAX_NAMED} more" if len(unread) > MAX_NAMED else ""
-    return (f"{path}: {len(unread)} not read: {', '.join(names)}{more}",)
+    yield f"{path}: {len(unread)} not read: {', '.join(names)}{more}"
 
 
-def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
+def _missing_shards(paths: Sequence[Path]) -> Iterator[str]:
     """Name numbers that are missing among files such as `train-00000-of-00003.parquet`; older ones
     of the hub have a digest behind them.
     """
@@ -397,31 +395,27 @@ def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
         if match is not None:
             series = (path.parent, match[1], int(match[3]), match[4])
             found.setdefault(series, set()).add(int(match[2]))
-    notes = []
     for (directory, stem, count, ending), numbers in found.items():
         if len(numbers) < count:
-            notes.append(
+            yield (
                 f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending}"
                 " are missing"
             )
-    return tuple(notes)
 
 
-def _same_names(paths: Sequence[Path]) -> tuple[str, ...]:
+def _same_names(paths: Sequence[Path]) -> Iterator[str]:
     """Name files that differ in their suffixes alone, which may hold the same records."""
     by_stem: dict[Path, list[str]] = {}
     for path in paths:
         suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
         stem = path.with_name(path.name[: -len(suffix)])
         by_stem.setdefault(stem, []).append(path.name)
-    notes = []
     for names in by_stem.values():
         if len(names) > 1:
-            notes.append(
+            yield (
                 f"{' and '.join(names)}: all are read; name one of them in data_files if they hold"
                 " the same records"
             )
-    return tuple(notes)
 
 
 def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:

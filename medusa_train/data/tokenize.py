@@ -34,7 +34,7 @@ SplitReason = Literal["template", "token_ids", "tokenizer"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """Where an answer stands in a row: the tokens [start, end).
+    """Where an answer is in a row: the tokens [start, end).
 
     Attributes:
         message: index of the answer among the messages of the chat.

@@ -40,7 +40,7 @@ from medusa_train.io import replace_bytes, write_failure
 _PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
-# conversations.
+#: conversations.
 CONVERSATIONS_PER_WORKER = 2000
 #: Conversations that are tokenized between two updates of the progress.
 CHUNK = 128
@@ -77,7 +77,7 @@ class DatasetReader:
             )
             result.conversations.extend(part.conversations)
             result.report.add(part.report)
-        result.report.read_notes += result.report.unread.describe(self.config.path)
+        result.report.notes += result.report.unread.describe(self.config.path)
         return with_some(result, self.source.name)
 
 
@@ -120,7 +120,7 @@ def load_or_encode(
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
     encoded = encode_datasets(readers, max_length, **options)
-    content = encoded.to_bytes()  # without notes, which concern this run
+    content = encoded.to_bytes()  # before the notes that concern this run alone
     if note is not None:
         encoded.report.notes.append(note)
     try:

@@ -17,6 +17,7 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.json_values import RecordError, found_under, json_type, optional_text
 from medusa_train.data.record_files import shown_name
+from medusa_train.data.report import TURN_KEYS, TURNS, Unread, unread_keys
 from medusa_train.data.tool_calls import (
     TOOLS,
     calls_of,
@@ -25,7 +26,6 @@ from medusa_train.data.tool_calls import (
     parse_tools,
     result_parts,
 )
-from medusa_train.data.unread import TURN_KEYS, TURNS, Unread, unread_keys
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 
@@ -63,7 +63,7 @@ class TurnKeys(NamedTuple):
         role: key of who speaks.
         content: key of the text.
         train: keys that say whether the turn is trained, as Axolotl names them.
-        roles: names of roles beside the usual ones, with their meaning.
+        roles: names of roles in addition to the usual ones, with their meaning.
         is_prompt: the chat is to be answered: nothing of it is trained, and its template may know
             other roles.
     """
@@ -132,7 +132,7 @@ def _parse_turn(
     calls = calls_of(turn)
     if calls and role != "assistant":
         raise RecordError(f"tool calls of the role {role}")
-    # 2. What is said. An answer has its reasoning before the content; beside calls, which have no
+    # 2. What is said. An answer has its reasoning before the content; next to calls, which have no
     # place in the content, the template joins the two.
     is_blank = (calls or role == "tool") and turn.get(keys.content) is None
     content = "" if is_blank else _content(turn, keys.content, unread)
@@ -192,7 +192,7 @@ def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
 
 
 def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
-    """Return the reasoning that a message has beside its content, or ''."""
+    """Return the reasoning that a message has next to its content, or ''."""
     for key in keys:
         text = message.get(key)
         if isinstance(text, str) and text.strip():
@@ -201,7 +201,7 @@ def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_K
 
 
 def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the tokens that self-distillation stores beside an answer."""
+    """Return the tokens that self-distillation stores next to an answer."""
     ids = turn.get("token_ids")
     if ids is None:
         return None

@@ -26,8 +26,8 @@ from medusa_train.data.conversation import SURROGATES, Conversation, Message
 from medusa_train.data.read_chats import first_problems
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.records import answer_points, parse_tool_chat, parse_user_turns
+from medusa_train.data.report import Unread
 from medusa_train.data.sources import PublicDataset
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file

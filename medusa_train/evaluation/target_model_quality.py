@@ -22,8 +22,7 @@ from medusa_train.data.dataset import load_datasets
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import linear_loss
+from medusa_train.losses.linear_loss import Teacher, linear_loss
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.loading import load_target_model, load_tokenizer
 from medusa_train.models.lora import Adapter

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from medusa_train.checkpoint.dflash_layout import to_dflash
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_dflash, write_weights
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_draft, write_weights
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.types import ExportTarget
 from medusa_train.export.card import card
@@ -39,7 +39,7 @@ def write_dflash(
     `base_model` is named in config.json, `licence` on the card.
     """
     # 1. Tensors and config.json as the server reads them.
-    state, settings = read_dflash(heads)
+    state, settings = read_draft(heads, "dflash")
     _, target_model = resolve_target_model(
         paths.base_model, trust_remote_code=paths.trust_remote_code
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from medusa_train.checkpoint.eagle3_layouts import for_target, to_eagle3
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_draft, write_weights
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.config.types import ExportTarget
@@ -41,7 +41,7 @@ def write_eagle3(
     `base_model` is named in config.json, `licence` on the card.
     """
     # 1. Tensors and config.json as the server reads them.
-    state, settings = read_eagle3(heads)
+    state, settings = read_draft(heads, "eagle3")
     _, target_model = resolve_target_model(
         paths.base_model, trust_remote_code=paths.trust_remote_code
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import (
     VLLM_WEIGHTS,
-    read_eagle3,
+    read_draft,
     read_heads,
     write_heads,
     write_weights,
@@ -135,7 +135,7 @@ def _write(
     if heads_kind(paths.heads) == "eagle3":
         base = base_model or _target_model_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
-        state, _ = read_eagle3(paths.heads)
+        state, _ = read_draft(paths.heads, "eagle3")
         if "lm_heads.0.bias" in state:
             exported.warnings.append(BIAS_IGNORED)
         if to in ("vllm", "speculators"):

@@ -29,8 +29,8 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: the tokens of these nodes, followed by the target model's token after the last one: the
-            next root.
+        tokens: the tokens of these nodes, followed by the target model's token after the last one:
+            the new last token.
     """
 
     path: list[int]
@@ -88,8 +88,7 @@ def accept(
     Args:
         node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the target model at
             every node.
-        tree: of all rows, or one per row; with the empty tree the result is only the token after
-            the root.
+        tree: of all rows, or one per row.
         generators: one per row, for `Sampling`.
 
     Raises:
@@ -102,6 +101,17 @@ def accept(
     if generators is None or len(generators) != len(node_tokens):
         raise ValueError("sampling needs a generator for every row")
     return accept_rejection(node_tokens, logits, tree, rule, generators)
+
+
+def sample_next(
+    rule: AcceptanceRule, logits: Tensor, generators: Sequence[torch.Generator] | None = None
+) -> list[int]:
+    """Return the next token of each of B rows by `rule`, from its logits [B, V]; arguments and errors
+    as in `accept`.
+    """
+    roots = logits.new_zeros(len(logits), 1, dtype=torch.long)  # whose tokens are not read
+    accepted = accept(rule, roots, logits[:, None], Tree.empty(), generators)
+    return [row.tokens[-1] for row in accepted]
 
 
 def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
@@ -121,8 +131,8 @@ def accept_rejection(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> list[Accepted]:
-    """Draw y from the target model's p at a node; descend if a child has token y, else y is the next
-    root (lossless).
+    """Draw y from the target model's p at a node; descend if a child has token y, else y is the new
+    last token (lossless).
 
     The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals
     recursive rejection sampling (accept a child with probability min(1, p / q), else continue with

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.generate import (
-    Decoder,
     Generation,
     check_tree,
     finish_reason,
@@ -54,8 +53,8 @@ class BatchDecoder:
     draws. Its distribution stays the same.
 
     Args:
-        target model: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default
-            the empty tree.
+        target_model: verifies the tokens. draft: proposes them. tree: the guesses to verify; by
+            default the empty tree.
 
     Attributes:
         passes: verification passes so far over all batches; `Generation.steps` counts those of one
@@ -69,7 +68,6 @@ class BatchDecoder:
         self.draft = draft
         self.tree = check_tree(target_model, draft, tree)
         self.passes = 0
-        self._single = Decoder(target_model, draft, tree)
         self._idle_steps: Steps | None = None
 
     @torch.inference_mode()
@@ -90,18 +88,22 @@ class BatchDecoder:
         """
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
-        row_generators: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
-        single_is_faster = len(prompts) < 2 and not self._has_fixed_shapes
-        if single_is_faster or not self.can_batch:
-            return self._answer_in_turns(prompts, max_new_tokens, eos_ids, rule, row_generators)
-        batch = self.begin(max_new_tokens, eos_ids, rule)
         requests: list[PendingRequest] = []
         for i, prompt in enumerate(prompts):
-            requests.append(PendingRequest(i, prompt, row_generators[i]))
-        batch.add_requests(requests)
+            generator = None if generators is None else generators[i]
+            requests.append(PendingRequest(i, prompt, generator))
+            max_answer_length(self.target_model, prompt, max_new_tokens)  # fails before any answer
+        # rows that cannot share passes are answered one after the other
+        groups = [[request] for request in requests]
+        if self.can_batch and requests:
+            groups = [requests]
+        batch = self.begin(max_new_tokens, eos_ids, rule)
         answers: dict[int, Generation] = {}
-        while len(answers) < len(prompts):
-            answers.update(batch.step())
+        for group in groups:
+            batch.add_requests(group)
+            while batch.active:
+                answers.update(batch.step())
+        answers.update(batch.step())  # those that ended with their prefill
         return [answers[i] for i in range(len(prompts))]
 
     def begin(
@@ -141,48 +143,21 @@ class BatchDecoder:
         """The limits of a step's guesses."""
         return proposal_limits(self.draft, self.tree)
 
-    @property
-    def _has_fixed_shapes(self) -> bool:
-        """Whether there are steps that CUDA graphs replay, which a single row uses too."""
-        return self._idle_steps is not None and self._idle_steps.has_fixed_shapes
-
     def acquire_steps(self) -> Steps:
         """Return steps without rows, until `release_steps`."""
         steps = self._idle_steps
         self._idle_steps = None
-        if steps is None:
-            # the last token of an answer may lie one position past the context, see
-            # `max_answer_length`
-            kv_cache = self.target_model.new_kv_cache(
-                self.target_model.max_context + self.limits.size + 2
-            )
-            return Steps(self.target_model, self.draft, self.tree, kv_cache)
-        steps.reset()
-        return steps
+        if steps is not None:
+            return steps
+        # the last token of an answer may be one position past the context, see `max_answer_length`
+        capacity = self.target_model.max_context + self.limits.size + 2
+        kv_cache = self.target_model.new_kv_cache(capacity)
+        return Steps(self.target_model, self.draft, self.tree, kv_cache)
 
     def release_steps(self, steps: Steps) -> None:
         """Keep the steps of a batch that is empty for the next one."""
+        steps.reset()
         self._idle_steps = steps
-
-    def _answer_in_turns(
-        self,
-        prompts: Sequence[list[int]],
-        max_new_tokens: int,
-        eos_ids: Collection[int] | None,
-        rule: AcceptanceRule,
-        generators: Sequence[torch.Generator | None],
-    ) -> list[Generation]:
-        """Answer one prompt after the other; arguments as in `generate_batch`."""
-        for prompt in prompts:
-            max_answer_length(
-                self.target_model, prompt, max_new_tokens
-            )  # fail before the first answer
-        answers: list[Generation] = []
-        for prompt, generator in zip(prompts, generators, strict=True):
-            out = self._single.generate(prompt, max_new_tokens, eos_ids, rule, generator)
-            self.passes += out.steps
-            answers.append(out)
-        return answers
 
 
 @dataclass
@@ -190,20 +165,18 @@ class _Row:
     """A sequence in a batch.
 
     Attributes:
-        out: the answer so far.
-        limit: the most tokens that it may have.
+        limit: the most tokens that the answer may have.
         started: reading of the clock when its request was added.
+        out: the answer so far.
     """
 
-    request_id: int
-    prompt: list[int]
-    out: Generation
+    request: PendingRequest
     limit: int
-    generator: torch.Generator | None
     started: float
+    out: Generation = field(default_factory=lambda: Generation([]))
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """How many tokens the answer may still get."""
         return self.limit - len(self.out.tokens)
 
@@ -248,31 +221,28 @@ class RunningBatch:
                 " of all"
             )
         # 1. check all prompts
-        now = time.perf_counter()
-        target_model = self._decoder.target_model
+        started = time.perf_counter()
         rows: list[_Row] = []
         for request in requests:
-            prompt = request.prompt
-            limit = max_answer_length(target_model, prompt, self._max_new_tokens)
-            out = Generation([])
-            row = _Row(request.request_id, prompt, out, limit, request.generator, started=now)
-            rows.append(row)
+            limit = max_answer_length(
+                self._decoder.target_model, request.prompt, self._max_new_tokens
+            )
+            rows.append(_Row(request, limit, started))
         # 2. make room for the longest answer
-        longest = max(len(row.prompt) + row.limit for row in rows)
+        longest = max(len(row.request.prompt) + row.limit for row in rows)
         if self._steps is None:
             self._steps = self._decoder.acquire_steps()
         capacity = longest + self._decoder.limits.size + 1
         self._steps.make_room(len(self.active) + len(rows), capacity)
         # 3. prefill prompts of similar length together
-        for group in group_prompts([len(row.prompt) for row in rows]):
+        for group in group_prompts([len(request.prompt) for request in requests]):
             joining = [rows[i] for i in group]
-            prompts = [row.prompt for row in joining]
+            prompts = [row.request.prompt for row in joining]
             first_tokens = self._steps.prefill(prompts, self._rule, _generators(joining))
             now = time.perf_counter()
             for row, token in zip(joining, first_tokens, strict=True):
                 row.out.tokens = [token]
                 row.out.prefill_seconds = now - row.started
-            self._steps.start_draft()
             self.active += joining
         self._retire()
 
@@ -294,20 +264,21 @@ class RunningBatch:
         steps = self._steps
         assert steps is not None
         # 1. the step
-        roots = [row.out.tokens[-1] for row in self.active]
+        last_tokens = [row.out.tokens[-1] for row in self.active]
         generators = _generators(self.active)
         if self._decoder.can_batch:
-            accepted = steps.step(roots, self._rule, generators)
+            accepted = steps.step(last_tokens, self._rule, generators)
         else:
             (row,) = self.active
-            text = [*row.prompt, *row.out.tokens[:-1]]
+            text = [*row.request.prompt, *row.out.tokens[:-1]]
             target_model = self._decoder.target_model
-            only = step_single(target_model, steps, text, roots[0], self._rule, generators)
-            accepted = [only]
+            accepted = [
+                step_single(target_model, steps, text, last_tokens[0], self._rule, generators)
+            ]
         self._decoder.passes += 1
         # 2. its tokens, up to the end of each answer
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
-            new = truncate_at_stop(tokens[1:], self._stops, row.room)
+            new = truncate_at_stop(tokens[1:], self._stops, row.tokens_left)
             row.out.tokens += new
             row.out.steps += 1
             row.out.accepted.append(min(len(path) - 1, len(new)))
@@ -318,26 +289,21 @@ class RunningBatch:
         Rows from the end of the batch fill the gaps, so that few keys and values move.
         """
         # 1. finish the answers that are complete
-        done: list[bool] = []
-        for row in self.active:
-            is_done = row.out.tokens[-1] in self._stops or row.room <= 0
-            done.append(is_done)
-            if is_done:
-                row.out.seconds = time.perf_counter() - row.started
-                row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
-                self._finished.append((row.request_id, row.out))
-        if not any(done):
+        kept: list[int] = []
+        for i, row in enumerate(self.active):
+            if row.out.tokens[-1] not in self._stops and row.tokens_left > 0:
+                kept.append(i)
+                continue
+            row.out.seconds = time.perf_counter() - row.started
+            row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
+            self._finished.append((row.request.request_id, row.out))
+        if len(kept) == len(self.active):
             return
         # 2. keep the others: those past the new end move into the gaps before it
-        remaining = [i for i, is_done in enumerate(done) if not is_done]
-        size = len(remaining)
-        movable = [i for i in remaining if i >= size]
-        order: list[int] = []
-        for i in range(size):
-            if done[i]:
-                order.append(movable.pop())
-            else:
-                order.append(i)
+        size = len(kept)
+        stays = set(kept)
+        movable = [i for i in kept if i >= size]
+        order = [i if i in stays else movable.pop() for i in range(size)]
         self.active = [self.active[i] for i in order]
         assert self._steps is not None
         if self.active:
@@ -373,5 +339,5 @@ def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:
     """Return the rows' generators; None where they have none."""
-    generators = [row.generator for row in rows if row.generator is not None]
+    generators = [row.request.generator for row in rows if row.request.generator is not None]
     return generators or None

@@ -2,24 +2,48 @@
 
 A step over a few tokens launches hundreds of small kernels, which on a GPU takes longer than they
 run. A CUDA graph replays them with one launch, with the shapes and addresses that they were
-captured with: those of `inference.runners.FixedShapeRunner`.
+captured with. So steps that are replayed have fixed shapes, see `inference.step`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.models.hf_config import has_experts, length_dependent_rope
 from medusa_train.models.precision import is_out_of_memory
 from medusa_train.models.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
+
+
+#: A step from fixed inputs to fixed outputs.
+Step = Callable[[], None]
+
+
+class Replayable(Protocol):
+    """What was captured of a step, for example a CUDA graph."""
+
+    def replay(self) -> None:
+        """Repeat the step."""
+
+
+class FixedShapeRunner:
+    """Runs steps of fixed shape one after the other; its subclasses capture them and replay what
+    they captured.
+    """
+
+    def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
+        """Run `step`.
+
+        Args:
+            graphs: captured so far for the step's buffers. key: of its shapes and addresses.
+        """
+        step()
 
 
 class _NotCaptured(NamedTuple):
@@ -160,7 +184,7 @@ def graph_obstacle(model: Any) -> str | None:
 
 
 def weight_addresses(module: torch.nn.Module) -> list[int]:
-    """Return where the parameters and buffers of a module lie."""
+    """Return the addresses of the parameters and buffers of a module."""
     found: list[int] = []
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):

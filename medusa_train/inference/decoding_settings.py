@@ -28,7 +28,7 @@ class DecodingSettings:
     Attributes:
         dtype: of the weights, or of the matrix products of a quantized target model.
         quantization: "nf4", "int8" or another method's name; None: weights in `dtype`.
-        merged: False with an adapter beside the weights; merged into them it costs nothing.
+        merged: False with an adapter next to the weights; merged into them it costs nothing.
         compiled: whether passes of a single row are compiled by torch.compile.
         device: "cpu" or "cuda".
         device_name: of the processor or GPU.

@@ -76,7 +76,7 @@ class Decoder:
     Threads may share a decoder: their answers wait for each other. See `stream`.
 
     Args:
-        target model: verifies the tokens.
+        target_model: verifies the tokens.
         draft: proposes them; None: plain decoding.
         tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose
             trees themselves.
@@ -178,14 +178,12 @@ class Decoder:
             yield Step([next_token], 0)
 
             # 2. then steps; the draft reads the prompt in the first one
-            text = list(prompt)  # prompt and answer up to the next token, which is the step's root
+            text = list(prompt)  # prompt and answer up to the last token, not included
             num_generated = 1
             while next_token not in stops and num_generated < limit:
                 with self._pass(this_answer):
                     # a step that fails or is interrupted leaves parts of two texts in the KV cache
                     self._cached_text = []
-                    if num_generated == 1:
-                        steps.start_draft()
                     path, tokens = step_single(
                         self.target_model, steps, text, next_token, rule, generators
                     )
@@ -253,9 +251,8 @@ class Decoder:
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
         self._steps.reset(num_cached)
-        if (
-            reserve and not self._steps.has_fixed_shapes
-        ):  # graphs are captured for buffers that double
+        # graphs are captured for buffers that double
+        if reserve and not self._steps.has_fixed_shapes:
             self._steps.make_room(1, capacity)
         return self._steps, num_cached
 
@@ -290,27 +287,26 @@ def step_single(
     target_model: TargetModel,
     steps: Steps,
     text: list[int],
-    root: int,
+    last_token: int,
     rule: AcceptanceRule,
     generators: Sequence[torch.Generator] | None,
 ) -> Accepted:
     """Run a step of a single row; a longrope model reads its text again where its angles change.
 
     Args:
-        text: prompt and answer up to the root.
+        text: prompt and answer up to the last token, not included.
     """
     switch = target_model.rope_switch  # number of tokens from which on angles are others
     length = len(text)
-    # 1. the root is the first with longrope's other angles: all keys get them, as in transformers'
+    # 1. the last token is the first with longrope's other angles: all keys get them, as in transformers'
     # `generate`
     if switch is not None and length == switch:
         steps.reset()
-        (following,) = steps.prefill([[*text, root]], rule, generators)
-        steps.start_draft()
-        return Accepted([0], [root, following])
-    # 2. no draft tokens where deeper nodes would make the model switch before the root does
+        (following,) = steps.prefill([[*text, last_token]], rule, generators)
+        return Accepted([0], [last_token, following])
+    # 2. no draft tokens where deeper nodes would make the model switch before the last token does
     straddles = switch is not None and length < switch <= length + steps.limits.depth
-    (accepted,) = steps.step([root], rule, generators, skip_draft=straddles)
+    (accepted,) = steps.step([last_token], rule, generators, skip_draft=straddles)
     return accepted
 
 
@@ -346,7 +342,7 @@ def max_answer_length(
     target_model: TargetModel, prompt: list[int], max_new_tokens: int | None
 ) -> int:
     """Return how many tokens fit, at most `max_new_tokens`: the last one is never read, so it may
-    lie one position past the context.
+    be one position past the context.
 
     Raises:
         MedusaError: the prompt is empty, longer than the model's context or has an unknown token,

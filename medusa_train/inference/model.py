@@ -152,7 +152,7 @@ class Model:
     Threads may share a model: it answers one prompt after the other.
 
     Args:
-        target model: the language model.
+        target_model: the language model.
         draft, tree: for speculative decoding; without them decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_loss
+from medusa_train.losses.linear_loss import GraphCut, LossSums, Teacher, linear_loss
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead
 
@@ -75,7 +74,8 @@ class Objective:
     is in a prompt. Targets, and the teacher's position t + k before them, never cross a document
     boundary.
 
-    With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes L = sum_k c^k * L_k.
+    With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes
+    L = sum_k c^k * L_k.
 
     A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those
     in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S.
@@ -183,12 +183,14 @@ class Objective:
             counts_total: `target_counts` summed over the global batch; a term without targets
                 contributes 0.
             progress: step / max_steps, for lambda0.
-            lm_head: of the target model, with its LoRA branch; required for the language model's loss.
+            lm_head: of the target model, with its LoRA branch; required for the language model's
+                loss.
             teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to
-                them; required if `needs_teacher`. In Medusa-1 the frozen target model is the teacher.
+                them; required if `needs_teacher`. In Medusa-1 the frozen target model is the
+                teacher.
             grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`,
-                and the returned loss has no graph. States in `hidden_states` must not have one either, see
-                `GraphCut`.
+                and the returned loss has no graph. States in `hidden_states` must not have one
+                either, see `GraphCut`.
         """
         # 1. the factor on each term's sum; that on its gradients is `grad_scale` times as large
         factors = self._factors(counts_total, progress)

@@ -1,1 +1,3 @@
-"""Target models, their attention, precision and adapters, and the drafts that read their hidden states."""
+"""Target models, their attention, precision and adapters, and the drafts that read their hidden
+states.
+"""

@@ -19,14 +19,14 @@ from medusa_train.models.rounding import ceil_div
 FOLDED_HEADS = "sdpa_folded_heads"
 
 #: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
-# rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
-# product for each row and head, which in a batch of 32 with one query takes twice as long; with
-# fewer rows or more queries it is faster.
+#: rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
+#: product for each row and head, which in a batch of 32 with one query takes twice as long; with
+#: fewer rows or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
 #: On a GPU, attention of at most so many rows of scores is computed as two products where torch's
-# memory-efficient kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a
-# quarter of the multiprocessors idle.
+#: memory-efficient kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a
+#: quarter of the multiprocessors idle.
 _GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
 _GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
 
@@ -150,8 +150,8 @@ def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
 
 
 def _use_products_on_cpu(folded: Tensor) -> bool:
-    """Return whether products are faster on a CPU; under torch.compile the same for all batches, which
-    one program serves.
+    """Return whether products are faster on a CPU; under torch.compile the same for all batches,
+    which one program serves.
     """
     batch, _, rows, _ = folded.shape
     if folded.dtype != torch.bfloat16:

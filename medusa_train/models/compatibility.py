@@ -14,7 +14,7 @@ from medusa_train.models.hf_config import has_experts
 from medusa_train.models.precision import is_out_of_memory
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 #: Sizes of the small copy of a mixture of experts that is probed, by config key.
@@ -32,8 +32,8 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
 
 
 def check_model(target_model: TargetModel) -> None:
-    """Probe a loaded model; raise TargetModelError if its logits, tree passes or padded rows would be
-    wrong, or its weights are not finite.
+    """Probe a loaded model; raise TargetModelError if its logits, tree passes or padded rows would
+    be wrong, or its weights are not finite.
     """
     try:
         reason = _forward_problem(target_model)
@@ -167,7 +167,7 @@ def _verifies_trees(target_model: TargetModel) -> bool:
     )
     expected = target_model.run(tokens[[0, 1, 2, 3, 5, 6]][None]).final[0, -1]
     kv_cache = target_model.new_kv_cache()
-    target_model.run(tokens[None, :3], cache=prompt_cache(kv_cache, 0, 1))
+    target_model.run(tokens[None, :3], cache=PromptCache(kv_cache, 0, 1))
     depths = tree.depths.to(target_model.device)
     masks = target_model.node_masks(tree.ancestors.to(target_model.device), depths)
     lengths = torch.tensor([3], device=target_model.device)

@@ -2,11 +2,11 @@
 
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
 operations and calls kernels without Python, but nothing may depend on the length of the prefix:
-keys and values are written to columns given by a tensor, and attention reads a part of the cache that
-grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
+keys and values are written to columns given by a tensor, and attention reads a part of the cache
+that grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
 decoding and another one trees of any size, and two more do so for batches of any number of rows.
-The tree that single rows verify in most steps can have a program of its own size: with 3 nodes and a
-model of 0.5B a step took 7 % less time on a CPU.
+The tree that single rows verify in most steps can have a program of its own size: with 3 nodes and
+a model of 0.5B a step took 7 % less time on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from medusa_train.models.target_states import HiddenStates, capture_outputs
 from medusa_train.trees.transformers_adapters import NodeCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
-# nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
+#: nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
 BLOCK = 32
 _COUNTER = itertools.count()
 
@@ -234,8 +234,8 @@ class CompiledPass:
             tokens, positions: [B, q].
             mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For
                 a single row a slice of a larger one.
-            columns: positions at which the keys and values of the tokens are written, long [q] for a
-                single row, [B, q] for several.
+            columns: positions at which the keys and values of the tokens are written, long [q] for
+                a single row, [B, q] for several.
             storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with
                 capacity > S, of which the first B rows are used.
         """

@@ -19,7 +19,7 @@ from medusa_train.trees.masks import additive_mask
 #: transformers' name of flash-attn's kernels.
 FLASH = "flash_attention_2"
 #: Name under which `document_attention_forward` is registered with transformers. It has no mask
-# function there, so models build no mask of their own.
+#: function there, so models build no mask of their own.
 DOCUMENTS = "sdpa_documents"
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -86,8 +86,9 @@ def layer_types(config: Any) -> list[str]:
 
 
 def largest(config: Any, key: str) -> int | None:
-    """Return a size of the layers, the largest if they differ: a list (Gemma 3n's intermediate_size), or
-    a configuration for each layer (Gemma 4's head_dim). None: the config has no such key.
+    """Return a size of the layers, the largest if they differ: a list (Gemma 3n's
+    intermediate_size), or a configuration for each layer (Gemma 4's head_dim). None: the config has
+    no such key.
     """
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes: list[int] = []
@@ -164,7 +165,9 @@ def has_experts(config: Any) -> bool:
 
 
 def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
-    """Raise TargetModelError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
+    """Raise TargetModelError unless `layers`, the value of `key`, is between 1 and `num_layers` -
+    1.
+    """
     if not 0 < layers < num_layers:
         raise TargetModelError(
             f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"

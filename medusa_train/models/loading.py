@@ -1,5 +1,5 @@
-"""Load a causal language model from a directory or the Hugging Face hub as a `TargetModel`, quantized
-on demand.
+"""Load a causal language model from a directory or the Hugging Face hub as a `TargetModel`,
+quantized on demand.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def load_tokenizer(
 
 
 def describe_unreadable(error: Exception) -> str:
-    """Return the message of an error of a library; short ones, such as a name alone, after its type."""
+    """Return the message of an error of a library; short ones, such as a name alone, after its
+    type.
+    """
     text = str(error).strip()
     if isinstance(error, RecursionError):
         return "JSON that is nested too deeply"
@@ -213,8 +215,8 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name:
 
 
 def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | None) -> str | None:
-    """Name the configured tokens that the vocabulary lacks and that nothing here reads; None without
-    any.
+    """Name the configured tokens that the vocabulary lacks and that nothing here reads; None
+    without any.
     """
     vocabulary = tokenizer.get_vocab()
     unneeded = []
@@ -271,8 +273,8 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
         The argument for `from_pretrained`, and the transformers config.
 
     Raises:
-        TargetModelError: the directory does not exist, the hub has no such model or cannot be reached,
-            or the architecture is not supported.
+        TargetModelError: the directory does not exist, the hub has no such model or cannot be
+            reached, or the architecture is not supported.
     """
     source, _ = find_target_model(name)
     if resolve_path(name) is None and not hub_is_unreachable():
@@ -298,8 +300,8 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
 
 
 def _check_generation_config(name: str, source: str) -> None:
-    """Raise TargetModelError for a damaged generation_config.json, which transformers takes for none:
-    answers would end at other tokens.
+    """Raise TargetModelError for a damaged generation_config.json, which transformers takes for
+    none: answers would end at other tokens.
     """
     path = model_directory(source) / GENERATION_CONFIG
     if not os.path.lexists(path):
@@ -356,7 +358,8 @@ def auto_dtype_that_fits(
     weights fit into the free memory in no other dtype; `report` then gets a line about it.
 
     Args:
-        name, quantization, trust_remote_code: as in `load_target_model`. float16: as in `auto_dtype`.
+        name, quantization, trust_remote_code: as in `load_target_model`. float16: as in
+            `auto_dtype`.
 
     Raises:
         TargetModelError: the model cannot be found, or its architecture is not supported.

@@ -55,8 +55,8 @@ def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
 class Adapter:
     """A PEFT LoRA adapter in a target model's layers; `peft` is the PeftModel around its model.
 
-    PEFT modifies the target model's model in place, so the target model is used as before. Draft heads are
-    not part of that model, or PEFT would freeze them and add adapters to them.
+    PEFT modifies the target model's model in place, so the target model is used as before. Draft
+    heads are not part of that model, or PEFT would freeze them and add adapters to them.
     """
 
     def __init__(self, target_model: TargetModel, peft: Any) -> None:
@@ -65,8 +65,8 @@ class Adapter:
 
     @classmethod
     def attach(cls, target_model: TargetModel, spec: LoraSpec) -> Adapter:
-        """Add new LoRA layers to `target_model`, trainable and in float32; with B = 0 its outputs do
-        not change.
+        """Add new LoRA layers to `target_model`, trainable and in float32; with B = 0 its outputs
+        do not change.
 
         Raises:
             TargetModelError: a target is not a linear layer, or is an lm_head tied to the input
@@ -169,7 +169,8 @@ class Adapter:
                 parameter.requires_grad_(requires_grad)
 
     def merge(self) -> None:
-        """Merge the adapter into the target model's weights; a quantized target model is dequantized first.
+        """Merge the adapter into the target model's weights; a quantized target model is
+        dequantized first.
 
         Merging into 4 bits would round the merged weights again, and the adapter was not trained on
         the original full-precision weights.
@@ -266,8 +267,8 @@ def _target_modules(target_model: TargetModel, targets: Sequence[str] | None) ->
 
 
 def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
-    """Raise TargetModelError unless every name ends the path of a module: PEFT ignores others without
-    a word.
+    """Raise TargetModelError unless every name ends the path of a module: PEFT ignores others
+    without a word.
     """
     paths = [path for path, _ in target_model.model.named_modules()]
     unknown = []
@@ -281,8 +282,8 @@ def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
 
 
 def _trainable_in_float32(peft: Any) -> Any:
-    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the target model's
-    dtype.
+    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the target
+    model's dtype.
 
     In half precision the small updates of an optimizer round to nothing.
     """

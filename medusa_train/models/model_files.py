@@ -28,8 +28,8 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
         has to be fetched from the hub.
 
     Raises:
-        TargetModelError: no such directory, no config.json in it that can be read, or a hub name that
-            is not in the cache while the hub cannot be reached.
+        TargetModelError: no such directory, no config.json in it that can be read, or a hub name
+            that is not in the cache while the hub cannot be reached.
     """
     local = resolve_path(name)
     if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):

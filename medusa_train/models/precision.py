@@ -134,8 +134,8 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
 class Precision:
     """Precision of a training run.
 
-    The target model is loaded in `dtype`; heads keep float32 master weights and run under autocast to
-    `dtype`.
+    The target model is loaded in `dtype`; heads keep float32 master weights and run under autocast
+    to `dtype`.
     """
 
     device: torch.device
@@ -179,8 +179,8 @@ def free_memory(device: torch.device) -> int | None:
     return None if match is None else 1024 * int(match[1])
 
 
-#: Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its
-#: own exception.
+#: Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises
+#: its own exception.
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator|not enough memory|CUDA error: out of"
     r" memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"

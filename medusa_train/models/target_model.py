@@ -51,7 +51,7 @@ from medusa_train.models.target_states import (
 )
 from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
 from medusa_train.trees.masks import NodeMasks, layer_masks
-from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 
@@ -61,8 +61,8 @@ class TargetModel:
     The transformers model is used unchanged but for its attention function (`models.attention`):
     its forward gets a 4-D additive mask, explicit position ids and a cache on `KVCache`. Logits are
     computed here from the hidden states, so that heads can apply the same transforms.
-    `loading.load_target_model` builds a target model from a directory or the hub and checks that it is
-    supported.
+    `loading.load_target_model` builds a target model from a directory or the hub and checks that it
+    is supported.
 
     Args:
         model: a transformers causal language model; it is frozen and set to eval mode.
@@ -77,10 +77,11 @@ class TargetModel:
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
-        decoding_aux_layers: hidden states that compiled passes return; set it before `compile_passes`.
+        decoding_aux_layers: hidden states that compiled passes return; set it before
+            `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run eagerly,
-            with exact sizes.
+        step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run
+            eagerly, with exact sizes.
 
     Raises:
         TargetModelError: the model has no lm_head.
@@ -202,8 +203,8 @@ class TargetModel:
 
         Args:
             tokens: long [B, n + 1].
-            aux: [B, n + 1, d], states after the layers of `aux_layers`, which have written their keys
-                and values already; only the remaining layers run.
+            aux: [B, n + 1, d], states after the layers of `aux_layers`, which have written their
+                keys and values already; only the remaining layers run.
 
         Returns:
             States [B, n + 1, d] and logits [B, n + 1, V].
@@ -329,8 +330,8 @@ class TargetModel:
     def capture_aux_states(
         self, aux_layers: tuple[int, ...]
     ) -> AbstractContextManager[list[Tensor]]:
-        """Within this context a pass appends the states after the layers of `aux_layers` to a list, which
-        it yields.
+        """Within this context a pass appends the states after the layers of `aux_layers` to a list,
+        which it yields.
         """
         return capture_outputs([self.layer(count - 1) for count in aux_layers])
 
@@ -368,6 +369,8 @@ class TargetModel:
         embeddings in another way.
         """
         table = self.model.get_input_embeddings()
+        if self.device.type == "meta":
+            return Embedding(table)
         probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
         with capture_inputs(self.layer(0)) as captured:
             self.run(probe)
@@ -400,8 +403,8 @@ class TargetModel:
         return layers[index]
 
     def new_kv_cache(self, capacity: int = 0) -> KVCache:
-        """Return an empty KV cache for rows up to the end of the context, or of `capacity` positions if
-        that is more.
+        """Return an empty KV cache for rows up to the end of the context, or of `capacity`
+        positions if that is more.
         """
         return KVCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
@@ -447,7 +450,8 @@ class TargetModel:
             runner = LayerRunner(self.body, self.layer_types)
             attention = partial(self.masked_attention, enabled=True)
             split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
-            self._check_split(split)
+            if self.device.type != "meta":
+                self._check_split(split)
             self._splits[exit_layer] = split
         return self._splits[exit_layer]
 
@@ -463,7 +467,7 @@ class TargetModel:
             % self.vocab_size
         )
         kv_cache = self.new_kv_cache()
-        self.run(tokens[:, :2], cache=prompt_cache(kv_cache, 0, 1))
+        self.run(tokens[:, :2], cache=PromptCache(kv_cache, 0, 1))
         depths = tree.depths.to(self.device)
         masks = self.node_masks(tree.ancestors.to(self.device), depths)
         lengths = torch.tensor([2], device=self.device)
@@ -494,8 +498,8 @@ class TargetModel:
         backward pass; passes without `segments` still run with the implementation that takes masks.
 
         Raises:
-            TargetModelError: documents attend to each other, since the model does not pass the bounds
-                on. The model is left unchanged, also by errors of the implementation.
+            TargetModelError: documents attend to each other, since the model does not pass the
+                bounds on. The model is left unchanged, also by errors of the implementation.
         """
         self.model.set_attn_implementation(implementation)
         self.varlen = True
@@ -533,8 +537,8 @@ class TargetModel:
             self.config._attn_implementation = varlen
 
     def save(self, directory: Path) -> None:
-        """Save the model and its tokenizer; its generation config with all tokens that end an answer,
-        and else as it is, which save_pretrained may find invalid.
+        """Save the model and its tokenizer; its generation config with all tokens that end an
+        answer, and else as it is, which save_pretrained may find invalid.
         """
         kept = self.model.generation_config
         self.model.generation_config = GenerationConfig()
@@ -565,8 +569,8 @@ class TargetModel:
             trees: whether passes verify trees too.
 
         Raises:
-            TargetModelError: the model has sliding windows or longrope, or torch.compile fails on this
-                machine; not where steps are CUDA graphs, which are fast without it.
+            TargetModelError: the model has sliding windows or longrope, or torch.compile fails on
+                this machine; not where steps are CUDA graphs, which are fast without it.
         """
         if self.step_runner is not None and (
             self.compile_obstacle is not None or not has_compiler(self.device)
@@ -593,8 +597,8 @@ class TargetModel:
         return self.compiled.covers(1, nodes + 1)
 
     def compile_tree(self, nodes: int) -> None:
-        """Compile passes of a single row over the root and `nodes` nodes, which are then faster than
-        those over any number of nodes.
+        """Compile passes of a single row over the root and `nodes` nodes, which are then faster
+        than those over any number of nodes.
 
         Raises:
             TargetModelError: torch.compile fails, or the program would not fit into memory: it may
@@ -614,10 +618,12 @@ class TargetModel:
     def _warm_up(self, compiled: CompiledPass) -> None:
         kv_cache = KVCache(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=prompt_cache(kv_cache, 0, 1))
+        self.run(token, cache=PromptCache(kv_cache, 0, 1))
         layers, _, _, heads, _, dim = kv_cache.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
 
     def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:
-        """Return the compiled passes, if there are any and they return the hidden states of `aux_layers`."""
+        """Return the compiled passes, if there are any and they return the hidden states of
+        `aux_layers`.
+        """
         return self.compiled if aux_layers in ((), self.decoding_aux_layers) else None

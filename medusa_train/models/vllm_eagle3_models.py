@@ -6,8 +6,8 @@ from typing import Any
 
 VLLM_VERSION = "0.32"
 #: Classes that this version has for models of transformers, and that are not `SupportsEagle3`: they
-#: do not give an EAGLE-3 draft the states of inner layers. Models for which vLLM has no class of its
-#: own (SmolLM3, OLMo 2) run by its Transformers backend, which gives them.
+#: do not give an EAGLE-3 draft the states of inner layers. Models for which vLLM has no class of
+#: its own (SmolLM3, OLMo 2) run by its Transformers backend, which gives them.
 WITHOUT_EAGLE3 = frozenset(
     (
         "Cohere2ForCausalLM",

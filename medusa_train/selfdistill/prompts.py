@@ -24,8 +24,8 @@ from medusa_train.data.records import (
     parse_user_turns,
     usable_id,
 )
+from medusa_train.data.report import Unread
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
-from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 from medusa_train.evaluation.metrics import Counts, Interval, block_interval
+from medusa_train.evaluation.questions import WITH_CALLS, WITHOUT_CALLS
 from medusa_train.server_bench.pairs import (
     ALONE,
     PLAIN,
@@ -44,6 +45,8 @@ class Cell:
     answers: Mapping[TurnKey, BusyAnswer]
     drafts: DraftCounts | None  # difference of the server's counters; None if it has none
     skipped: int  # number of turns whose prompts do not fit into the context
+    # the same difference for answers of chats with tools that make calls, and for the others
+    drafts_of: Mapping[str, DraftCounts | None] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -82,8 +85,13 @@ def collect_cells(
                 key = (answer.question_id, answer.turn, answer.repeat)
                 answers[key] = BusyAnswer(answer, seconds, number)
         skipped = sum(len(measurement.skipped) for measurement in measurements)
+        drafts_of: dict[str, DraftCounts | None] = {}
+        for category in (WITH_CALLS, WITHOUT_CALLS):
+            blocks_of = [m for m in measurements if any(a.category == category for a in m.answers)]
+            if blocks_of:
+                drafts_of[category] = _sum_counts(blocks_of)
         drafts = _sum_counts(measurements)
-        cells.append(Cell(server, session, concurrency, answers, drafts, skipped))
+        cells.append(Cell(server, session, concurrency, answers, drafts, skipped, drafts_of))
     return cells
 
 
@@ -225,6 +233,10 @@ def cell_metrics(cell: Cell) -> dict[str, Any]:
         "time_to_first_token_s": {"median": median(first_token)} if first_token else None,
         "time_per_token_s": {"median": median(per_token)} if per_token else None,
         "tokens_per_step": drafts and drafts.tokens_per_step,
+        "tokens_per_step_of": {
+            category: counts and counts.tokens_per_step
+            for category, counts in cell.drafts_of.items()
+        },
         "acceptance": drafts and drafts.acceptance,
         "drafts": drafts and drafts.drafts,
         "num_speculative_tokens": drafts and drafts.speculative_tokens,

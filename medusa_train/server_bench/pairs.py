@@ -112,6 +112,7 @@ class ServedAnswer:
     # seconds from the request to the first text; None for an empty answer
     first_token: float | None
     seconds: float  # from the request to the end
+    category: str = ""  # of the question
 
 
 @dataclass(frozen=True)
@@ -204,15 +205,21 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
     """Divide the conversations of one concurrency into blocks, which servers are given in turns.
 
     A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as
-    run concurrently.
+    run concurrently. Questions of chats with tools share no block with those of another category: a
+    server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    conversations = [
-        Conversation(question, repeat) for repeat in range(repeats) for question in questions
-    ]
-    count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
-    bounds = [index * len(conversations) // count for index in range(count + 1)]
-    return [conversations[start:end] for start, end in pairwise(bounds)]
+    groups: dict[str, list[Conversation]] = {}
+    for repeat in range(repeats):
+        for question in questions:
+            kind = question.category if question.messages else ""
+            groups.setdefault(kind, []).append(Conversation(question, repeat))
+    blocks = []
+    for conversations in groups.values():
+        count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
+        bounds = [index * len(conversations) // count for index in range(count + 1)]
+        blocks += [conversations[start:end] for start, end in pairwise(bounds)]
+    return blocks
 
 
 class ServerBench:
@@ -320,6 +327,7 @@ class ServerBench:
                     started - began,
                     None if first is None else first - started,
                     response["timing"]["finished"] - started,
+                    question.category,
                 )
             )
             messages.append(

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from medusa_train.evaluation.questions import WITH_CALLS, WITHOUT_CALLS
 from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, bars
@@ -39,7 +40,9 @@ HOW = [
     "first token, per token: medians over the answers, in milliseconds.",
     (
         "tokens per step, accepted: from vLLM's counters at /metrics, of steps that verify a draft;"
-        " accepted is the share of drafts whose token at position 1, 2, ... was accepted."
+        " accepted is the share of drafts whose token at position 1, 2, ... was accepted. With calls,"
+        " without calls: tokens per step of answers of chats with tools that make tool calls, and of"
+        " the others."
     ),
     (
         "equal: greedy answers whose text equals that of the server without heads; turns after a"
@@ -114,6 +117,7 @@ def metrics_table(report: Json) -> Table:
         "tokens per step": [
             number(row["tokens_per_step"]) if row["tokens_per_step"] else "" for row in rows
         ],
+        **{name: [_rate_of(row, name) for row in rows] for name in (WITH_CALLS, WITHOUT_CALLS)},
         "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
         "equal": [_equal(row) for row in rows],
     }
@@ -124,6 +128,12 @@ def _ratio(row: Json) -> str:
     if row.get("ratio") is None:
         return ""
     return number(row["ratio"], 2, "x", row["ratio_interval"])
+
+
+def _rate_of(row: Json, category: str) -> str:
+    """Format the tokens per step of a category of chats with tools."""
+    rate = row.get("tokens_per_step_of", {}).get(category)
+    return "" if rate is None else number(rate)
 
 
 def _milliseconds(distribution: Json | None) -> str:

@@ -13,7 +13,7 @@ import torch
 from medusa_train.checkpoint.dflash_layout import block_size
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.eagle3_layouts import layers_that_vllm_shifts
-from medusa_train.checkpoint.heads import read_eagle3
+from medusa_train.checkpoint.heads import read_draft
 from medusa_train.checkpoint.load_model import read_stop_tokens
 from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0
 from medusa_train.checkpoint.resolve import DSPARK, ModelPaths, find_heads
@@ -248,7 +248,7 @@ def note_on_layers(heads: Path, target_model: str, version: str) -> str | None:
         " are taken one earlier than the draft was trained with (in SGLang's count), so it may be"
         " accepted less:"
     )
-    if LM_HEAD_0 in read_eagle3(heads)[0]:
+    if LM_HEAD_0 in read_draft(heads, "eagle3")[0]:
         keys = f"--to vllm base_model={quote(target_model)} output_dir=DIR"
         return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
     # an export has nothing to convert without an lm_head

@@ -319,7 +319,7 @@ class DeepSpeedStrategy(Strategy):
 
 def _is_elementwise(value: Any) -> bool:
     """Return whether an entry of an optimizer's state has one number per weight, which ZeRO
-    partitions alike.
+    partitions in the same way.
     """
     return isinstance(value, Tensor) and value.dim() > 0
 

@@ -5,16 +5,16 @@ fixed: nothing is timed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.io import describe_size
-from medusa_train.losses.chunked_loss import gpu_bytes
-from medusa_train.models.loading import auto_dtype_that_fits
+from medusa_train.losses.linear_loss import gpu_bytes
+from medusa_train.models.loading import auto_dtype_that_fits, resolve_target_model
 from medusa_train.models.precision import Precision, choose_precision
+from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.estimate import Estimate, device_overhead
 
 #: Of a GPU's memory, what a run may take by the estimate, which is a few percent off for large models.
@@ -74,14 +74,38 @@ def precision_of_run(
     return choose_precision(bf16, device, fp16=cfg.fp16)
 
 
-def memory_without_checkpointing(
-    cfg: TrainConfig, model_config: Any, train: EncodedDataset, precision: Precision
-) -> int:
-    """Estimate the bytes that a training step takes if it keeps all activations.
+def decide_auto(
+    cfg: TrainConfig,
+    train: EncodedDataset,
+    report: Callable[[str], None],
+    distributed: DistributedContext = SINGLE_PROCESS,
+    before: bool | None = None,
+) -> tuple[TrainConfig, Precision]:
+    """Return in what a run computes, and its configuration with true or false in place of
+    `gradient_checkpointing: auto`; `before` as in `choose_checkpointing`.
 
-    Args:
-        model_config: of transformers.
+    It is the same in every process, however much memory each finds.
     """
+    device = distributed.device
+    dtype = distributed.run_on_main(lambda: precision_of_run(cfg, device, report).dtype)
+    precision = Precision(device, dtype)
+
+    def needed() -> int:
+        return memory_without_checkpointing(cfg, train, precision)
+
+    decided, note = choose_checkpointing(cfg, device, needed, before)
+    if note is not None:
+        report(note)
+    return decided, precision
+
+
+def memory_without_checkpointing(
+    cfg: TrainConfig, train: EncodedDataset, precision: Precision
+) -> int:
+    """Estimate the bytes that a training step takes if it keeps all activations, from the base
+    model's shape.
+    """
+    _, model_config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     kept = cfg.model_copy(update={"gradient_checkpointing": False})
     device = precision.device.type
     memory = Estimate(kept, model_config).memory(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
@@ -22,11 +22,10 @@ from medusa_train.models.hf_config import (
 from medusa_train.models.loading import model_without_weights
 from medusa_train.models.precision import Precision
 from medusa_train.models.target_model import TargetModel
-from medusa_train.training.draft_cost import draft_cost
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
-# -> rate.
+#: -> rate.
 GPUS = {
     "RTX 4090, 24 GB": 165e12,
     "L40S, 48 GB": 362e12,
@@ -126,7 +125,7 @@ class Estimate:
         self._cfg = cfg
         self._text = text
         self._section = cfg.draft_config
-        self._cost = draft_cost(self._section, model_config.get_text_config().hidden_size)
+        self._cost = self._section.cost
         self._settings = self._section.settings
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
@@ -144,16 +143,17 @@ class Estimate:
             is_expert = weight.dim() == 3 and experts
             self._in_layers += weight.numel() * (experts / len(weight) if is_expert else 1)
         # 2. The draft, and the draft without embeddings that are looked up.
+        target_model = TargetModel(model.requires_grad_(False), None)
         count = DRAFTS[cfg.draft].count_parameters
-        self._draft = count(model, **self._settings)
+        self._draft = count(target_model, **self._settings)
         self._multiplied = self._draft
-        if "markov_rank" in self._settings:
-            self._multiplied = count(model, **{**self._settings, "markov_rank": 0})
+        if self._settings.get("markov_rank"):
+            self._multiplied = count(target_model, **{**self._settings, "markov_rank": 0})
         # 3. What the recipe trains of the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
-            TargetModel(model.requires_grad_(False), None),
+            target_model,
             Precision(torch.device("meta"), torch.float32),
         )
         self._trained_base = _count(recipe.parameters.values())
@@ -239,7 +239,7 @@ class Estimate:
         # 1. Layers and blocks, without matrices that give logits.
         outputs = cost.repeats * cost.output_matrices
         own_outputs = cost.output_matrices - cost.shared_lm_heads
-        once = cost.weights_used_once
+        once = cost.joined_states * self._hidden**2
         inner = self._multiplied - own_outputs * self._draft_vocab * self._hidden - once
         if "auto_blocks" in self._settings:  # which run on the vectors of all heads
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)

@@ -212,7 +212,7 @@ def open_hidden_states(
         return line
 
     line = distributed.run_on_main(check)
-    console.print(f"hidden states: {line}", highlight=False, soft_wrap=True)
+    console.print(f"hidden states: {line}")
     return HiddenStateCache(
         store,
         target_model.device,

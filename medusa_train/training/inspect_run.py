@@ -6,7 +6,6 @@ No weights are loaded. With `tokens=60M` no data are read either: they need not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -22,21 +21,15 @@ from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Example
 from medusa_train.data.dataset import BatchLoader
-from medusa_train.data.draft_vocabulary import (
-    choose_draft_vocabulary,
-    describe_vocabulary,
-    warn_of_coverage,
-)
+from medusa_train.data.draft_vocabulary import DraftVocabulary
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.loading import load_tokenizer, resolve_target_model
-from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
-    choose_checkpointing,
+    decide_auto,
     memory_without_checkpointing,
-    precision_of_run,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import (
@@ -49,7 +42,7 @@ from medusa_train.training.estimate import (
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData, assumed_data
 from medusa_train.training.preflight import check_run
-from medusa_train.training.schedule import few_steps_advice, make_schedule
+from medusa_train.training.schedule import few_steps_advice, plan_steps
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -72,21 +65,18 @@ class _Stage:
     def __init__(
         self, cfg: TrainConfig, data: TrainingData, model_config: Any, processes: int = 1
     ) -> None:
-        loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        loader, self.schedule = plan_steps(cfg, data.train, processes=processes)
         self.data = data
         self.model_config = model_config
         self.loader = loader
         self.processes = processes
-        self.schedule = make_schedule(cfg, loader.batches_per_epoch, processes)
-        self.device = default_device()
         # 1. What `auto` means here.
         notes: list[str] = []
-        precision = precision_of_run(cfg, self.device, notes.append)
+        cfg, precision = decide_auto(cfg, data.train, notes.append)
+        self.device = precision.device
         self.dtype = precision.dtype
-        without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
-        cfg, note = choose_checkpointing(cfg, self.device, without)
         advice = few_steps_advice(cfg, self.schedule, loader.batches_per_epoch, processes)
-        self.notes = [line for line in (*notes, note, advice) if line is not None]
+        self.notes = [line for line in (*notes, advice) if line is not None]
         self.cfg = cfg
         # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)
@@ -111,7 +101,8 @@ class _Stage:
         if cfg.recipe == "medusa2" and cfg.gradient_checkpointing:
             kept = Estimate(cfg.model_copy(update={"gradient_checkpointing": False}), model_config)
             saved = 1 - kept.operations(**epoch, epochs=epochs) / self.operations
-            self.without_checkpointing = (without(), saved)
+            size = memory_without_checkpointing(cfg, data.train, precision)
+            self.without_checkpointing = (size, saved)
 
 
 def inspect_run(
@@ -285,28 +276,21 @@ def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, s
     """Describe a reduced vocabulary: that of the heads in `lora_model_dir`, or the one that new
     heads get.
     """
-    section = stage.cfg.draft_config
+    cfg = stage.cfg
     vocab_size = int(stage.model_config.get_text_config().vocab_size)
-    size = section.settings.get("vocab_size")
-    train = stage.data.train
-    key: str | None = section.vocab_size_key
-    token_map = None
+    vocabulary = None
     heads = None
-    if stage.cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
-        heads = find_initial_heads(stage.cfg.initial_run)
+    if cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
+        heads = find_initial_heads(cfg.initial_run)
     if heads is None:
-        token_map = choose_draft_vocabulary(
-            size, train, tokenizer, vocab_size, section.vocab_size_key
+        vocabulary = DraftVocabulary.choose(
+            cfg.draft_config, stage.data.train, tokenizer, vocab_size
         )
-    elif size is not None:
-        key = None
-        token_map = read_token_map(heads)
-    if token_map is None:
-        return
-    about = (token_map, train, stage.data.validation, vocab_size)
-    yield "vocabulary", describe_vocabulary(*about, key=key)
-    if (warning := warn_of_coverage(*about, key=key)) is not None:
-        yield "", warning
+    elif (tokens := read_token_map(heads)) is not None:
+        vocabulary = DraftVocabulary(tokens, vocab_size)
+    if vocabulary is not None:
+        lines = vocabulary.describe(stage.data.train, stage.data.validation)
+        yield from zip(("vocabulary", ""), lines, strict=False)
 
 
 def _devices(count: int) -> str:

@@ -144,12 +144,12 @@ def _load_data(
         resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
     )
     if (unneeded := unneeded_special_tokens(tokenizer, cfg.special_tokens)) is not None:
-        console.print(f"note: {unneeded}", style="yellow", highlight=False, markup=False)
+        console.print(f"note: {unneeded}", style="yellow")
     cfg = _with_default_template(cfg, tokenizer, console)
     generation_config = read_generation_config(resolved, config, cfg.base_model)
     encoder = chat_encoder(cfg, tokenizer, generation_config.eos_token_id)
     for note in _template_notes(cfg, encoder):
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow")
     # 2. The data that are trained on.
     train, validation = load_datasets(cfg, encoder, on_progress)
     _print_reports(cfg, train, validation, console)
@@ -171,8 +171,6 @@ def _load_data(
         console.print(
             f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
             f" {dropped[0]}",
-            highlight=False,
-            markup=False,
         )
     # 5. A tree needs some conversations: training data, if too few are held out.
     held_out_chats = len({example.prompt for example in validation_answers})
@@ -207,13 +205,11 @@ def _print_reports(
         reports["test data"] = validation.report
     for name, report in reports.items():
         for line in report.describe():
-            console.print(f"{name}: {line}", highlight=False)
+            console.print(f"{name}: {line}")
     if train.report.looping_share > NOTABLE_LOOPING:
         console.print(
             f"warning: {train.report.describe_looping()}",
             style="yellow",
-            highlight=False,
-            soft_wrap=True,
         )
 
 
@@ -323,7 +319,7 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
     """Say how the prompts that data were generated with differ from those of this run, if they do.
 
     Args:
-        settings: what self-distillation wrote beside the data.
+        settings: what self-distillation wrote next to the data.
         encoder: of this run.
     """
     kwargs = settings.get("chat_template_kwargs") or {}

@@ -112,7 +112,7 @@ def check_shape(
 
 
 def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
-    """Refuse what needs masks or layers of a base model that can only run whole documents."""
+    """Reject what needs masks or layers of a base model that can only run whole documents."""
     from medusa_train.models.architecture import describe_without_trees
 
     problem = describe_without_trees(model_config, cfg.base_model)
@@ -127,7 +127,7 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
 
 
 def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:
-    """Refuse an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
+    """Reject an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
     from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
     from medusa_train.training.optimizer import EIGHT_BIT
 

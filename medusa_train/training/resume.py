@@ -15,11 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from medusa_train.checkpoint.changed_settings import (
-    changed_weight_keys,
-    config_of,
-    device_choices_of,
-)
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
     CONFIG,
@@ -28,7 +23,9 @@ from medusa_train.checkpoint.run_directory import (
     named_checkpoint,
 )
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.config.schema import TrainConfig
+from medusa_train.config.load import load_config
+from medusa_train.config.paths import absolute_name
+from medusa_train.config.schema import WEIGHT_KEYS, TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
@@ -39,6 +36,9 @@ from medusa_train.training.snapshot import (
     load_snapshot,
     rng_states,
 )
+
+#: Keys whose `auto` a run decides once; config.yaml then has true or false.
+CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,14 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
 
     # 1. A checkpoint of the run itself, which is stage two where there are two stages.
     named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
-    if named is not None and stage_one is not None:
-        _refuse_stage_one(named, stage_one)
+    if named and stage_one and named.resolve().is_relative_to(stage_one.run_dir.resolve()):
+        raise CheckpointError(
+            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
+            " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
+        )
     checkpoint = named or CheckpointStore(cfg.run_dir).latest()
     if checkpoint is not None:
-        return ResumePlan(
-            _start_from(checkpoint, cfg),
-            stage_one_is_finished=stage_one is not None,
-            note=_note_of_config(checkpoint),
-        )
+        return _resume_from(checkpoint, cfg, stage_one_is_finished=stage_one is not None)
 
     # 2. None, but the heads that stage two starts from.
     if stage_one is not None and _has_finished_heads(stage_one, cfg):
@@ -108,48 +107,64 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
     store = CheckpointStore(trained_first.run_dir)
     checkpoint = store.latest()
     if checkpoint is not None:
-        return ResumePlan(_start_from(checkpoint, trained_first), note=_note_of_config(checkpoint))
+        return _resume_from(checkpoint, trained_first)
     check_nothing_is_lost(trained_first.run_dir)
-    if stage_one is None:
-        _refuse_to_delete_stage_one(cfg.run_dir)
+    run = cfg.run_dir
+    if stage_one is None and (run / STAGE_ONE).exists():  # which a run of one stage would delete
+        raise CheckpointError(
+            f"resume_from_checkpoint: {run / STAGE_ONE} is the first stage of a run, but the"
+            f" configuration has no stage_one. Resume with {run / CONFIG}, or set output_dir to a"
+            " new directory"
+        )
     return ResumePlan(
         note=f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run"
     )
 
 
-def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
+def _resume_from(
+    checkpoint: Path, cfg: TrainConfig, stage_one_is_finished: bool = False
+) -> ResumePlan:
+    """Plan to go on from a checkpoint, with what changed since then."""
     run = checkpoint.parent.parent
-    changed = changed_weight_keys(cfg, run)
-    return StageStart(checkpoint, tuple(changed), device_choices_of(run))
+    before = config_of(run)
+    if before is None:
+        note = (
+            f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since"
+            f" {checkpoint} is not known"
+        )
+        return ResumePlan(StageStart(checkpoint), stage_one_is_finished, note=note)
+    choices = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
+    decided = {key: value for key, value in choices.items() if isinstance(value, bool)}
+    start = StageStart(checkpoint, tuple(changed_weight_keys(cfg, before)), decided)
+    return ResumePlan(start, stage_one_is_finished)
 
 
-def _note_of_config(checkpoint: Path) -> str | None:
-    """Say that changed settings cannot be named where the run's config.yaml cannot be read."""
-    run = checkpoint.parent.parent
-    if config_of(run) is not None:
+def config_of(run: Path) -> TrainConfig | None:
+    """Return the configuration of a run; None if it has no readable config.yaml."""
+    try:
+        return load_config(TrainConfig, run / CONFIG)
+    except ConfigError:
         return None
-    return (
-        f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since {checkpoint} is"
-        " not known"
-    )
 
 
-def _refuse_stage_one(named: Path, stage_one: TrainConfig) -> None:
-    if named.resolve().is_relative_to(stage_one.run_dir.resolve()):
-        raise CheckpointError(
-            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
-            " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
-        )
+def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
+    """List `key: was A, now B` of the keys behind weights and optimizer."""
+    earlier = _weight_keys(before)
+    changed = []
+    for key, value in _weight_keys(cfg).items():
+        if key not in earlier or earlier[key] == value:
+            continue
+        came_with_adapter = key.startswith("lora_") and cfg.lora_model_dir is not None
+        if came_with_adapter and key not in cfg.model_fields_set:
+            continue
+        changed.append(f"{key}: was {json.dumps(earlier[key])}, now {json.dumps(value)}")
+    return changed
 
 
-def _refuse_to_delete_stage_one(run: Path) -> None:
-    """Raise CheckpointError if `run` has a first stage, which a new run of one stage would delete."""
-    if (run / STAGE_ONE).exists():
-        raise CheckpointError(
-            f"resume_from_checkpoint: {run / STAGE_ONE} is the first stage of a run, but the"
-            f" configuration has no stage_one. Resume with {run / CONFIG}, or set output_dir to a new"
-            " directory"
-        )
+def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the values behind weights and optimizer, by key."""
+    others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
+    return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **others}
 
 
 def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
@@ -158,11 +173,9 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
     # weights and config.json are written one after the other
     if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
         return False
-    changed = [
-        line
-        for line in changed_weight_keys(stage_one, run)
-        if line.partition(":")[0] in cfg.heads_keys
-    ]
+    before = config_of(run)
+    changed = [] if before is None else changed_weight_keys(stage_one, before)
+    changed = [line for line in changed if line.partition(":")[0] in cfg.heads_keys]
     if changed:
         raise ConfigError(
             f"stage_one: the heads in {run} were trained with other settings"
@@ -201,13 +214,11 @@ def check_target_model(
         console.print(
             f"note: {checkpoint.path}: no weight files of {base_model} were found to compare;"
             f" {unknown}",
-            soft_wrap=True,
         )
     elif expected is None:
         console.print(
             f"note: {checkpoint.path} was written by an earlier version, or where no weight files"
             f" were found: {unknown}",
-            soft_wrap=True,
         )
     elif expected != found:
         raise CheckpointError(
@@ -230,23 +241,18 @@ def describe_differences(
     Args:
         saved: the steps of the checkpoints in `output_dir`.
     """
-    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    console.print(f"resuming after step {state.step}, from {checkpoint.path}")
     later = [f"step-{step}" for step in saved if step > state.step]
     if later:
-        console.print(
-            f"note: deleting the checkpoints of later steps: {', '.join(later)}", soft_wrap=True
-        )
+        console.print(f"note: deleting the checkpoints of later steps: {', '.join(later)}")
     if state.step > schedule.total_steps:
         console.print(
             f"note: the checkpoint has more steps than the {schedule.total_steps} of this run: nothing is"
             f" trained, and the heads are those of step {state.step}",
             style="yellow",
-            soft_wrap=True,
         )
     for line in checkpoint.changed:
-        console.print(
-            f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True
-        )
+        console.print(f"warning: changed since that checkpoint: {line}", style="yellow")
     before = len(rng_states(checkpoint.snapshot))
     if before != processes:
         now = "1 process" if processes == 1 else f"{processes} processes"
@@ -257,7 +263,6 @@ def describe_differences(
             f" {state.epoch:.2f} epochs, here they count as {schedule.epoch(state.step):.2f}. To keep"
             " the batch, change gradient_accumulation_steps along with the number of processes",
             style="yellow",
-            soft_wrap=True,
         )
 
 
@@ -313,8 +318,6 @@ def forget_incomparable_best(
             f"note: the best evaluation so far ({state.best}) is forgotten, since later ones cannot"
             f" be compared with it: {'; '.join(reasons)}",
             style="yellow",
-            highlight=False,
-            soft_wrap=True,
         )
     state.best_loss = None
     state.evals_since_best = 0

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.dataset import BatchLoader
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.errors import ConfigError
 
 #: Slack of comparisons of fractional epochs and steps.
@@ -50,6 +52,18 @@ class TrainingSchedule:
         done = math.floor(step / every + ROUNDING)
         done_before = math.floor((step - 1) / every + ROUNDING)
         return step >= self.total_steps or done > done_before
+
+
+def plan_steps(
+    cfg: TrainConfig, train: EncodedDataset, rank: int = 0, processes: int = 1
+) -> tuple[BatchLoader, TrainingSchedule]:
+    """Return the batches of the process `rank`, and when the run does what.
+
+    Raises:
+        ConfigError: the learning rate is 0 in all steps.
+    """
+    loader = BatchLoader(train, cfg.micro_batch_size, cfg.seed, rank=rank, size=processes)
+    return loader, make_schedule(cfg, loader.batches_per_epoch, processes)
 
 
 def make_schedule(

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from medusa_train.checkpoint.digest import digest_base_model
 from medusa_train.checkpoint.heads import load_draft
@@ -26,28 +25,20 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
-from medusa_train.data.draft_vocabulary import (
-    choose_draft_vocabulary,
-    describe_vocabulary,
-    warn_of_coverage,
-)
+from medusa_train.data.draft_vocabulary import DraftVocabulary
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.loading import choose_attention, load_target_model, resolve_target_model
+from medusa_train.models.loading import choose_attention, load_target_model
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.training.deepspeed_config import engine_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
-from medusa_train.training.device_choices import (
-    choose_checkpointing,
-    memory_without_checkpointing,
-    precision_of_run,
-)
+from medusa_train.training.device_choices import decide_auto
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData
@@ -72,7 +63,7 @@ from medusa_train.training.resume import (
 from medusa_train.training.schedule import (
     TrainingSchedule,
     few_steps_advice,
-    make_schedule,
+    plan_steps,
     warmup_warning,
 )
 from medusa_train.training.snapshot import (
@@ -103,9 +94,7 @@ class Stage:
     def print(self, line: str | None, style: str | None = None) -> None:
         """Print a line, whole; None prints nothing."""
         if line is not None:
-            self.progress.console.print(
-                line, style=style, highlight=False, markup=False, soft_wrap=True
-            )
+            self.progress.console.print(line, style=style)
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ def build_trainer(
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     stage = Stage(cfg, data, progress, distributed, start, store)
     models = load_models(stage)
-    loader, schedule = plan_steps(stage, models)
+    loader, schedule = plan_stage(stage, models)
     with progress.phase(_strategy_phase(cfg, distributed), ticking=True):
         strategy = build_strategy(
             models.cfg, models.draft, models.recipe, schedule, distributed, progress.console
@@ -175,14 +164,10 @@ def load_models(stage: Stage) -> Models:
     cfg, distributed, start = stage.cfg, stage.distributed, stage.start
     limit_kernel_cache()
     choose_kernels(distributed.device)
-    # 1. What `auto` means here: the same in every process, however much memory each finds.
-    report = stage.progress.print
-    dtype = distributed.run_on_main(lambda: precision_of_run(cfg, distributed.device, report).dtype)
-    precision = Precision(distributed.device, dtype)
-    needed = partial(_memory_without_checkpointing, cfg, stage.data, precision)
+    # 1. What `auto` means here.
     before = start.choices.get("gradient_checkpointing")
-    cfg, note = choose_checkpointing(cfg, distributed.device, needed, before)
-    stage.print(note)
+    report = stage.progress.print
+    cfg, precision = decide_auto(cfg, stage.data.train, report, distributed, before)
     for line in describe_other_choices(cfg, start):
         stage.print(line)
     # 2. The models.
@@ -210,14 +195,6 @@ def load_models(stage: Stage) -> Models:
             with distributed.failing_together():
                 restore_weights(checkpoint, draft, recipe, distributed)
     return Models(cfg, draft, recipe, checkpoint, fingerprint)
-
-
-def _memory_without_checkpointing(
-    cfg: TrainConfig, data: TrainingData, precision: Precision
-) -> int:
-    """Estimate the bytes of a step that keeps all activations, from the base model's shape."""
-    _, model_config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
 def _load_model(
@@ -265,17 +242,12 @@ def build_heads(
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
-        key = section.vocab_size_key
-        token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"),
-            data.train,
-            target_model.tokenizer,
-            target_model.vocab_size,
-            key,
+        vocabulary = DraftVocabulary.choose(
+            section, data.train, target_model.tokenizer, target_model.vocab_size
         )
-        if token_map is not None:
-            _print_vocabulary(token_map, data, target_model.vocab_size, console, key)
-            settings["token_map"] = token_map
+        if vocabulary is not None:
+            _print_vocabulary(vocabulary, data, console)
+            settings["token_map"] = vocabulary.tokens
         return DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
 
     draft = load_draft(initial, target_model, torch.float32)
@@ -298,24 +270,19 @@ def build_heads(
             f"lora_model_dir: the heads in {initial} have {', '.join(trained)}, the configuration"
             f" {', '.join(wanted)}"
         )
-    console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
+    console.print(f"initializing the heads from {initial}")
     token_map = draft.lm_head(1).token_map
     if token_map is not None:
-        _print_vocabulary(token_map.cpu(), data, target_model.vocab_size, console)
+        _print_vocabulary(DraftVocabulary(token_map.cpu(), target_model.vocab_size), data, console)
     return draft
 
 
-def _print_vocabulary(
-    token_map: Tensor, data: TrainingData, vocab_size: int, console: Console, key: str | None = None
-) -> None:
-    """Print how much of the data a reduced vocabulary covers, and a warning if that is little;
-    `key` as for `describe_vocabulary`.
-    """
-    about = (token_map, data.train, data.validation, vocab_size)
-    line = describe_vocabulary(*about, key=key)
-    console.print(f"draft vocabulary: {line}", highlight=False, soft_wrap=True)
-    if (warning := warn_of_coverage(*about, key=key)) is not None:
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+def _print_vocabulary(vocabulary: DraftVocabulary, data: TrainingData, console: Console) -> None:
+    """Print how much of the data a reduced vocabulary covers, and a warning if that is little."""
+    line, *warnings = vocabulary.describe(data.train, data.validation)
+    console.print(f"draft vocabulary: {line}")
+    for warning in warnings:
+        console.print(warning, style="yellow")
 
 
 def _describe_models(
@@ -362,13 +329,10 @@ def _describe_models(
 # 2. The steps
 
 
-def plan_steps(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSchedule]:
+def plan_stage(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSchedule]:
     """Return this process's batches and the schedule of the run, and print the latter."""
     cfg, data, size = models.cfg, stage.data, stage.distributed.size
-    loader = BatchLoader(
-        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=stage.distributed.rank, size=size
-    )
-    schedule = make_schedule(cfg, loader.batches_per_epoch, size)
+    loader, schedule = plan_steps(cfg, data.train, stage.distributed.rank, size)
     unit = "rows"
     if cfg.sample_packing:
         unit = "packed rows"

@@ -20,7 +20,6 @@ from medusa_train.checkpoint.run_directory import (
 )
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
-from medusa_train.data.dataset import BatchLoader
 from medusa_train.models.architecture import describe_without_trees
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.precision import release_memory
@@ -30,7 +29,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.resume import ResumePlan, plan_resume
-from medusa_train.training.schedule import make_schedule
+from medusa_train.training.schedule import TrainingSchedule, plan_steps
 from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
 
@@ -67,9 +66,7 @@ def train_stages(
         distributed.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
         plan = distributed.run_on_main(lambda: plan_resume(cfg, first))
         if first is not None and plan.stage_one_is_finished:
-            console.print(
-                f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True
-            )
+            console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished")
             progress.title = TITLES[1]
             first = None
 
@@ -77,16 +74,19 @@ def train_stages(
         stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
             data = load_stages(stages, console, distributed, shown)
-        steps = [_count_steps(*stage, distributed) for stage in zip(stages, data, strict=True)]
+        schedules = [
+            plan_steps(stage, read.train, distributed.rank, distributed.size)[1]
+            for stage, read in zip(stages, data, strict=True)
+        ]
         if plan.note is not None:
-            console.print(plan.note, soft_wrap=True)
+            console.print(plan.note)
 
         # 3. Training: one stage, or both.
         if first is None:
             return train(cfg, data[0], progress, results, distributed, plan.start)
 
-        for line in _describe_stages(stages, steps):
-            console.print(line, highlight=False, soft_wrap=True)
+        for line in _describe_stages(stages, schedules):
+            console.print(line)
         distributed.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
@@ -121,7 +121,7 @@ def load_stages(
             loaded.append(load_data(cfg, console, distributed, shown.update))
     # said before hours of training, not only at the export
     for warning in _notes(stages[-1]):
-        console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
+        console.print(f"note: {warning}", style="yellow")
     return loaded
 
 
@@ -143,25 +143,17 @@ def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(cfg, key) == getattr(other, key) for key in DATA_KEYS)
 
 
-def _count_steps(cfg: TrainConfig, data: TrainingData, distributed: DistributedContext) -> int:
-    """Return the number of steps of a stage; ConfigError if they would train nothing."""
-    loader = BatchLoader(
-        data.train,
-        cfg.micro_batch_size,
-        seed=cfg.seed,
-        rank=distributed.rank,
-        size=distributed.size,
-    )
-    return make_schedule(cfg, loader.batches_per_epoch, distributed.size).total_steps
-
-
-def _describe_stages(stages: Sequence[TrainConfig], steps: Sequence[int]) -> list[str]:
+def _describe_stages(
+    stages: Sequence[TrainConfig], schedules: Sequence[TrainingSchedule]
+) -> list[str]:
     lines = []
-    for title, cfg, count in zip(TITLES, stages, steps, strict=True):
+    for title, cfg, schedule in zip(TITLES, stages, schedules, strict=True):
         trained = f"heads and {cfg.adapter or 'base model'}"
         if cfg.recipe == "medusa1":
             trained = cfg.draft_config.describe()
-        lines.append(f"{title}: {trained}, {count:,} steps; output: {cfg.output_dir}")
+        lines.append(
+            f"{title}: {trained}, {schedule.total_steps:,} steps; output: {cfg.output_dir}"
+        )
     if stages[1].max_steps is not None and stages[0].max_steps is None:
         lines.append(
             "note: max_steps shortens stage 2 alone; stage_one.max_steps=N shortens stage 1"

@@ -1,4 +1,4 @@
-"""Sum the figures of a training step over micro-batches and processes, and over the steps between
+"""Sum the metrics of a training step over micro-batches and processes, and over the steps between
 two log lines.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from medusa_train.training.distributed import DistributedContext
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """The figures of one micro-batch, without its graph.
+    """The metrics of one micro-batch, without its graph.
 
     Attributes:
         records: where its conversations come from, "file:line".
@@ -39,8 +40,8 @@ class MicroBatchResult:
         if output.lm is not None:
             target_model = [output.lm.ce, output.lm.kl, output.lm.count]
         heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
-        figures = [loss, tokens, *target_model, *heads]
-        row = torch.cat([figure.double().flatten() for figure in figures])
+        values = [loss, tokens, *target_model, *heads]
+        row = torch.cat([value.double().flatten() for value in values])
         return cls(batch.records, loss, row)
 
 
@@ -107,17 +108,16 @@ class Window(StepTotals):
         self.steps += 1
         self.grad_norm += grad_norm
         self.seconds += seconds
-        self.loss += totals.loss
-        self.tokens += totals.tokens
-        self.lm_ce += totals.lm_ce
-        self.lm_kl += totals.lm_kl
-        self.lm_count += totals.lm_count
-        self.correct = _add_per_head(self.correct, totals.correct)
-        self.counts = _add_per_head(self.counts, totals.counts)
-        self.known = _add_per_head(self.known, totals.known)
+        for name, value in vars(totals).items():
+            total = getattr(self, name)
+            if isinstance(value, list):  # one entry per head; none yet in a new window
+                pairs = zip_longest(total, value, fillvalue=0)
+                setattr(self, name, [before + more for before, more in pairs])
+            else:
+                setattr(self, name, total + value)
 
     def means(self) -> dict[str, Any]:
-        """Return the window's figures of a training record in metrics.jsonl.
+        """Return the window's metrics, for a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
         are left out where the base model is frozen; `outside_vocabulary`, the share of targets that a
@@ -138,9 +138,3 @@ class Window(StepTotals):
         if self.overscaled:
             means["overscaled_steps"] = self.overscaled
         return means
-
-
-def _add_per_head(sums: list[int], counts: list[int]) -> list[int]:
-    if not sums:  # of a new window
-        return list(counts)
-    return [total + count for total, count in zip(sums, counts, strict=True)]

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from medusa_train.errors import Terminated
 
+H = TypeVar("H", bound="_Handler")
+
 #: A second signal within this many seconds means the first one: supervisors signal a process and
-# its group, and a terminal signals what a launcher signals, too.
+#: its group, and a terminal signals what a launcher signals, too.
 REPEAT_SECONDS = 5.0
 
 
@@ -40,61 +42,47 @@ def leave_terminal() -> None:
     os.close(nowhere)
 
 
-class StopSignals:
-    """Tells a request to stop from a repetition of it.
+class _Handler:
+    """Handles signals within the `with` block, and tells a request to stop from a repetition of it.
 
     The second signal within `REPEAT_SECONDS` means the first. Only a third, or a second much later,
     is a request of its own. SIGHUP, which a closed terminal sends once or twice, is never more than
-    the first.
+    the first. Handlers that are nested in each other count the same signals.
+
+    Attributes:
+        times: when the signals arrived.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._first = 0.0
-
-    def __bool__(self) -> bool:
-        """Return whether a signal has arrived."""
-        return self._count > 0
-
-    def repeats(self, number: int) -> bool:
-        """Count a signal; return whether it only repeats the first one."""
-        if number == signal.SIGHUP and self._count:
-            return True
-        self._count += 1
-        if self._count == 1:
-            self._first = time.monotonic()
-            return False
-        return self._count == 2 and time.monotonic() - self._first < REPEAT_SECONDS
-
-
-class _Handler:
-    """A signal handler; all that are nested in each other count the same signals."""
-
-    def __init__(self, handle: Callable[[int], None]) -> None:
-        self.signals = StopSignals()
-        outer = signal.getsignal(signal.SIGTERM)
-        if isinstance(outer, _Handler):
-            self.signals = outer.signals
+    def __init__(self, numbers: Sequence[int], handle: Callable[[int], None]) -> None:
+        self.times: list[float] = []
+        self._numbers = numbers
         self._handle = handle
         self._before: dict[int, Any] = {}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
-        if not self.signals.repeats(number):
+            if self.times:
+                return
+        self.times.append(time.monotonic())
+        is_second = len(self.times) == 2
+        if not is_second or self.times[1] - self.times[0] >= REPEAT_SECONDS:
             self._handle(number)
 
-    def install(self, numbers: Sequence[int]) -> None:
-        """Handle the signals `numbers`; outside the main thread Python allows no handlers."""
+    def __enter__(self: H) -> H:
+        outer = signal.getsignal(signal.SIGTERM)
+        if isinstance(outer, _Handler):
+            self.times = outer.times
+        # outside the main thread Python allows no handlers
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self) for number in numbers}
+            self._before = {number: signal.signal(number, self) for number in self._numbers}
+        return self
 
-    def remove(self) -> None:
-        """Put the handlers of before back, but where signals are ignored by now (`ignore_signals`)."""
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
+            # signals that are ignored by now (`ignore_signals`) stay ignored
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
-        self._before = {}
 
 
 @contextlib.contextmanager
@@ -110,19 +98,18 @@ def signals_as_interrupts() -> Iterator[None]:
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    handler = _Handler(interrupt)
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         numbers.append(signal.SIGINT)
     hangup = signal.getsignal(signal.SIGHUP)
     if hangup == signal.SIG_DFL or isinstance(hangup, _Handler):
         numbers.append(signal.SIGHUP)
-    handler.install(numbers)
+    handler = _Handler(numbers, interrupt)
     try:
-        yield
+        with handler:
+            yield
     finally:
-        handler.remove()
-        if handler.signals:
+        if handler.times:
             atexit.register(ignore_signals)
 
 
@@ -149,16 +136,16 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class StopRequest:
+class StopRequest(_Handler):
     """Remember the first SIGINT or SIGTERM within the `with` block; one that does not repeat it
-    (`StopSignals`) raises KeyboardInterrupt or Terminated. SIGHUP counts as SIGTERM.
+    (`_Handler`) raises KeyboardInterrupt or Terminated. SIGHUP counts as SIGTERM.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         """Call `notify` with one line at the first signal."""
+        super().__init__(stop_signals(), self._stop)
         self.signal: int | None = None
         self._notify = notify
-        self._handler: _Handler | None = None
 
     def __bool__(self) -> bool:
         """Return whether a signal has arrived."""
@@ -169,16 +156,7 @@ class StopRequest:
         """The exit code by shell convention: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + (self.signal or 0)
 
-    def __enter__(self) -> StopRequest:
-        self._handler = _Handler(self._handle)
-        self._handler.install(stop_signals())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._handler is not None:
-            self._handler.remove()
-
-    def _handle(self, number: int) -> None:
+    def _stop(self, number: int) -> None:
         if number == signal.SIGHUP:
             number = signal.SIGTERM
         if self.signal is not None:

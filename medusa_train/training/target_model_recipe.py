@@ -129,7 +129,7 @@ class TargetModelRecipe:
             self.target_model.save(out / MODEL)
 
     def _autocast(self) -> Any:
-        # a frozen base model computes in its weights' dtype; trained parameters are float32 beside
+        # a frozen base model computes in its weights' dtype; trained parameters are float32 next to
         # bfloat16 ones
         if self.joint:
             return self.precision.autocast()

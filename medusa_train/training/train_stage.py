@@ -93,9 +93,7 @@ def train(
             with _resume_hint(trainer):
                 return _train_and_finish(cfg, data, trainer, progress, results)
         except KeyboardInterrupt as interrupt:
-            progress.console.print(
-                _describe_interruption(trainer), style="yellow", highlight=False, soft_wrap=True
-            )
+            progress.console.print(_describe_interruption(trainer), style="yellow")
             return signal_exit_code(interrupt)
 
 
@@ -117,8 +115,6 @@ def _train_and_finish(
     if outcome is Outcome.INTERRUPTED:
         console.print(
             f"stopped after step {state.step}, saved. To resume:\n  {resume_command(trainer)}",
-            highlight=False,
-            soft_wrap=True,
         )
         # the signal may have reached only one of the processes
         return max(distributed.gather(stop.exit_code))
@@ -126,7 +122,12 @@ def _train_and_finish(
     # 2. The weights to save, and their evaluation, which is missing where nothing was left to train.
     step = state.step
     if outcome is Outcome.EARLY:
-        step = _restore_best(trainer, console)
+        step = trainer.restore_best()
+        console.print(
+            "stopped early: no lower validation loss in"
+            f" {cfg.early_stopping_patience} evaluations ({state.best}); using the weights of step"
+            f" {step}"
+        )
     if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     # 3. What all processes do together.
@@ -324,17 +325,6 @@ def _describe_interruption(trainer: Trainer) -> str:
     return f"stopped: {status}:\n  {resume_command(trainer)}"
 
 
-def _restore_best(trainer: Trainer, console: Console) -> int:
-    """Restore the weights of the best evaluation after early stopping; return their step."""
-    step = trainer.restore_best()
-    console.print(
-        f"stopped early: no lower validation loss in"
-        f" {trainer.cfg.early_stopping_patience} evaluations "
-        f"({trainer.state.best}); using the weights of step {step}"
-    )
-    return step
-
-
 # Tree
 
 
@@ -374,7 +364,7 @@ def choose_and_save_tree(
         if not is_out_of_memory(error):
             raise
         progress.print(
-            f"no tree was chosen: not enough memory beside training. To choose it: {again}",
+            f"no tree was chosen: not enough memory next to training. To choose it: {again}",
             style="yellow",
         )
         return None
@@ -406,7 +396,7 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
     if free is not None and needed > free:
         raise MedusaError(
             "decoding merges the adapter into dequantized weights, which take"
-            f" {describe_size(needed)} beside training, and {describe_size(free)} are free"
+            f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
         )
     recipe.adapter.merge()
     return target_model.to_dtype(dtype)

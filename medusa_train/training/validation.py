@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import linear_loss
+from medusa_train.losses.linear_loss import Teacher, linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead
@@ -29,11 +28,11 @@ from medusa_train.tree_search.traces import rank_of
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
 #: Tree size of the simulation, the same in every evaluation so that all of them compare: small
-# enough to pay on a CPU, large enough to show what lower ranks are worth. The run's tree.json is
-# sized by measured latency instead.
+#: enough to pay on a CPU, large enough to show what lower ranks are worth. The run's tree.json is
+#: sized by measured latency instead.
 NODES = 16
 #: Answer tokens that are simulated at most (a second or two); of a larger set every n-th
-# conversation is used.
+#: conversation is used.
 MAX_SIMULATED_TOKENS = 50_000
 
 #: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
@@ -76,7 +75,7 @@ class ValidationResult:
         return simulate(self.conversations)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures of an evaluation record in metrics.jsonl."""
+        """Return the metrics, for an evaluation record in metrics.jsonl."""
         record: dict[str, Any] = {
             "loss": self.loss,
             "objective": self.objective,
@@ -210,8 +209,8 @@ def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple
         kept = target_ranks[target_ranks >= 0]
         hits = torch.bincount(kept, minlength=MAX_RANK).cumsum(dim=0)  # [10]
         known = int((indices >= 0).sum())
-        figures = [loss, len(indices), known, *hits.tolist()]
-        sums[i] = torch.tensor(figures, dtype=torch.float64)
+        counts = [loss, len(indices), known, *hits.tolist()]
+        sums[i] = torch.tensor(counts, dtype=torch.float64)
     return sums, ranks
 
 
@@ -328,7 +327,5 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
 
 
 def _trace(ranks: Tensor) -> Trace:
-    """Return the trace of an answer: its ranks, and how many heads have a target at each token."""
-    tokens, heads = ranks.shape
-    targets = [min(heads, tokens - 1 - position) for position in range(tokens)]
-    return Trace(ranks.tolist(), targets)
+    """Return the trace of an answer with these ranks, [tokens, K]."""
+    return Trace(ranks.tolist())

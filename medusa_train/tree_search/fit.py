@@ -30,13 +30,11 @@ class Trace:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among
             the guesses of head k when token p is the root; -1 past `MAX_RANK` or past the end of
             the answer.
-        targets: [tokens], for how many heads the answer has a token to compare with.
         confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early;
-            else empty, and not kept beside tree.json.
+            else empty, and not kept next to tree.json.
     """
 
     ranks: list[list[int]]
-    targets: list[int]
     confidence: Sequence[float] = field(default=(), compare=False)
 
     def path(self, start: int) -> Ranks:
@@ -68,7 +66,7 @@ class Trace:
                     end = k
                     break
             stopped.append(ranks[:end] + [-1] * (heads - end))
-        return Trace(stopped, self.targets, self.confidence)
+        return Trace(stopped, self.confidence)
 
     def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Simulate decoding with `tree`: return the positions at which its steps start."""
@@ -140,14 +138,14 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
         return []
     table: list[list[float]] = []
     for k in range(len(traces[0].ranks[0])):
-        # head k + 1 at all positions with a target: how often the target has each rank
+        # head k + 1: how often the target has each rank. At the last k + 1 positions of an answer it
+        # has none
         count = 0
         hits: Counter[int] = Counter()
         for trace in traces:
-            for ranks, known in zip(trace.ranks, trace.targets, strict=True):
-                if known > k:
-                    count += 1
-                    hits[ranks[k]] += 1
+            with_target = trace.ranks[: -k - 1]
+            count += len(with_target)
+            hits.update(ranks[k] for ranks in with_target)
         # ranks below 1, 2, ..., 10
         top_hits = itertools.accumulate(hits[rank] for rank in range(MAX_RANK))
         table.append([top / max(count, 1) for top in top_hits])

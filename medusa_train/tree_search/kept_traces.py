@@ -1,4 +1,4 @@
-"""Traces kept beside tree.json, so that a tree for another device, dtype or compilation needs no
+"""Traces kept next to tree.json, so that a tree for another device, dtype or compilation needs no
 answers again.
 """
 
@@ -20,7 +20,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import parse_json, replace_file
 from medusa_train.models.model_files import model_directory
 from medusa_train.tree_search.fit import Trace
-from medusa_train.tree_search.traces import TracedAnswers, known_targets
+from medusa_train.tree_search.traces import TracedAnswers
 
 #: What traces depend on, see `weights_key`.
 Key = dict[str, Any]
@@ -96,10 +96,9 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
         zipfile.BadZipFile,
     ):
         return None
-    heads = ranks.shape[1]
     traces: list[Trace] = []
     for start, end in pairwise([0, *np.cumsum(tokens).tolist()]):
-        traces.append(Trace(ranks[start:end].tolist(), known_targets(end - start, heads)))
+        traces.append(Trace(ranks[start:end].tolist()))
     conversations: list[list[Trace]] = []
     for start, end in pairwise([0, *np.cumsum(answers).tolist()]):
         conversations.append(traces[start:end])

@@ -27,7 +27,7 @@ class Effort(NamedTuple):
 
 
 THOROUGH = Effort(rounds=5, steps=16)
-QUICK = Effort(rounds=3, steps=5)
+QUICK = Effort(rounds=5, steps=8)
 
 
 def time_steps(
@@ -43,7 +43,7 @@ def time_steps(
 
     After `deadline`, on the clock of `time.perf_counter`, no further round begins but the first.
 
-    Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a
+    Trees take turns in rounds, so that drift affects all of them, and share one cache, so that a
     large target model needs memory for one only. A draft's early exit is off: it makes steps faster,
     but also accepts less than rank paths say.
 
@@ -63,7 +63,7 @@ def time_steps(
     # 2. a warm-up, then rounds in which all trees take their turn
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     rounds = effort.rounds + 1
-    # not ticking: no thread beside the decoder
+    # not ticking: no thread next to the decoder
     with progress.phase("timing steps", rounds * len(trees), "continuations") as phase:
         for index in range(rounds):
             is_warm_up = index == 0

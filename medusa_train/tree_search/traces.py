@@ -205,14 +205,7 @@ def trace_answer(
         guesses = head.guesses(read, logits, MAX_RANK)  # [known, MAX_RANK]
         targets = head.indices_of(tokens[0, len(prompt) + k :])  # [known]
         ranks[:known, k - 1] = rank_of(guesses, targets).cpu()
-    return Trace(ranks.tolist(), known_targets(count, draft.num_heads), confidence)
-
-
-def known_targets(count: int, heads: int) -> list[int]:
-    """Return for how many of the heads an answer of `count` tokens has a token to compare with, at
-    each of its positions; see `Trace.targets`.
-    """
-    return [min(heads, count - 1 - position) for position in range(count)]
+    return Trace(ranks.tolist(), confidence)
 
 
 def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 Row b holds its committed positions in columns 0 .. length - 1. The nodes of a tree are written
 right behind them, node i to column length + i:
 
-    row 0   c c c c c c c r n n n        c committed, r root, n nodes of the tree
+    row 0   c c c c c c c r n n n        c committed, r last token, n nodes below it
     row 1   c c c c c r n n n . .        . never written, or left over: masked
 
-The root, node 0, stays in column length. Before the next step `compact` moves the nodes accepted
-below it to columns length + 1, length + 2, ... What lies behind them is overwritten by the next
-tree, and masked until then. How many positions of a row are committed is counted by the caller.
+The last token is the tree's root, node 0, and stays in column length. Before the next step
+`compact` moves the nodes accepted below it to columns length + 1, length + 2, ... What is behind
+them is overwritten by the next tree, and masked until then. How many positions of a row are
+committed is counted by the caller.
 """
 
 from __future__ import annotations

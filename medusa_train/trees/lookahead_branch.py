@@ -1,5 +1,5 @@
-"""A lookahead branch: tokens below the root of every row that pass through the target model beside its
-tree, and are never accepted.
+"""A lookahead branch: tokens below the root of every row that pass through the target model next to
+its tree, and are never accepted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class BranchLayout(Nodes):
     """
 
     def __init__(self, parents: Sequence[int], outputs: int, device: torch.device) -> None:
-        self.parent_list = [-1]  # of the root, which is node 0 here
-        for parent in parents:
-            self.parent_list.append(parent + 1)
+        super().__init__([-1, *(parent + 1 for parent in parents)])  # the root is node 0 here
         self.outputs = outputs
         self.max_depth = max(self.depth_list)
         self.depths = torch.tensor(self.depth_list[1:], device=device)
@@ -62,7 +60,6 @@ class TreeAndBranch:
 
     Attributes:
         size: nodes and branch tokens without the root, n + m.
-        max_depth: of the deepest of them.
         depths: long [1 or B, n + 1 + m].
         ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true at what i attends to.
     """
@@ -70,7 +67,6 @@ class TreeAndBranch:
     def __init__(self, tree: Tree | RowTrees, branch: BranchLayout) -> None:
         nodes = tree.size + 1
         self.size = tree.size + branch.size
-        self.max_depth = max(tree.max_depth, branch.max_depth)
         tree_depths = torch.atleast_2d(tree.depths)  # [1 or B, n + 1]
         trees = len(tree_depths)
         branch_depths = branch.depths.expand(trees, -1)  # [1 or B, m]

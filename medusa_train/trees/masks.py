@@ -15,7 +15,7 @@ from torch import Tensor
 #: The table of a mask grows by so many committed columns.
 _TABLE_BLOCK = 256
 
-#: The keys of a query lie aligned by so many numbers in memory: torch's memory-efficient kernel
+#: In memory the keys of a query are aligned by so many numbers: torch's memory-efficient kernel
 #: copies other masks.
 _ALIGNMENT = 8
 
@@ -31,8 +31,8 @@ class NodeMasks:
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 
-    Committed columns beyond the window, or all of them without one, are alike. So a small table is
-    made once, and the mask for given lengths is looked up in it: column j of a row stands in column
+    Committed columns beyond the window, or all of them without one, are the same. So a small table is
+    made once, and the mask for given lengths is looked up in it: column j of a row is column
     j - length + prefix of the table, or in its first or last one. For a single length that the host
     knows it is a slice of the table, which is made wide enough.
 
@@ -55,7 +55,7 @@ class NodeMasks:
         visible = ancestors  # [1 or B, q, n + 1]: of the nodes
         if visible.dim() == 2:
             visible = visible[None]
-        # 1. of the committed columns; the last one stands right before the root, at depth -1
+        # 1. of the committed columns; the last one is right before the root, at depth -1
         if window is None:
             committed = visible.new_ones(*visible.shape[:2], self._prefix)
         else:

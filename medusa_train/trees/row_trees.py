@@ -31,7 +31,7 @@ class RowTrees:
     """
 
     def __init__(self, parents: Sequence[Sequence[int]], device: torch.device) -> None:
-        self._rows = [_RowTree(row_parents) for row_parents in parents]
+        self._rows = [Nodes(list(row_parents)) for row_parents in parents]
         self.size = max(tree.size for tree in self._rows)
         self.max_depth = max(max(tree.depth_list) for tree in self._rows)
 
@@ -58,13 +58,6 @@ class RowTrees:
     def row(self, index: int) -> Nodes:
         """Return the tree of a row, without padding."""
         return self._rows[index]
-
-
-class _RowTree(Nodes):
-    """The tree of one row."""
-
-    def __init__(self, parents: Sequence[int]) -> None:
-        self.parent_list = list(parents)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The memory of `trees.kv_cache` as caches that transformers' models write to, one for each pass.
 
-`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree, whose
-places `NodeInputs` describes.
+`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree, whose other
+inputs are `NodeInputs`.
 """
 
 from __future__ import annotations
@@ -20,54 +20,25 @@ from medusa_train.trees.kv_cache import HEADS, ROWS, WIDTH, KVCache
 
 
 class PromptCache(Cache):
-    """The cache of transformers' interface for passes over prompts, on the memory of `KVCache`.
+    """The cache of transformers' interface for a pass over prompts, on the memory of a `KVCache`.
 
-    A pass writes its q positions after those before it and reads exactly these, so that the model's
-    own causal mask applies. Shorter prompts of a pass are padded behind.
+    The pass writes its q positions after those before it and reads exactly these, so that the
+    model's own causal mask applies. Shorter prompts of a pass are padded behind.
 
     Args:
-        rows: of the prompts.
+        first, count: the rows of the prompts.
         length: positions that these rows hold already and that the pass continues.
     """
 
-    def __init__(self, kv_cache: KVCache, rows: slice, length: int = 0) -> None:
-        # the layers refer to this and not to the cache: in a circle, memory would stay until Python
-        # looks for circles
-        self._pass = _PromptPass(kv_cache, rows, length, length)
-        layers = [_PromptLayer(self._pass, layer) for layer in range(kv_cache.num_layers)]
+    def __init__(self, kv_cache: KVCache, first: int, count: int, length: int = 0) -> None:
+        rows = slice(first, first + count)
+        # layers do not refer to this cache: in a circle, memory would stay until Python looks for
+        # circles
+        layers = [
+            _PromptLayer(kv_cache, index, rows, length) for index in range(kv_cache.num_layers)
+        ]
         super().__init__(layers=layers)
-
-    @property
-    def length(self) -> int:
-        """Positions before the next pass."""
-        return self._pass.length
-
-    def commit(self) -> None:
-        """Let the next pass follow the positions of the last one."""
-        self._pass.length = self._pass.written
-
-
-def prompt_cache(kv_cache: KVCache, first: int, count: int, length: int = 0) -> PromptCache:
-    """Return the cache for a pass over the prompts of `count` rows from row `first` on.
-
-    Args:
-        length: positions that these rows hold already and that the pass continues.
-    """
-    return PromptCache(kv_cache, slice(first, first + count), length)
-
-
-@dataclass
-class _PromptPass:
-    """Where a pass over prompts writes.
-
-    Attributes:
-        length: positions before the pass. written: positions after the last pass.
-    """
-
-    kv_cache: KVCache
-    rows: slice
-    length: int
-    written: int
+        self.length = length
 
 
 class _Layer(CacheLayerMixin, ABC):
@@ -132,33 +103,34 @@ def _part_of(stored: Tensor, states: Tensor) -> Tensor:
 class _PromptLayer(_Layer):
     """One layer of a `PromptCache`."""
 
-    def __init__(self, place: _PromptPass, index: int) -> None:
+    def __init__(self, kv_cache: KVCache, index: int, rows: slice, length: int) -> None:
         super().__init__()
-        self._place = place
+        self._kv_cache = kv_cache
         self._index = index
+        self._rows = rows
+        self._length = length
 
     def _allocated(self, key_states: Tensor, value_states: Tensor) -> Tensor:
-        place = self._place
-        place.written = place.length + key_states.shape[2]
-        return place.kv_cache.allocate(key_states, value_states, place.written)[self._index]
+        end = self._length + key_states.shape[2]
+        return self._kv_cache.allocate(key_states, value_states, end)[self._index]
 
     def _write(
         self, storage: Tensor, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        place = self._place
-        keys, values = storage[:, place.rows, :, : place.written]  # [B, kv_heads, S, head_dim] each
-        keys[:, :, place.length :] = key_states
-        values[:, :, place.length :] = value_states
+        end = self._length + key_states.shape[2]
+        keys, values = storage[:, self._rows, :, :end]  # [B, kv_heads, S, head_dim] each
+        keys[:, :, self._length :] = key_states
+        values[:, :, self._length :] = value_states
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._place.length + query_length, 0
+        return self._length + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._place.length
+        return self._length
 
     def get_max_length(self) -> int:
-        return self._place.kv_cache.capacity
+        return self._kv_cache.capacity
 
 
 class NodeCache(Cache):
@@ -240,7 +212,7 @@ def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Where the n + 1 nodes of B rows stand: the inputs of a verification pass but for tokens.
+    """What a verification pass over the n + 1 nodes of B rows gets in addition to their tokens.
 
     Attributes:
         positions: position ids, long [B, n + 1].

@@ -34,7 +34,8 @@ class Nodes:
             before their children.
     """
 
-    parent_list: list[int]
+    def __init__(self, parent_list: list[int]) -> None:
+        self.parent_list = parent_list
 
     @property
     def size(self) -> int:

@@ -80,6 +80,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "eagle3.vocab_size": 40,
         "eagle3.soft_targets": 0.5,
     },
+    "dflash": {
+        "draft": "dflash",
+        "dflash.max_draft_tokens": 3,
+        "dflash.num_layers": 2,
+        "dflash.window": 7,
+        "dflash.decay_coefficient": 0.8,
+        "dflash.soft_targets": 0.3,
+    },
 }
 #: The loss that each of them minimizes on a frozen model.
 LOSSES: dict[str, plain.HeadsLoss] = {
@@ -94,6 +102,7 @@ LOSSES: dict[str, plain.HeadsLoss] = {
     "kangaroo-mlp": plain.HeadsLoss(1.0, 1.0),
     "eagle3": plain.HeadsLoss(0.7, 1.0),
     "eagle3-reduced": plain.HeadsLoss(0.8, 0.5),
+    "dflash": plain.HeadsLoss(0.8, 0.3, 1 / (0.8 + 0.8**2 + 0.8**3)),
 }
 
 

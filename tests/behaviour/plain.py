@@ -153,7 +153,8 @@ class PlainDraft:
 
     @property
     def num_heads(self) -> int:
-        return int(self.settings.get("medusa_num_heads") or self.settings["num_heads"])
+        names = ("medusa_num_heads", "num_heads", "max_draft_tokens")
+        return next(int(self.settings[name]) for name in names if name in self.settings)
 
     @property
     def trained_heads(self) -> int:
@@ -336,12 +337,52 @@ def _eagle3(draft: PlainDraft, text: Tensor, states: States) -> Iterator[Tensor]
         yield linear(rms_norm(x, w["norm.weight"]), draft.matrix("lm_heads.0.weight"))
 
 
+def _dflash(draft: PlainDraft, text: Tensor, states: States) -> Iterator[Tensor]:
+    """A block behind each position t: the token at t + 1, then masks. Each slot sees the states up
+    to t and the slots before it, within its window.
+    """
+    w, settings = draft.weights, draft.settings
+    heads, groups = draft.shape
+    read = [states.after[i] for i in settings["layers"]]
+    context = rms_norm(linear(torch.cat(read, dim=-1), w["fc.weight"]), w["hidden_norm.weight"])
+    later, _ = ahead(text, 1)
+    masks = torch.full((draft.num_heads,), settings["mask_token_id"])
+    blocks = []
+    for t in range(len(text)):
+        x = draft.embed(torch.cat([later[t : t + 1], masks]), False)  # [K + 1, d]
+        slots = t + 1 + torch.arange(len(x))
+        places = torch.cat([torch.arange(t + 1), slots])
+        hidden = (places > slots[:, None]) | (places <= slots[:, None] - settings["window"])
+        for i in range(settings["num_layers"]):
+            layer = part(w, f"layers.{i}.")
+            own = part(layer, "self_attn.")
+            normed = rms_norm(x, layer["input_layernorm.weight"])
+            seen = torch.cat([context[: t + 1], normed])
+            q = linear(normed, own["q_proj.weight"]).unflatten(-1, (heads, -1))
+            k = linear(seen, own["k_proj.weight"]).unflatten(-1, (groups, -1))
+            v = linear(seen, own["v_proj.weight"]).unflatten(-1, (groups, -1))
+            q = rotate(rms_norm(q, own["q_norm.weight"]), slots)
+            k = rotate(rms_norm(k, own["k_norm.weight"]), places)
+            k, v = (z.repeat_interleave(heads // groups, dim=1) for z in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+            x = x + linear(mixed, own["o_proj.weight"])
+            x = x + gated_mlp(
+                rms_norm(x, layer["post_attention_layernorm.weight"]), part(layer, "mlp.")
+            )
+        blocks.append(rms_norm(x, w["norm.weight"])[1:])
+    for slot in torch.stack(blocks).unbind(1):
+        yield linear(slot, draft.matrix("lm_head.weight"))
+
+
 _HEADS: dict[str, Callable[[PlainDraft, Tensor, States], Iterator[Tensor]]] = {
     "medusa": _medusa,
     "hydra": _hydra,
     "amphista": _amphista,
     "kangaroo": _kangaroo,
     "eagle3": _eagle3,
+    "dflash": _dflash,
 }
 
 
@@ -415,6 +456,8 @@ def head_terms(
         logits = draft.head_logits(document.tokens, states)
         for k, sums in enumerate(heads, start=1):
             for t, token in targets_of(document, k):
+                if draft.kind == "dflash" and not document.supervised[t + 2]:
+                    continue  # blocks begin where their first guess has a target
                 sums.count += 1
                 if kept is not None and token not in kept:
                     continue

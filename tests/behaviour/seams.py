@@ -26,16 +26,16 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.data.datastore import Datastore
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.accept import Greedy as GreedyRule
 from medusa_train.inference.accept import Typical as TypicalRule
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
-from medusa_train.inference.cuda_graphs import GraphRunner
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, GraphRunner
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling as SamplingRule
-from medusa_train.losses import chunked_loss
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import linear_loss as fused_loss
+from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses.linear_loss import Teacher
+from medusa_train.losses.linear_loss import linear_loss as fused_loss
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.combined import MergedDraft
@@ -393,6 +393,14 @@ def encode(**keys: Any) -> list[tuple[list[int], list[bool]]]:
     cfg = load_config(TrainConfig, None, flags={"val_set_size": 0, "output_dir": "runs/x", **keys})
     data = load_data(cfg, Console(file=io.StringIO()))
     return [(row.tokens.tolist(), row.supervised.tolist()) for row in data.train]
+
+
+# The hub
+
+
+def forget_network() -> None:
+    """Let the next command find out again whether the hub can be reached."""
+    hub_is_unreachable.cache_clear()
 
 
 # Pages

@@ -452,6 +452,8 @@ def test_keys_that_do(words: list[str]) -> None:
         (["server_url=http://h/v1", "chat_template=x.jinja"], "chat_template"),
         (["serve=true", "draft=medusa+rest", "rest.datastore=x"], "draft"),
         (["serve=true", "serve_args=[--port, '1']"], "--port"),
+        (["serve=true", "serve_args=[--api-key=x]"], "serve_args"),
+        (["serve=true", "serve_args=[--hf_token=x]"], "serve_args"),
         (["concurrency=[0]"], "concurrency"),
         (["bench=humaneval"], "allow_code_execution"),
     ],
@@ -481,6 +483,11 @@ def test_evaluations_that_make_no_sense(words: list[str], key: str) -> None:
 )
 def test_selfdistillation_that_makes_no_sense(words: list[str], key: str) -> None:
     selfdistill(*words).fails(2, key)
+
+
+def test_prompts_of_a_single_length() -> None:
+    words = ["base_model=m", "min_chars=9", "max_chars=9", "--print-config"]
+    selfdistill(*words).ok().says("min_chars: 9")
 
 
 def test_exports_that_make_no_sense() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,35 @@ def test_rest_copies_from_a_datastore(
         outs = decode(exact_model, prompts, lookup=("rest", settings), max_new_tokens=TOKENS, **way)
         assert [out.tokens for out in outs] == answers
         assert [out.accepted for out in outs] == expected
+
+
+def test_rest_verifies_the_most_frequent_continuations(
+    exact_model: Any, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    """As many as it may, where the datastore goes on in several ways."""
+    answer = answers[0]
+    other = next(token for token in range(5, 300) if token not in answer)
+    store = [answer] * 3 + [[*answer[i - 4 : i], other] for i in range(4, len(answer))]
+
+    def copies(text: Sequence[int]) -> list[list[int]]:
+        for n in range(min(4, len(text)), 0, -1):
+            end = list(text[len(text) - n :])
+            counts: Counter[tuple[int, ...]] = Counter()
+            for document in store:
+                for i in range(n, len(document) + 1):
+                    if document[i - n : i] == end:
+                        copy = document[i : i + 5]
+                        counts.update(tuple(copy[:k]) for k in range(1, len(copy) + 1))
+            if counts:
+                most = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+                return [list(path) for path in most[:5]]
+        return []
+
+    expected = steps_by_copies(prompts[0], answer, copies)
+    assert 5 in expected
+    settings = {"datastore": store, "max_ngram": 4, "max_tokens": 5, "nodes": 5}
+    (out,) = decode(exact_model, prompts[:1], lookup=("rest", settings), max_new_tokens=TOKENS)
+    assert (out.tokens, out.accepted) == (answer, expected)
 
 
 def test_heads_and_a_copy_share_a_tree(

@@ -7,18 +7,21 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.behaviour.conftest import RunOf
 from tests.behaviour.scripted import write_scripted_model
+from tests.behaviour.seams import forget_network
 from tests.behaviour.test_joint_training import LORA
 from tests.behaviour.world import (
     EOS,
@@ -119,6 +122,58 @@ def test_heads_for_vllm(copied: Callable[..., Path], model: Path) -> None:
     assert config["medusa_fc_bias"] is True
     with safe_open(target / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt"
+
+
+@pytest.mark.parametrize("to", ["reference", "tgi", "vllm", "transformers"])
+def test_the_tree_goes_along(to: str, copied: Callable[..., Path], tmp_path: Path) -> None:
+    run = copied("medusa")
+    export(run, "--to", to).ok()
+    assert read_json(run / "export" / to / "tree.json") == read_json(run / "tree.json")
+
+
+@pytest.fixture
+def reachable_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The name of the hub's host is known."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")
+    forget_network()
+    yield
+    forget_network()
+
+
+@pytest.mark.usefixtures("reachable_hub")
+@pytest.mark.parametrize(("keys", "private"), [({}, True), ({"private": False}, False)])
+def test_an_upload_is_private_unless_it_is_to_be_public(
+    keys: dict[str, Any],
+    private: bool,
+    copied: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Evaluations, which name places of this machine, stay here."""
+    run = copied("medusa")
+    uploaded: list[tuple[Any, ...]] = []
+
+    def create_repo(_: Any, repo: str, *, private: bool, **options: Any) -> RepoUrl:
+        uploaded.append((repo, private))
+        return RepoUrl(f"https://huggingface.co/{repo}")
+
+    def upload_folder(_: Any, *, repo_id: str, folder_path: str, **options: Any) -> None:
+        names = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*")]
+        sent = filter_repo_objects(names, ignore_patterns=options["ignore_patterns"])
+        uploaded.append((repo_id, folder_path, set(sent)))
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    target = run / "export" / "tgi"
+    (target / "eval").mkdir(parents=True)
+    (target / "eval" / "report.json").write_text("{}")
+    shown = export(run, "--to", "tgi", push_to_hub="me/heads", **keys).ok()
+    shown.says("uploaded: https://huggingface.co/me/heads")
+    created, (repo, folder, files) = uploaded
+    assert created == ("me/heads", private)
+    assert (repo, Path(folder)) == ("me/heads", target)
+    assert {"README.md", "config.json", "medusa_lm_head.safetensors", "tree.json"} <= files
+    assert "eval/report.json" not in files
 
 
 def test_a_reduced_vocabulary_has_a_row_for_every_token_in_vllm(

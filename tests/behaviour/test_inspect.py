@@ -86,6 +86,21 @@ def test_packing_and_several_rows(keys: dict[str, Any]) -> None:
     assert numbers_in(line_of(processes, "steps"))[0] == first / 2
 
 
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [("900", 900), ("20k", 2e4), ("60_000", 6e4), ("0.3M", 3e5), ("0.0005B", 5e5)],
+)
+def test_tokens_of_data_that_need_not_exist(
+    keys: dict[str, Any], written: str, tokens: float
+) -> None:
+    """Three epochs of rows of 128 tokens, four in a step."""
+    keys["datasets"] = [{"path": "missing.jsonl"}]
+    shown = train("--inspect", f"tokens={written}", **keys).ok()
+    in_all = re.search(r"([\d,]+) in all", line_of(shown, "steps"))
+    assert in_all is not None
+    assert int(in_all[1].replace(",", "")) == pytest.approx(3 * tokens / (4 * 128), rel=0.01, abs=4)
+
+
 def test_memory_of_heads_gradients_and_moments(keys: dict[str, Any], model: Path) -> None:
     """Of each head a layer and a row of lm_head for every token of its vocabulary, in float32."""
     frozen = sum(t.numel() for t in tensors(model / "model.safetensors").values())

@@ -5,6 +5,7 @@ stopping, bad numbers, stored states, and its directory.
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+import medusa_train
 from tests.behaviour.conftest import RunOf, document
+from tests.behaviour.seams import encode
 from tests.behaviour.world import (
     make_chats,
     metrics,
@@ -184,6 +187,16 @@ def test_held_out_chats_are_none_of_those_trained_on(
     assert len(counts) == 1
 
 
+def test_another_seed_holds_out_other_chats(model: Path, tmp_path: Path) -> None:
+    records = [{"messages": chat} for chat in make_chats(20, seed=4, turns=1)]
+    data = [{"path": str(write_lines(tmp_path / "chats.jsonl", records))}]
+    settings = {"base_model": str(model), "datasets": data, "val_set_size": 0.3}
+    first, again, other = (encode(**settings, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert len(first) == len(other)
+    assert first != other
+
+
 def test_chats_of_test_datasets_are_not_trained_on(
     keys: dict[str, Any], chats: Path, tmp_path: Path
 ) -> None:
@@ -298,6 +311,24 @@ def test_a_run_directory_holds_what_the_next_command_needs(
     again = train(run / "config.yaml", output_dir=tmp_path / "again").ok()
     assert same(weights(run), weights(tmp_path / "again"))
     assert again.code == 0
+
+
+def test_a_run_is_found_with_its_model_and_data_from_any_directory(
+    keys: dict[str, Any],
+    model: Path,
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they were named from the directory in which it was trained."""
+    shutil.copytree(model, tmp_path / "here" / "model")
+    shutil.copy(chats, tmp_path / "here" / "chats.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    train(**keys | {"base_model": "model", "datasets": [{"path": "chats.jsonl"}]}).ok()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    medusa_train.load(tmp_path / "run", dtype="float32")
+    train("--resume", tmp_path / "run" / "config.yaml", max_steps=3).ok()
 
 
 def test_an_existing_run_is_not_written_over(keys: dict[str, Any], tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_server_alone_and_samples(bench: Path, tmp_path: Path) -> None:
 
 
 class _Slow(BaseHTTPRequestHandler):
-    """Streams two tokens, the first after 60 ms and the second 120 ms later."""
+    """Streams who speaks, then two tokens, the first after 60 ms and the second 120 ms later."""
 
     def do_GET(self) -> None:
         found = self.path == "/v1/models"
@@ -148,6 +148,7 @@ class _Slow(BaseHTTPRequestHandler):
         self.end_headers()
         usage = {"prompt_tokens": 3, "completion_tokens": 2}
         for seconds, chunk in (
+            (0.0, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}),
             (0.06, {"choices": [{"index": 0, "delta": {"content": "a"}}]}),
             (0.12, {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]}),
             (0.0, {"choices": [], "usage": usage}),

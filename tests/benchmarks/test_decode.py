@@ -15,7 +15,7 @@ from shapes import Rates, Sizes, llama_config, random_model
 
 from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import TARGET_ARGMAX, accept
-from medusa_train.inference.runners import FixedShapeRunner
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.models import prepack
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree

@@ -267,7 +267,7 @@ def test_weights_in_several_files_are_read_together(
 def test_a_draft_without_its_weights_is_named_so(target_model: TargetModel, tmp_path: Path) -> None:
     write_eagle3(tmp_path, EAGLE3["authors"], SIZES)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="no weights beside it"):
+    with pytest.raises(CheckpointError, match="no weights next to it"):
         load_draft(tmp_path, target_model)
 
 

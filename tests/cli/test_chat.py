@@ -1,6 +1,7 @@
 """The chat in the terminal: history, commands, colours and figures."""
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +112,25 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     assert "runs/one (the newest run)" in result.output.splitlines()[0]
     assert "tokens per step" in result.output
+
+
+def test_the_options_of_sampling_reach_the_answers(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", write_target_model(tmp_path / "backbone"))
+    monkeypatch.setattr("medusa_train.api.load_resolved", lambda *args, **keys: model)
+
+    def answer(*options: str) -> str:
+        words = ["--interactive", "--model", str(tmp_path / "run"), "--max-new-tokens", "8"]
+        result = CliRunner().invoke(app, [*words, *options], input="Hi?\n/exit\n")
+        assert result.exit_code == 0, result.output
+        return re.split(r"\d+ tokens, ", result.output.partition("> ")[2])[0]
+
+    greedy = answer()
+    sampling = ["--acceptance", "sampling", "--temperature", "3", "seed=1"]
+    assert answer(*sampling, "--top-k", "1") == answer(*sampling, "--top-p", "1e-6") == greedy
+    sampled = answer(*sampling)
+    assert sampled == answer(*sampling)
+    assert len({greedy, sampled, answer(*sampling, "seed=2")}) == 3
+    strict = ["--acceptance", "typical", "--temperature", "3", "epsilon=1", "delta=1e9"]
+    assert answer(*strict) == greedy

@@ -151,7 +151,7 @@ def test_the_page_to_open_stands_alone_in_its_line(
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     number = lines.index("report: out/report.html")
-    assert lines[number + 1].startswith("beside it: report.json, report.md, answers.jsonl")
+    assert lines[number + 1].startswith("next to it: report.json, report.md, answers.jsonl")
     assert "model_answer/first.jsonl" in lines[number + 1]
     assert "Overhead: time of a step with the tree divided by time of a plain step." in lines
     page = (workplace / "out" / "report.html").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.cli.export import app, export_after_training
+from medusa_train.export.write import Exported
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 D, V = 8, 21
@@ -76,6 +77,21 @@ def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
     export_after_training(str(run), ["vllm", "tgi"], console)
     assert sorted(p.name for p in (run / "export").iterdir()) == ["tgi", "vllm"]
     assert str(run / "export" / "tgi") in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_merged_model_comes_before_the_heads_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def export_run(paths: object, to: str, **settings: object) -> Exported:
+        made.append(to)
+        return Exported(tmp_path / to)
+
+    monkeypatch.setattr("medusa_train.export.write.export_run", export_run)
+    run = make_run(tmp_path / "run")
+    export_after_training(str(run), ["vllm", "merged", "tgi"], Console(file=io.StringIO()))
+    assert made == ["merged", "vllm", "tgi"]
 
 
 def test_a_failed_upload_is_reported_after_the_export(

@@ -36,6 +36,7 @@ from tests.training.mishap import start as fork
 pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEYS = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]"]
 
 
@@ -54,7 +55,10 @@ def launch(tmp_path, monkeypatch):
         output_dir = f"output_dir={tmp_path / 'run'}"
         return CliRunner().invoke(app, [*KEYS, output_dir, "--num-gpus", "2", *words])
 
-    return run
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield run
+    for number, handler in before.items():  # a command ignores them until its process ends
+        signal.signal(number, handler)
 
 
 def notes(tmp_path, kind):

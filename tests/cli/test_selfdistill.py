@@ -334,7 +334,7 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
             last = succeed([*words, *model, "--output", output]).stdout.splitlines()[-1]
             command = f"'datasets=[{{path: {output}, type: messages}}]' chat_template=zephyr"
             assert last.startswith("next: medusa-train configs/any_m1.yaml base_model=")
-            assert last.endswith(f"base model {command}")
+            assert last.endswith(f"backbone {command}")
         arguments = shlex.split(last.removeprefix("next: "))
         config = load_config(TrainConfig, Path(arguments[1]), arguments[2:])
         assert config.datasets[0].path == output

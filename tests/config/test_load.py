@@ -527,6 +527,15 @@ def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     assert not any(line.startswith("warmup_steps") for line in lines)  # what has no value
 
 
+def test_a_dump_has_no_key_without_effect(tmp_path: Path) -> None:
+    """What a run was given in vain is said once, and not again by those that read its file."""
+    cfg = load_config(TrainConfig, write(tmp_path, GOOD + "lora_r: 8\ncosine_min_lr_ratio: 0.1\n"))
+    assert cfg.ignored == ("lora_r",)
+    again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))
+    assert again.ignored == ()
+    assert again.cosine_min_lr_ratio == 0.1
+
+
 def test_environment_variables_in_values_are_expanded_or_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SCRATCH_X", "/scratch/me")
     monkeypatch.delenv("UNSET_X", raising=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.paths import PROJECT_ROOT, nearest_path, resolve_path
+from medusa_train.config.paths import PROJECT_ROOT, nearest_path, public_name, resolve_path
 from medusa_train.errors import ConfigError
 
 
@@ -53,3 +53,14 @@ def test_a_mistyped_path_is_compared_with_the_names_in_its_directory(
         Path(directory).mkdir(parents=True)
     Path("data/a.txt").touch()
     assert nearest_path(name) == nearest
+
+
+def test_directories_of_this_machine_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert public_name("owner/name") == "owner/name"
+    assert public_name("runs/mine") == "runs/mine"
+    assert public_name(str(tmp_path.resolve() / "runs" / "mine")) == "runs/mine"
+    assert public_name(str(PROJECT_ROOT / "data" / "tiny")) == "data/tiny"
+    assert public_name("/home/me/models/mine") == "mine"

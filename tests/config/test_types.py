@@ -44,6 +44,8 @@ REFUSED = [
     (types.Int, 1.5, "expected an integer, got 1.5"),
     (types.Bool, 1, "expected true or false, got 1"),
     (types.Text, " ", "is empty"),
+    (types.Text, "https://me:word@host/x", "contains a user name or a password"),
+    (types.PlainText, "s3://me@host/x", "contains a user name or a password"),
     (types.Text, 1.10, "expected text (put it in quotes), got 1.1"),
     (types.Text, False, "expected text (put it in quotes), got false"),
     (types.BoolOrAuto, "maybe", "expected true, false or auto, got 'maybe'"),

@@ -17,8 +17,8 @@ import medusa_train
 from medusa_train.inference import cuda_graphs
 from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer

@@ -5,8 +5,8 @@ import torch
 
 from medusa_train.data.batch import Example
 from medusa_train.data.draft_vocabulary import (
+    DraftVocabulary,
     coverage,
-    describe_vocabulary,
     frequent_tokens,
     token_counts,
 )
@@ -75,9 +75,11 @@ def test_rows_beyond_the_distinct_tokens_are_described() -> None:
         " lowest ids"
     )
     token_map = frequent_tokens(token_counts(train, 9), 6)
-    assert describe_vocabulary(token_map, train, validation, 9) == f"{line} {other}"
-    assert (
-        describe_vocabulary(token_map[:1], train, text(), 9)
-        == "1 of 9 tokens, covering 0.00% of training targets; 2 distinct tokens occur in training"
+    vocabulary = DraftVocabulary(token_map, 9, "hydra.vocab_size")
+    assert vocabulary.describe(train, validation) == [f"{line} {other}"]
+    line, warning = DraftVocabulary(token_map[:1], 9, "hydra.vocab_size").describe(train, text())
+    assert line == (
+        "1 of 9 tokens, covering 0.00% of training targets; 2 distinct tokens occur in training"
         " targets, the other 1 rows are filled with unused tokens of the lowest ids"
     )
+    assert warning.endswith("Set a larger hydra.vocab_size")

@@ -10,7 +10,7 @@ from medusa_train.data.records import (
     parse_tool_chat,
     parse_user_turns,
 )
-from medusa_train.data.unread import COLUMNS, Unread
+from medusa_train.data.report import COLUMNS, Unread
 from tests.tool_chats import CHAT, TOOL
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}

@@ -67,7 +67,7 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     assert (len(result.conversations), len(result.report.skipped)) == (3, 2)
-    assert result.report.read_notes == [f"{tmp_path}/empty.jsonl: no records"]
+    assert result.report.notes == [f"{tmp_path}/empty.jsonl: no records"]
     with pytest.raises(DataError, match=r"/empty\.jsonl: no conversation to read"):
         read_source(DatasetConfig(path=str(tmp_path / "empty.jsonl")), skip_bad=True)
     for path in (tmp_path, tmp_path / "b.jsonl"):
@@ -489,7 +489,7 @@ def test_a_pattern_below_a_directory_with_signs_of_patterns_in_its_name(
 
 def test_a_split_beside_data_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINE)
-    with pytest.raises(ConfigError, match="split cannot be used beside data_files"):
+    with pytest.raises(ConfigError, match="split cannot be used together with data_files"):
         open_source(DatasetConfig(path=str(tmp_path), split="test", data_files=["a.jsonl"]))
 
 

@@ -56,7 +56,7 @@ def test_variables_are_rendered_as_in_decoding(
     encoder = ChatEncoder(make_tokenizer(WITH_TOOLS))
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS, **columns}])
     result = read(path, encoder)
-    assert result.report.read_notes == []
+    assert result.report.notes == []
     (chat,) = result.conversations
     assert masked(encoder, chat) == f"{start}<|user|>Q1</s><|assistant|>[[A1</s>]]"
     variables = json.loads(chat.variables or "{}")

@@ -9,8 +9,8 @@ from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.json_values import RecordError
 from medusa_train.data.records import normalize, parse_user_turns
+from medusa_train.data.report import TURN_KEYS, Unread
 from medusa_train.data.turns import read_messages
-from medusa_train.data.unread import TURN_KEYS, Unread
 
 Turn = dict[str, Any]
 

@@ -320,7 +320,7 @@ def test_what_a_template_leaves_out_is_said_with_its_count(make: Make) -> None:
     report = DataReport(1000)
     encode_examples(chat(*AGENT), make(templates.TOOLS_LLAMA), report)
     assert report.describe() == [
-        "chats with tools (1): the chat template leaves out the text beside tool calls"
+        "chats with tools (1): the chat template leaves out the text next to tool calls"
     ]
 
 

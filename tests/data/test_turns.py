@@ -144,7 +144,7 @@ def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) 
     encoder = ChatEncoder(make_tokenizer())
     reader = DatasetReader(config, open_source(config), encoder, skip_bad=False)
     result = reader.read()
-    assert result.report.read_notes == [
+    assert result.report.notes == [
         f"{path}: not read: columns messages (1); keys of turns role (1)"
     ]
     assert masked(encoder, result.conversations[0]) == "<s><user>Q1</s><|assistant|>[[A1</s>]]"

@@ -12,10 +12,10 @@ import pytest
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.read_chats import ReadResult
 from medusa_train.data.records import normalize, parse_user_turns
+from medusa_train.data.report import COLUMNS, MAX_UNREAD, Unread
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
-from medusa_train.data.unread import COLUMNS, MAX_UNREAD, Unread
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.selfdistill.prompts import read_prompts
 
@@ -64,7 +64,7 @@ def test_every_column_and_key_of_turns_is_counted_by_name(
     counted = (
         f"{path}: not read: columns {names[0]} (3), {names[1]} (1); keys of turns {names[2]} (2)"
     )
-    assert read(path, ChatEncoder(make_tokenizer())).report.read_notes == [counted]
+    assert read(path, ChatEncoder(make_tokenizer())).report.notes == [counted]
     unread = Unread()
     read_prompts(path, unread=unread)
     assert unread.describe(str(path)) == [counted]

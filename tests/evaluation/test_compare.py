@@ -93,6 +93,21 @@ def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     assert differences(judged) == [*expected, "different judge: x, y"]
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("bench", "bench_file", "questions", "max_new_tokens", "base_model", "backbone"),
+        *("chat_template", "chat_template_kwargs", "dtype", "packed", "attention"),
+        *("compiled", "cuda_graphs", "torch", "transformers", "device", "threads"),
+    ],
+)
+def test_what_speeds_depend_on_is_compared(key: str) -> None:
+    reports = {name: {"meta": {key: name, "command": name}} for name in ("a", "b")}
+    (line,) = differences(reports)
+    assert line.startswith("different ")
+    assert line.endswith(": a, b")
+
+
 def test_a_condition_that_an_older_report_lacks_differs_only_from_a_value(tmp_path: Path) -> None:
     older = write_run(tmp_path / "older")
     on_gpu = write_run(tmp_path / "gpu", cuda_graphs=None)

@@ -195,7 +195,7 @@ def test_further_baselines_are_compared_by_name() -> None:
 
 ANSWERS = [Answer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), Answer((1,), 1.0)]
 # an answer of six tokens, two heads; -1: no guess of rank 9 or better
-TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 1, 0])
+TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]])
 
 
 def test_accepted_lengths_are_counted_and_ctar_is_the_share_of_steps_with_at_least_w() -> None:
@@ -217,9 +217,7 @@ def test_the_chain_takes_first_guesses_only() -> None:
     # helps
     assert chain_rates([TRACE]) == pytest.approx([5 / 4, 5 / 4])
     # the first guesses of both heads are right at 0
-    assert chain_rates(
-        [Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 1, 0])]
-    ) == pytest.approx([3 / 2, 3])
+    assert chain_rates([Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]])]) == pytest.approx([3 / 2, 3])
     assert chain_rates([]) == []
 
 

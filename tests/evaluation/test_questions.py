@@ -12,7 +12,7 @@ import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.conversation import Message
-from medusa_train.data.unread import COLUMNS, WITHOUT_PROMPT, Unread
+from medusa_train.data.report import COLUMNS, WITHOUT_PROMPT, Unread
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import (

@@ -26,9 +26,7 @@ TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 def record(question: int, category: str, with_tree: bool = True) -> Turn:
     tokens = tuple(range(7))
     tree = Answer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
-    trace = Trace(
-        [[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 2, 1, 0]
-    )
+    trace = Trace([[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]])
     return make_turn(
         question,
         category,

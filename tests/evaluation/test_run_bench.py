@@ -605,7 +605,13 @@ def test_answers_with_calls_and_without_are_reported_apart(run_dir: Path, tmp_pa
     chats = [CHAT, {"messages": [question, both, *results, answer], "tools": [TOOL]}]
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     report, printed = run(
-        path, run_dir, tmp_path / "out", chat_template=str(template), exactness=False
+        path,
+        run_dir,
+        tmp_path / "out",
+        chat_template=str(template),
+        exactness=False,
+        generate=False,
+        prompt_lookup=False,
     )
     groups = report["categories"]
     assert {name: group["answers"] for name, group in groups.items()} == {

@@ -12,8 +12,8 @@ from medusa_train.errors import DataError, TargetModelError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.inference.decoding_mode import DecodingMode
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KVCache
 from tests.inference.tape import TapeRunner

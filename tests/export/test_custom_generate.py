@@ -4,6 +4,7 @@ our own loop.
 
 import ast
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -414,6 +415,18 @@ def test_heads_are_loaded_once_per_model_and_dtype(
     assert len(loads) == 1
     custom_generate.generate(prompt, model=model.float(), medusa_heads=directory, max_new_tokens=2)
     assert len(loads) == 2
+
+
+def test_heads_of_another_directory_are_loaded_for_the_same_model(
+    directory: str, tmp_path: Path
+) -> None:
+    model = model_of(random_target_model("llama"))
+    other = str(shutil.copytree(directory, tmp_path / "other"))
+    first, second, again = (
+        custom_generate.load_heads(model, source, {}) for source in (directory, other, other)
+    )
+    assert first is not second
+    assert second is again
 
 
 def test_the_exported_file_is_this_source_and_needs_only_what_it_requires(directory: str) -> None:

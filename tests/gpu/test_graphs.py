@@ -10,9 +10,8 @@ from shapes import Rates, Sizes, llama_config
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
-from medusa_train.inference.cuda_graphs import CudaGraphRunner, use_cuda_graphs
+from medusa_train.inference.cuda_graphs import CudaGraphRunner, FixedShapeRunner, use_cuda_graphs
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree

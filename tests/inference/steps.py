@@ -27,11 +27,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 def begun(
     target_model: TargetModel, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
 ) -> Steps:
-    """Return the steps of rows with these prompts, which the draft has read."""
+    """Return the steps of rows with these prompts."""
     steps = Steps(target_model, draft, tree.to(target_model.device), target_model.new_kv_cache())
     steps.make_room(len(prompts), max(map(len, prompts)) + 64)
     steps.prefill(prompts)
-    steps.start_draft()
     return steps
 
 

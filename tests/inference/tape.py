@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medusa_train.inference.cuda_graphs import GraphRunner
-from medusa_train.inference.runners import Step
+from medusa_train.inference.cuda_graphs import GraphRunner, Step
 
 #: Operations that wait for the device, or copy from the host: capture fails on a GPU.
 UNCAPTURABLE = {

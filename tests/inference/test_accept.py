@@ -23,6 +23,7 @@ from medusa_train.inference.accept import (
     accept_greedy,
     accept_rejection,
     accept_typical,
+    sample_next,
 )
 from medusa_train.inference.sampling import Sampling
 from medusa_train.trees.tree import Tree
@@ -51,6 +52,17 @@ def test_greedy_by_hand() -> None:
     # rows are judged one by one
     both = accept_greedy(tokens.repeat(2, 1), torch.stack([logits[0], logits[0].flip(-1)]), tree)
     assert both == [Accepted([0, 2, 5], [7, 4, 6, 2]), Accepted([0, 1], [7, 3, 7])]
+
+
+@pytest.mark.parametrize(
+    "rule", [Greedy(), Sampling(1e-6), Typical(0.7)], ids=["greedy", "sampling", "typical"]
+)
+def test_the_next_token_is_the_likeliest_by_rules_that_leave_no_choice(
+    rule: AcceptanceRule,
+) -> None:
+    logits = torch.randn(3, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    assert sample_next(rule, logits, generators) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

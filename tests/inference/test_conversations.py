@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer

@@ -145,10 +145,10 @@ class RecordedDraft(LookaheadDraft):
         super().__init__(*settings)  # type: ignore[arg-type]
         self.moves: list[tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]] = []
 
-    def extend_request_state(self, row: LookaheadText, tokens: Sequence[int]) -> None:
-        super().extend_request_state(row, tokens)
-        pool = {first: list(reversed(ngrams)) for first, ngrams in row.pool.items()}
-        self.moves.append((row.levels, pool))
+    def extend_request_state(self, state: LookaheadText, tokens: Sequence[int]) -> None:
+        super().extend_request_state(state, tokens)
+        pool = {first: list(reversed(ngrams)) for first, ngrams in state.pool.items()}
+        self.moves.append((state.levels, pool))
 
 
 def test_branch_tokens_are_neither_accepted_nor_kept() -> None:

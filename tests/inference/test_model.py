@@ -366,6 +366,19 @@ def test_eos_ids_are_one_token_or_any_collection(kind: Callable[[Any], Any], mod
     assert reply.tokens == plain.tokens[: plain.tokens.index(plain.tokens[4]) + 1]
 
 
+def test_the_token_that_ends_an_answer_is_no_text(model: Model) -> None:
+    plain = model.reply("Hi?", 12)
+    plain.read()
+    texts = [model.generate("Hi?", count) for count in range(1, 13)]
+    shown = 0
+    for token in set(plain.tokens[1:]):
+        end = plain.tokens.index(token)
+        if end:
+            assert model.generate("Hi?", 12, eos_ids=[token]) == texts[end - 1]
+            shown += texts[end] != texts[end - 1]
+    assert shown  # as text, where it ends nothing
+
+
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_a_raw_prompt_may_be_token_ids(kind: Callable[[Any], Any], model: Model) -> None:
     ids = model.target_model.tokenizer("<bos><user>Hi?<assistant>")["input_ids"]

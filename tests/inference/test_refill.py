@@ -37,7 +37,7 @@ MERGED = ["medusa+prompt_lookup", "hydra+++rest", "amphista+lookahead"]
 DYNAMIC = ["dynamic eagle3", "dynamic eagle3+prompt_lookup"]
 OTHERS = ["medusa-reduced", "amphista-without-layers"]
 #: When rows join: at once as rows end, two at a time, or one before each step, the first one to a
-# single row.
+#: single row.
 SCHEDULES: tuple[dict[str, int], ...] = ({"wanted": 1}, {"wanted": 2}, {"first": 1})
 
 

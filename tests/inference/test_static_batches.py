@@ -13,8 +13,8 @@ from torch import Tensor
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
+from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import Proposer

@@ -11,12 +11,14 @@ import torch
 from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.cuda_graphs import (
     CudaGraphRunner,
+    FixedShapeRunner,
     GraphRunner,
+    Replayable,
+    Step,
     graph_obstacle,
     graph_runner,
 )
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KEY_BLOCK, KVCache

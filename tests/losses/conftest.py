@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses import chunked_loss
+from medusa_train.losses import linear_loss as chunked_loss
 from medusa_train.models.target_states import HiddenStates
 from tests.losses.toy import B, Rows, T, V, features
 

@@ -12,8 +12,7 @@ from torch.nn.functional import log_softmax, one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunked_loss import Teacher
-from medusa_train.losses.fused_losses import LossSums, linear_loss
+from medusa_train.losses.linear_loss import LossSums, Teacher, linear_loss
 from medusa_train.models.lm_head import LMHead, LowRank
 
 N, D, V, RANK = 37, 12, 29, 3

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import Batch
-from medusa_train.losses import chunked_loss
-from medusa_train.losses.fused_losses import linear_loss
+from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses.linear_loss import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lm_head import LMHead

@@ -21,7 +21,7 @@ from medusa_train.models.document_attention import (
 )
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.target_model import TargetModel
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from tests.allocations import LargestTensor
 from tests.families import FAMILIES, random_target_model
 from tests.models.test_attention import AttentionModule
@@ -158,7 +158,7 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = prompt_cache(target_model.new_kv_cache(), 0, 1)
+        cache = PromptCache(target_model.new_kv_cache(), 0, 1)
         return [
             target_model.run(tokens, positions=positions, mask=mask).final,
             target_model.run(tokens, cache=cache).final,

@@ -8,7 +8,7 @@ import torch
 from medusa_train.errors import TargetModelError
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KVCache, compact
-from medusa_train.trees.transformers_adapters import NodeInputs, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_target_model
 
@@ -18,7 +18,7 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 def _after_prompt(target_model: TargetModel) -> KVCache:
     kv_cache = KVCache(target_model.num_layers, 32, 32)
-    target_model.run(PROMPT, cache=prompt_cache(kv_cache, 0, 1))
+    target_model.run(PROMPT, cache=PromptCache(kv_cache, 0, 1))
     return kv_cache
 
 
@@ -64,7 +64,7 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     for kv_cache in (whole, split_cache):
         compact(kv_cache.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
         outs.append(
-            target_model.run(following, cache=prompt_cache(kv_cache, 0, 1, prefix + 3)).final
+            target_model.run(following, cache=PromptCache(kv_cache, 0, 1, prefix + 3)).final
         )
     assert torch.allclose(*outs, atol=1e-11)
 

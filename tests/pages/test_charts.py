@@ -73,6 +73,16 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert lengths["reference"] == 0
 
 
+def test_whiskers_end_at_the_bounds_of_their_interval() -> None:
+    svg = drawn_bars()
+    (bar,) = (shape for name, shape in tips(svg).items() if name.startswith("a&lt;b"))
+    start, end = map(float, re.findall(r"[ML] ([\d.]+)", bar)[:2])  # 0 and 1
+    line = r"M ([\d.]+) [\d.]+ L ([\d.]+) [\d.]+ \" style=\"fill: none; stroke: var\(--ink\)"
+    (ends,) = re.findall(line, " ".join(svg.split()))
+    bounds = [(float(place) - start) / (end - start) for place in ends]
+    assert bounds == pytest.approx([0.8, 1.3], abs=0.01)
+
+
 def test_bars_have_names_values_and_intervals() -> None:
     svg = drawn_bars()
     assert {"a<b", "1.00x", "2.00x", "not measured"} <= texts(svg)

@@ -5,6 +5,7 @@ import pytest
 
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.errors import ConfigError
 from medusa_train.selfdistill import commands
 
 
@@ -33,3 +34,16 @@ def test_answers_of_the_embedded_model_train_its_heads() -> None:
     cfg = load_config(SelfDistillConfig, None, ["base_model=data/tiny", "seed_dataset=tiny"])
     command = commands.next_command(cfg, Path("a.jsonl"))
     assert command.startswith("medusa-train configs/tiny_m1.yaml base_model=")
+
+
+def test_the_template_of_a_data_set_comes_before_that_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "base_model: m\nchat_template: chatml\n"
+        "datasets: [{path: a.jsonl, conversation: zephyr}, {path: b.jsonl}]\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        commands.refuse_training_config(path)
+    first, second = str(caught.value).splitlines()[1:]
+    assert "--prompts a.jsonl --model m --chat-template zephyr " in first
+    assert "--prompts b.jsonl --model m --chat-template chatml " in second

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.inference.batch_decoder import RunningBatch
@@ -13,7 +15,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill import local
-from medusa_train.selfdistill.local import HFEngine
+from medusa_train.selfdistill.local import HFEngine, open_local
 from medusa_train.selfdistill.replay import Answer, Request
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_target_model
@@ -113,6 +115,30 @@ def test_the_models_context_ends_an_answer_too(
     assert answer.prompt_tokens + answer.completion_tokens == CONTEXT + 1
     over = ask(engine(target_model, temperature), asks("x" * (CONTEXT + 1)))
     assert (over.text, over.finish_reason, over.completion_tokens) == ("", "context", 0)
+
+
+def test_the_keys_of_answers_reach_the_engine(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(local, "HFEngine", lambda model, **settings: made.update(settings))
+    keys = {
+        "base_model": str(directory),
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "top_k": 7,
+        "max_new_tokens": 9,
+        "batch_size": 3,
+        "chat_template": "vicuna_v1.1",
+        "chat_template_kwargs": {"a": 1},
+        "reasoning_tags": ["<r>", "</r>"],
+        "drop_looping": False,
+    }
+    cfg = load_config(SelfDistillConfig, None, flags={"seed_dataset": "a.jsonl", **keys})
+    open_local(cfg, "float32", lambda note: None)
+    del keys["base_model"]
+    keys |= {"reasoning_tags": ("<r>", "</r>"), "stop_looping": keys.pop("drop_looping")}
+    assert made == {**keys, "draft": None, "tree": None}
 
 
 def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -> None:

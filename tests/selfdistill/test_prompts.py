@@ -6,7 +6,7 @@ import pytest
 
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.data.unread import COLUMNS, Unread
+from medusa_train.data.report import COLUMNS, Unread
 from medusa_train.errors import DataError
 from medusa_train.selfdistill.prompts import Prompt, read_prompts, select_prompts
 from tests.tool_chats import CHAT, TOOL

@@ -1,5 +1,7 @@
 import pytest
 
+from medusa_train.data.conversation import Message
+from medusa_train.evaluation.questions import Question
 from medusa_train.server_bench.metrics import (
     Cell,
     busy_shares,
@@ -16,6 +18,7 @@ from medusa_train.server_bench.pairs import (
     Measurement,
     ServedAnswer,
     parse_metrics,
+    plan_blocks,
 )
 from tests.server_bench.servers import GENERATED, METRICS
 
@@ -198,3 +201,15 @@ def test_differences_are_those_of_the_requests_between() -> None:
     assert difference.speculative_tokens == 2
     assert before.since(after) is None
     assert before + after == DraftCounts(30, (18, 4))
+
+
+def test_blocks_hold_answers_of_chats_with_tools_of_one_category() -> None:
+    message = Message("user", "q")
+    questions = [
+        Question(n, category, ("q",), "", messages=(message,))
+        for n, category in enumerate(["with calls", "without calls"] * 5)
+    ]
+    blocks = plan_blocks(questions, 2)
+    assert sum(map(len, blocks)) == 20
+    for block in blocks:
+        assert len({conversation.question.category for conversation in block}) == 1

@@ -389,11 +389,15 @@ def test_answers_of_chats_with_tools_are_asked_for_one_by_one(tmp_path: Path) ->
         is_second = len(body["messages"]) == 4
         return error(400, "the chat template rejects the chat") if is_second else None
 
-    with bench_server() as server:
+    with bench_server(heads=True) as server:
         server.script = reject
-        report, _ = measure(tmp_path, f"server_url={server.url}", f"bench={path}", "concurrency=1")
+        report, printed = measure(
+            tmp_path, f"server_url={server.url}", f"bench={path}", "concurrency=1"
+        )
     (cell,) = report["cells"]
     assert (cell["answers"], cell["skipped_turns"]) == (4, 2)
+    assert cell["tokens_per_step_of"] == {"with calls": 1.8, "without calls": 1.8}
+    assert "without calls" in printed
     bodies = server.fake.bodies
     assert {len(body["messages"]) for body in bodies} == {2, 4, 6}
     assert all((body["tools"], body["tool_choice"]) == ([TOOL], "none") for body in bodies)

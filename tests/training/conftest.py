@@ -146,13 +146,16 @@ def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     tests.
     """
     monkeypatch.setattr("medusa_train.tree_search.time_steps.TIMED_TOKENS", 8)
-    monkeypatch.setattr("medusa_train.tree_search.choose_tree.THOROUGH", Effort(1, 8))
+    for effort in ("QUICK", "THOROUGH"):
+        monkeypatch.setattr(f"medusa_train.tree_search.choose_tree.{effort}", Effort(1, 8))
 
 
 @pytest.fixture
 def console() -> Console:
     """A console that writes to a string, `.file.getvalue()`."""
-    return Console(file=io.StringIO(), width=200)
+    return Console(
+        file=io.StringIO(), width=200, markup=False, highlight=False, soft_wrap=True, emoji=False
+    )
 
 
 def metrics(run: Path) -> list[dict]:

@@ -172,6 +172,13 @@ def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
     assert not {"amp", "optimizer", "scheduler", "fp16", "comms_logger"} & set(whole)
 
 
+def test_a_run_in_float16_takes_files_that_turn_bfloat16_off():
+    theirs = {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
+    check_deepspeed(config(fp16=True, deepspeed=theirs), 2)
+    (found,) = problems({"bf16": {"enabled": True}}, fp16=True)
+    assert "bf16.enabled: true, but bf16 is false in the run" in found
+
+
 def test_problems_do_not_hide_each_other():
     found = problems({"zero_optimization": 3, "optimizer": {"type": "Lion"}, "unknown": 1})
     assert len(found) == 3

@@ -18,6 +18,7 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.batch import Example
 from medusa_train.errors import ConfigError
 from medusa_train.models import precision
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect_run import (
     CONTEXT,
@@ -228,9 +229,7 @@ def test_what_gradient_checkpointing_costs_and_saves_is_said(make_config, weight
 
 
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
-    monkeypatch.setattr(
-        "medusa_train.training.inspect_run.default_device", lambda: torch.device("cuda")
-    )
+    monkeypatch.setattr(DistributedContext, "device", torch.device("cuda"))
     for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
         text = page(make_config(base_model=weightless, bf16=False, deepspeed=deepspeed), console)
         assert rows_of(text)["memory"].startswith(f"needed on one device {left}.0")

@@ -147,6 +147,10 @@ def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():
     assert scale.value == 4.0
     scale.update(overflowed=False)
     assert scale.value == 8.0
+    scale = LossScale(8.0, good=LossScale.WINDOW - 1)
+    scale.update(overflowed=True)  # which ends the steps in a row
+    scale.update(overflowed=False)
+    assert (scale.value, scale.good) == (4.0, 1)
     lowest = LossScale(2.0)  # at 1 an overflow has another cause
     assert [lowest.update(overflowed=True) for _ in range(3)] == [True, False, False]
     assert lowest.value == 1.0

@@ -60,6 +60,18 @@ def test_stage_one_goes_on_from_its_newest_checkpoint(plan, tmp_path):
     assert not found.stage_one_is_finished
 
 
+def test_a_stopped_stage_one_is_compared_with_its_own_settings(make_config, tmp_path):
+    keys = {**LORA, "resume_from_checkpoint": "auto"}
+    cfg = make_config(**keys, stage_one=FIRST)
+    first = stage_one_config(cfg)
+    add_checkpoint(first.run_dir, 2)
+    write_config(first, first.run_dir)
+    assert plan_resume(cfg, first).start.changed == ()
+    other = make_config(**keys, stage_one={**FIRST, "optimizer": "adamw_8bit"})
+    (changed,) = plan_resume(other, stage_one_config(other)).start.changed
+    assert changed == 'optimizer: was "adamw_torch", now "adamw_8bit"'
+
+
 @pytest.mark.parametrize("content", [None, "", "medusa_num_heads: 5\nda"])
 def test_a_run_whose_config_cannot_be_read_is_named(make_config, tmp_path, content):
     """Its settings, LoRA's factor among them, may have been others."""

@@ -102,6 +102,27 @@ def test_the_time_left_is_that_of_steps_validation_answers_and_timing() -> None:
     assert "about 5 min 08 s left of this run, 2 min 40 s of them" in shown.file.getvalue()
 
 
+def test_the_command_that_resumes_allows_what_the_run_was_allowed(
+    make_config, tmp_path, monkeypatch
+):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    run = tmp_path / "run"
+    trainer = SimpleNamespace(
+        cfg=make_config(),
+        output_dir=run / "stage_one",
+        parent_run_dir=run,
+        distributed=SimpleNamespace(size=1),
+    )
+    command = f"medusa-train {run}/config.yaml resume_from_checkpoint=auto"
+    assert train_stage.resume_command(trainer) == command
+    trainer.cfg = make_config(trust_remote_code=True)
+    trainer.distributed.size = 2
+    assert train_stage.resume_command(trainer) == f"{command} trust_remote_code=true --num-gpus 2"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two machines
+    assert train_stage.resume_command(trainer) == f"{command} trust_remote_code=true"
+
+
 def test_two_processes_do_not_train_in_one_directory(make_config, console, tmp_path):
     with (
         only_writer(tmp_path / "run"),
@@ -251,6 +272,12 @@ def test_early_stopping_publishes_the_best_heads_and_again_when_it_is_finished_a
     text = " ".join(console.file.getvalue().split())
     for words in ("stopped early", f"using the weights of step {best}", f"as of step {best}"):
         assert words in text
+    (objective,) = (
+        record["objective"]
+        for record in metrics(run)
+        if (record["kind"], record["step"]) == ("eval", best)
+    )
+    assert f"held-out loss {objective:.4f}, as of step {best}" in text
     assert_heads_are_of(run, best)
     shutil.rmtree(run / "heads")
     train(cfg.model_copy(update={"resume_from_checkpoint": "latest"}), console)

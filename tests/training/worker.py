@@ -200,6 +200,9 @@ def whole_run(
     console = Console(
         file=(out / f"console-{distributed.rank}").open("w"),
         width=200,
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
         quiet=not distributed.is_main,
     )
     stages.release_memory = freed

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from medusa_train.tree_search import choose_tree as module
 from medusa_train.tree_search.choose_tree import (
     TreeChoice,
     choose_tree,
-    interpolate,
-    merge_timings,
     smallest_of_the_fastest,
     timing_budget,
 )
@@ -36,62 +35,43 @@ def quiet() -> RunProgress:
     return RunProgress(Console(file=io.StringIO()))
 
 
-def test_latencies_are_interpolated_between_measured_sizes() -> None:
-    measured = {0: 3.0, 4: 5.0, 8: 6.0}
-    assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [
-        3.0,
-        3.5,
-        5.0,
-        5.5,
-        6.0,
-        6.0,
-    ]
-    assert interpolate({4: 5.0}, 0) == 5.0
-
-
 #: One head whose first guess is right in a quarter of cases, and the next three in a twelfth each.
 ODDS = ([3, 1, 1, 1, 6],)
 
 
 def chosen_by(
     monkeypatch: pytest.MonkeyPatch,
-    step_ms: Callable[[Tree, int], float],
+    step_ms: Callable[[Tree], float],
     odds: Sequence[Sequence[int]] = ODDS,
-    quick: bool = False,
 ) -> TreeChoice:
     """Choose among trees of at most eight nodes.
 
     Args:
-        step_ms: from a tree, and whether it is timed for the first (0) or second (1) time, to
-            milliseconds.
+        step_ms: from a tree to milliseconds.
         odds: of every head, how often its first, second, ... guess is right, and at last how often
             none is.
     """
-    calls: list[Sequence[Tree]] = []
 
     def measure(
-        target_model: object, draft: object, trees: Sequence[Tree], **options: object
+        target_model: object, draft: object, trees: Sequence[Tree], *others: object
     ) -> dict[Tree, float]:
-        calls.append(trees)
         assert len(set(trees)) == len(trees)
-        return {tree: step_ms(tree, len(calls) - 1) for tree in trees}
+        return {tree: step_ms(tree) for tree in trees}
 
     monkeypatch.setattr(module, "time_steps", measure)
     monkeypatch.setattr(module, "SIZES", tuple(size for size in module.SIZES if size <= 8))
     drawn = random.Random(0)
     heads = [drawn.choices([*range(len(one) - 1), -1], one, k=500) for one in odds]
-    traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
+    traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)])] * 2
     target_model = random_target_model("llama", dtype=torch.float32)
     draft = MedusaDraft.from_target_model(target_model, len(odds))
-    return choose_tree(
-        target_model, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick
-    )
+    return choose_tree(target_model, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet())
 
 
 def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice = chosen_by(monkeypatch, lambda tree, again: 1 + 0.05 * tree.size)
+    choice = chosen_by(monkeypatch, lambda tree: 1 + 0.05 * tree.size)
     speed = {one.tree.size: one.tokens_per_s for one in choice.sizes}
     fastest = max(speed, key=lambda nodes: speed[nodes])
     assert choice.best.tree.size < fastest
@@ -107,35 +87,29 @@ def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(
 
 
 def test_where_no_tree_pays_decoding_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = chosen_by(monkeypatch, lambda tree, again: 1 + tree.size)
+    choice = chosen_by(monkeypatch, lambda tree: 1 + tree.size)
     assert (choice.best.tree, choice.best.tokens_per_step) == (Tree.empty(), 1.0)
     assert choice.describe().startswith(
         "plain decoding, 1.00 ms per step in float32; no tree is clearly faster here"
     )
-    lucky = chosen_by(monkeypatch, lambda tree, again: 1 + 0.9 * (again > 0) * (tree.size > 0))
-    # fast when timed first, slower than plain decoding side by side
-    assert lucky.best.tree.size == 0
-    assert all(one.step_ms == pytest.approx(1.9) for one in lucky.sizes if one.tree.size)
 
 
 def test_where_levels_cost_much_a_flat_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if every deep tree is slower than plain decoding, so that the first round chooses none."""
+    """Even if every deep tree is slower than plain decoding."""
     odds = [[50, 8, 8, 8, 26], [60, 40]]
-    choice = chosen_by(
-        monkeypatch, lambda tree, again: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds
-    )
+    choice = chosen_by(monkeypatch, lambda tree: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds)
     assert all(one.tokens_per_s < 1000 for one in choice.sizes if one.tree.size in (1, 2, 3, 6, 8))
     assert (choice.best.tree.size, choice.best.tree.max_depth) == (4, 1)
     assert choice.best.step_ms == pytest.approx(1.64)  # not that of the deep tree of 4 nodes, 2.24
 
 
 def test_the_table_that_is_shown_is_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the two timings say: the smallest tree within two per cent of the fastest."""
+    """Whatever the timings say: the smallest tree within two per cent of the fastest."""
     for seed in range(20):
         drawn = random.Random(seed)
 
-        def step_ms(tree: Tree, again: int, drawn: random.Random = drawn) -> float:
-            return (1 + 0.05 * tree.size) * drawn.uniform(0.8, 1.2) * (1 + 0.3 * (again > 0))
+        def step_ms(tree: Tree, drawn: random.Random = drawn) -> float:
+            return (1 + 0.05 * tree.size) * drawn.uniform(0.8, 1.2)
 
         choice = chosen_by(monkeypatch, step_ms)
         shown = choice.record()["sizes"]
@@ -145,59 +119,64 @@ def test_the_table_that_is_shown_is_the_one_that_decides(monkeypatch: pytest.Mon
         assert round(choice.best.step_ms, 4) == expected["step_ms"]
 
 
-def test_trees_that_were_not_timed_again_take_as_much_longer_as_the_others() -> None:
-    trees = [Tree.empty(), Tree.chain(1), Tree.chain(2), Tree.chain(3)]
-    first = {tree.size: TreeCandidate(tree, 1.0 + tree.size, 1.0 + tree.size) for tree in trees}
-    flat = TreeCandidate(Tree.cartesian([2]), 2.9, 2.0)  # of 2 nodes, too, and faster
-    again = [
-        TreeCandidate(trees[0], 1.0, 1.1),
-        TreeCandidate(trees[1], 2.0, 3.0),
-        TreeCandidate(trees[2], 3.0, 4.5),
-        flat,
-    ]
-    table = merge_timings(first, again)
-    assert [one.step_ms for one in table.values()] == [1.1, 3.0, 2.0, 1.5 * 4.0]
-    assert table[2] == flat
+class Timed(NamedTuple):
+    """What `time_steps` was called with."""
+
+    trees: Sequence[Tree]
+    prompt: list[int]
+    progress: RunProgress
+    effort: Effort
+    deadline: float | None = None
 
 
-def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow model is timed quickly, whatever the number of answered tokens."""
-    timed: list[tuple[Effort, float | None]] = []
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Timed]:
+    """Timings of trees of 0, 1 and 2 nodes, or of 0 and 2, in which each continuation takes a second."""
+    calls: list[Timed] = []
     clock = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
 
-    def measure(
-        target_model: object,
-        draft: object,
-        trees: Sequence[Tree],
-        prompt: list[int],
-        progress: RunProgress,
-        effort: Effort,
-        deadline: float | None = None,
-    ) -> dict[Tree, float]:
-        timed.append((effort, deadline))
-        clock[0] += len(trees) * (effort.rounds + 1)
-        return {tree: 1.0 + tree.size for tree in trees}
+    def measure(target_model: object, draft: object, *given: Any) -> dict[Tree, float]:
+        call = Timed(*given)
+        calls.append(call)
+        clock[0] += len(call.trees) * (call.effort.rounds + 1)
+        return {tree: 1.0 + tree.size for tree in call.trees}
 
     monkeypatch.setattr(module, "time_steps", measure)
     monkeypatch.setattr(module, "SIZES", (0, 1, 2))
-    target_model = random_target_model("llama")
-    traced = TracedAnswers([[Trace([[0, 0, 0]] * 9, [3] * 9)]] * 3, [1, 2, 3])
-    for seconds, rivals in ((50.0, QUICK), (1000.0, THOROUGH)):
-        clock[0] = 0.0
-        timed.clear()
-        progress = quiet()
-        choose_tree(target_model, noisy_heads(target_model), traced, progress, seconds=seconds)
-        # after the estimate all sizes are timed briefly, then the rivals of the best
-        assert [one for one, _ in timed[1:]] == [QUICK, rivals]
-        assert {deadline for _, deadline in timed[1:]} == {seconds}
-        shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("timing fewer steps of fewer trees: all would take about 90 s" in shown) == (
-            rivals == QUICK
-        )
-    timed.clear()
-    choose_tree(target_model, noisy_heads(target_model), traced, quiet())
-    assert {one for one, _ in timed} == {THOROUGH}  # without a limit
+    monkeypatch.setattr(module, "FEW_SIZES", (0, 2))
+    return calls
+
+
+def choose_within(seconds: float | None) -> str:
+    """Choose a tree, and return what is printed."""
+    target_model, progress = random_target_model("llama"), quiet()
+    traced = TracedAnswers([[Trace([[0, 0, 0]] * 9)]] * 3, list(range(100)))
+    choose_tree(target_model, noisy_heads(target_model), traced, progress, seconds=seconds)
+    return progress.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_without_a_limit_all_trees_are_timed_thoroughly(timed: list[Timed]) -> None:
+    choose_within(None)
+    (call,) = timed
+    assert [tree.size for tree in call.trees] == [0, 1, 2]
+    assert (call.effort, call.deadline, len(call.prompt)) == (THOROUGH, None, 80)
+
+
+def test_within_enough_seconds_all_trees_are_timed_briefly(timed: list[Timed]) -> None:
+    assert "timing fewer trees" not in choose_within(1000.0)
+    call = timed[-1]  # after the estimate
+    assert [tree.size for tree in call.trees] == [0, 1, 2]
+    assert (call.effort, call.deadline, len(call.prompt)) == (QUICK, 1000.0, 64)
+
+
+def test_within_few_seconds_fewer_trees_are_timed(timed: list[Timed]) -> None:
+    assert "timing fewer trees: all would take about 18 s, 10 s are left" in choose_within(10.0)
+    assert [tree.size for tree in timed[-1].trees] == [0, 2]
+    assert timed[-1].deadline == 10.0
+
+
+def test_timing_may_take_a_share_of_the_run() -> None:
     assert timing_budget(10) == 10
     assert timing_budget(400) == 40
 
@@ -231,31 +210,12 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
         choose_tree(target_model, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
 
 
-def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timed: list[int] = []
-
-    def step_ms(tree: Tree, again: int) -> float:
-        timed.append(tree.size)
-        return 1 + 0.1 * tree.max_depth + 0.01 * tree.size
-
-    chosen = chosen_by(monkeypatch, step_ms)
-    thorough = len(timed)
-    timed.clear()
-    quick = chosen_by(monkeypatch, step_ms, quick=True)
-    assert len(timed) < thorough
-    assert quick.best == chosen.best
-    assert timed[:4] == [0, 1, 2, 4]  # not 3
-    assert [one.tree.size for one in quick.sizes] == [one.tree.size for one in chosen.sizes]
-
-
 def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     target_model, long = random_target_model("llama"), list(range(2, 60)) * 2
-    draft, trace = noisy_heads(target_model), Trace([[0, 0, 0]] * 9, [3] * 9)
+    draft, trace = noisy_heads(target_model), Trace([[0, 0, 0]] * 9)
     monkeypatch.setattr(module, "SIZES", (0, 1))
     assert (
-        choose_tree(target_model, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True)
+        choose_tree(target_model, draft, TracedAnswers([[trace]] * 3, long), quiet())
         .sizes[0]
         .step_ms
         > 0

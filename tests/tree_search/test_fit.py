@@ -27,19 +27,18 @@ def conversation(draw: random.Random, tokens: int = 150) -> list[Trace]:
         rank = min(int(draw.expovariate(0.5)), 9)
         right = next((depth for depth in range(HEADS) if draw.random() > 0.8), HEADS)
         rows.append([rank] * right + [-1] * (HEADS - right))
-    targets = [min(HEADS, tokens - 1 - position) for position in range(tokens)]
     cut = [
-        [rank if k < limit else -1 for k, rank in enumerate(row)]
-        for row, limit in zip(rows, targets, strict=True)
+        [rank if position + k + 1 < tokens else -1 for k, rank in enumerate(row)]
+        for position, row in enumerate(rows)
     ]
-    return [Trace(cut, targets)]
+    return [Trace(cut)]
 
 
 def test_nodes_come_by_the_product_of_accuracies() -> None:
-    # top-1 is right 3 of 4 times for head 1, 2 of 4 for head 2; second guesses 1 of 4 and 1 of 4
-    traces = [Trace([[0, 0], [0, 0], [0, 1], [1, -1]], [2, 2, 2, 2])]
+    # top-1 is right 3 of 5 times for head 1, 2 of 4 for head 2; second guesses 1 of 5 and 1 of 4
+    traces = [Trace([[0, 0], [0, 0], [0, 1], [1, -1], [-1, -1], [-1, -1]])]
     trees = fit_trees(traces, [4, 99])
-    # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125, (1, 1): .0625; other guesses
+    # (0): .6, (0, 0): .3, (1): .2, (0, 1): .15, (1, 0): .1, (1, 1): .05; other guesses
     # were never right
     assert set(trees[4].paths) == {(0,), (0, 0), (1,), (0, 1)}
     assert set(trees[99].paths) == {(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)}

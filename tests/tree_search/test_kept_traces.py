@@ -53,6 +53,13 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
         weights_key(change(next((tmp_path / "backbone").glob("*.safetensors")), -1), SETTINGS)
     )
     keys.append(weights_key(change(next((run / "heads").glob("*.safetensors")), -1), SETTINGS))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained")
+    with_adapter = replace(paths, adapter=adapter)
+    keys.append(weights_key(with_adapter, SETTINGS))
+    change(adapter / "adapter_model.safetensors", -1)
+    keys.append(weights_key(with_adapter, SETTINGS))
     assert all(one not in keys[:i] for i, one in enumerate(keys))
     # not in the hub's cache
     assert weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys

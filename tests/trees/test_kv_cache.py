@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.trees.kv_cache import KVCache, compact
-from medusa_train.trees.transformers_adapters import NodeCache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 
 LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
@@ -17,12 +17,10 @@ def write(kv_cache: KVCache, first: int, lengths: Sequence[int], start: int = 0)
     """Write random prompts to rows from `first` on; returns the keys [layers, rows, heads, longest,
     dim].
     """
-    cache = prompt_cache(kv_cache, first, len(lengths), start)
+    cache = PromptCache(kv_cache, first, len(lengths), start)
     states = torch.randn(LAYERS, len(lengths), HEADS, max(lengths), DIM)
     for layer, keys in enumerate(states):
         cache.update(keys, -keys, layer)
-    cache.commit()
-    assert cache.length == start + max(lengths)
     return states
 
 
@@ -53,7 +51,7 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
     with pytest.raises(MedusaError, match="holds 0 positions"):
         KVCache(LAYERS, 50).storage(1)
     with pytest.raises(MedusaError, match="holds 56 positions, 60 are needed"):
-        prompt_cache(kv_cache, 0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
+        PromptCache(kv_cache, 0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
 
 
 def test_layers_differ_in_the_number_and_width_of_their_heads() -> None:
@@ -62,7 +60,7 @@ def test_layers_differ_in_the_number_and_width_of_their_heads() -> None:
     kv_cache = KVCache(3, 50, BLOCK)
     sizes = [(1, 4, 4), (1, 3, 2), (2, 6, 6)]  # heads, and the width of keys and of values
     layers = [(torch.randn(1, h, 7, k), torch.randn(1, h, 7, v)) for h, k, v in sizes]
-    prompt = prompt_cache(kv_cache, 0, 1)
+    prompt = PromptCache(kv_cache, 0, 1)
     for index, layer in enumerate(layers):
         read = prompt.update(*(states[:, :, :5] for states in layer), index)
         assert all(map(torch.equal, read, (states[:, :, :5] for states in layer)))

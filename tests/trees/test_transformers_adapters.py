@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa_train.trees.kv_cache import KVCache
-from medusa_train.trees.transformers_adapters import NodeInputs, node_cache, prompt_cache
+from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache, node_cache
 from tests.trees.test_kv_cache import BLOCK, DIM, HEADS, LAYERS, write
 
 
@@ -12,7 +12,7 @@ def test_a_prompt_goes_on_behind_what_is_known() -> None:
     torch.manual_seed(0)
     kv_cache = KVCache(LAYERS, 50, BLOCK)
     first = write(kv_cache, 0, [6])
-    cache = prompt_cache(kv_cache, 0, 1, 4)  # the last two positions are written again
+    cache = PromptCache(kv_cache, 0, 1, 4)  # the last two positions are written again
     states = torch.randn(1, HEADS, 5, DIM)
     keys, values = cache.update(states, -states, 1)
     assert keys.shape == (1, HEADS, 9, DIM)

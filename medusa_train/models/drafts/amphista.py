@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,17 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal
-from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.drafts.stacked import StackedLinears
+from medusa_train.models.drafts.draft_layer import DraftLayer
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft
+from medusa_train.models.drafts.markov import fill_tree
+from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
-class AmphistaDraft(LMHeadsDraft):
+class AmphistaDraft(StackedDraft, LMHeadsDraft):
     """Medusa's heads, which see the token just chosen and each other (Amphista, Methodology; arXiv
     2406.13170).
 
@@ -28,14 +29,14 @@ class AmphistaDraft(LMHeadsDraft):
     first layer, the others the second. Before their output matrices the heads attend to each other.
 
         h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the target model's state at t,
-                                                                 e: the embedding of the token at t + 1
+                                                                 e: the embedding of x_{t+1}
         v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2; h_i: h1 or h2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
         p_k = softmax(W2_k u_k)                                  Eq. 6; guesses the token at t + k + 1
 
-    The token at t + 1 is the one that the target model just chose: in decoding the root of the tree, in
-    training the data's token. No head reads a later one, so in training all positions and in
-    decoding all K heads are computed in one pass.
+    The token at t + 1 is the one that the target model just chose: in decoding the root of the
+    tree, in training the data's token. No head reads a later one, so in training all positions and
+    in decoding all K heads are computed in one pass.
 
     Choices that the paper does not specify:
 
@@ -47,8 +48,8 @@ class AmphistaDraft(LMHeadsDraft):
       heads give the target model's next-token logits exactly.
 
     Args:
-        target model: the model whose layer class, embeddings and lm_head are used; it is neither kept
-            nor changed.
+        target model: the model whose layer class, embeddings and lm_head are used; it is neither
+            kept nor changed.
         num_heads: K.
         auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits
             the positions.
@@ -70,7 +71,6 @@ class AmphistaDraft(LMHeadsDraft):
         "sampled_token",
         "normalize_embeddings",
     )
-    lm_heads: StackedLinears
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class AmphistaDraft(LMHeadsDraft):
             for _ in range(adaptation_layers)
         )
         # the heads: W1, the block between them, W2
-        self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
+        self.mlps = nn.ModuleList(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
             config = target_model.config
@@ -116,7 +116,8 @@ class AmphistaDraft(LMHeadsDraft):
             if not position_encoding:
                 self.auto.positions = None
         lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        self.lm_heads = StackedLinears(lm_heads)
+        self.lm_heads = nn.ModuleList(lm_heads)
+        self.stack_heads()
         self._init_identity()
         self.to(target_model.device)
 
@@ -131,39 +132,6 @@ class AmphistaDraft(LMHeadsDraft):
                 nn.init.zeros_(parameter)
         for parameter in self.mlps.parameters():
             nn.init.zeros_(parameter)
-
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        num_heads: int,
-        auto_blocks: int,
-        position_encoding: bool = True,
-        adaptation_layers: int,
-        sampled_token: bool,
-        vocab_size: int | None = None,
-        **without_weights: Any,
-    ) -> int:
-        """Per head `d x d` and its lm_head, per stage a decoder layer and its fc, and the blocks'
-        attention.
-        """
-        d = model.get_output_embeddings().weight.shape[1]
-        heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
-        layers = 0
-        if adaptation_layers:
-            layer = layer_to_copy(model)
-            layers = adaptation_layers * sum(p.numel() for p in layer.parameters())
-        fcs = 0
-        if sampled_token:
-            fcs = max(adaptation_layers, 1) * 2 * d * d
-        positions = 0
-        if auto_blocks and position_encoding:
-            positions = num_heads * d
-        config = model.config.get_text_config()
-        attention = 4 * d * config.num_attention_heads * head_dim(config)
-        blocks = auto_blocks * (attention + d)  # with a norm
-        return heads + layers + fcs + positions + blocks
 
     # Training
 
@@ -206,8 +174,8 @@ class AmphistaDraft(LMHeadsDraft):
         self.stages(hidden_states.final, following, run_layer)
 
     def extend(self, step: DraftStep) -> list[Tensor]:
-        """Run the adaptation layers over the accepted path, followed by the last tokens; return h1 and h2
-        [B, d] of its last nodes.
+        """Run the adaptation layers over the accepted path, followed by the last tokens; return h1
+        and h2 [B, d] of its last nodes.
         """
         accepted = step.accepted
         hidden = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
@@ -223,22 +191,16 @@ class AmphistaDraft(LMHeadsDraft):
     def propose(self, step: DraftStep, states: list[Tensor]) -> Proposal:
         """Place the top draft tokens of every head in the tree by rank."""
         tree = step.tree
-        # 1. the best tokens of the heads that the tree has levels for
+        # 1. logits of the heads that the tree has levels for
         logits = self._head_logits(states, tree.max_depth)  # [max_depth, B, V]
-        best = logits.topk(tree.width).indices  # [max_depth, B, width]
-        table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        # 2. those that the tree has
-        guesses = self.lm_head(1).tokens_of(table[:, tree.candidate_index])  # [B, n]
-        tokens = torch.cat([step.last_tokens[:, None], guesses], dim=1)  # [B, n + 1]
+        # 2. their best tokens
+        head = self.lm_head(1)
+        tokens = fill_tree(logits, step.last_tokens, tree, head, markov=None)  # [B, n + 1]
         return Proposal(tokens, tree)
 
-    def stacked(self) -> Stacked | None:
-        """Return the weights of all heads as one tensor each; None if they are not stacked."""
-        mlp = self.mlps.stacked()
-        lm_heads = self.lm_heads.stacked()
-        if mlp is None or lm_heads is None:
-            return None
-        return Stacked(mlp, lm_heads)
+    def parallel_linears(self) -> list[list[Any]]:
+        """Return W1 and W2 of all heads."""
+        return [list(self.mlps), list(self.lm_heads)]
 
     # The layers of the formulas above
 
@@ -281,9 +243,9 @@ class AmphistaDraft(LMHeadsDraft):
             vectors.append(x + silu(mlp(x)))
         return torch.stack(vectors, dim=-2)
 
-    def _stacked_head_vectors(self, stages: Sequence[Tensor], stacked: Stacked) -> Tensor:
+    def _stacked_head_vectors(self, stages: Sequence[Tensor], stack: Stack) -> Tensor:
         """The same in one product, [B, K, d] of stages [B, d]."""
-        weights, biases = stacked.mlp  # [K, d, d], [K, d]
+        weights, biases = stack  # [K, d, d], [K, d]
         assert biases is not None
         x = torch.stack(self._stage_of_heads(stages))  # [K, B, d]
         branch = torch.baddbmm(biases[:, None], x, weights.transpose(1, 2))  # [K, B, d]
@@ -303,12 +265,13 @@ class AmphistaDraft(LMHeadsDraft):
         Without soft cap and scale, which keep their order. All heads are needed for the first ones,
         since they attend to each other.
         """
-        stacked = self.stacked()
-        if stacked is None:
+        stacks = self.stacked()
+        if stacks is None:
             states = self._mix(self._head_vectors(stages)).unbind(-2)  # K times [B, d]
             return torch.stack([self.lm_heads[k](states[k]) for k in range(count)])
-        mixed = self._mix(self._stacked_head_vectors(stages, stacked)).transpose(0, 1)  # [K, B, d]
-        weights, biases = stacked.lm_heads  # [K, V, d], [K, V]
+        mlps, lm_heads = stacks
+        mixed = self._mix(self._stacked_head_vectors(stages, mlps)).transpose(0, 1)  # [K, B, d]
+        weights, biases = lm_heads  # [K, V, d], [K, V]
         logits = torch.bmm(mixed[:count], weights[:count].transpose(1, 2))  # [count, B, V]
         if biases is not None:
             logits = logits + biases[:count, None]
@@ -316,17 +279,8 @@ class AmphistaDraft(LMHeadsDraft):
 
 
 #: Output projections of attention and MLP in a decoder layer. Initialized to 0, so that a new
-# layer adds nothing.
+#: layer adds nothing.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "output_linear", "c_proj")
-
-
-class Stacked(NamedTuple):
-    """The weights of all heads on the parameters' memory: W1 [K, d, d] with b1 [K, d], W2 [K, V, d]
-    with [K, V].
-    """
-
-    mlp: tuple[Tensor, Tensor | None]
-    lm_heads: tuple[Tensor, Tensor | None]
 
 
 class AutoEmbedding(nn.Module):
@@ -396,7 +350,7 @@ class HeadAttention(nn.Module):
 
 
 #: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA
-# grid.
+#: grid.
 MAX_CUDA_BATCH = 65_535
 
 

@@ -58,8 +58,9 @@ class Proposal:
         return tokens, TreeAndBranch(self.tree, self.branch.layout)
 
     def at_outputs(self, values: Tensor) -> Tensor:
-        """Return the values at the tokens whose logits are read, of those at all tokens of the pass,
-        [B, n + 1 + m, ...]: at the nodes, then at the branch's outputs, [B, n + 1 + outputs, ...].
+        """Return the values at the tokens whose logits are read, of those at all tokens of the
+        pass, [B, n + 1 + m, ...]: at the nodes, then at the branch's outputs, [B, n + 1 + outputs,
+        ...].
         """
         if self.branch is None:
             return values
@@ -145,8 +146,8 @@ class CachedLayer(Protocol):
 
 @dataclass(frozen=True)
 class DraftCache:
-    """The KV cache of one layer of a draft in one step: row b holds what the layer read, in the columns
-    of its positions.
+    """The KV cache of one layer of a draft in one step: row b holds what the layer read, in the
+    columns of its positions.
 
     Attributes:
         storage: [1, 2, rows, kv_heads, columns, head_dim], columns > key_length.
@@ -189,15 +190,15 @@ class DraftStep:
 
     Attributes:
         accepted: the path that the last step accepted.
-        last_tokens: of each row, accepted but not verified yet, long [B]. last_token_list: the same on
-            the host.
+        last_tokens: of each row, accepted but not verified yet, long [B]. last_token_list: the same
+            on the host.
         caches: of the draft's own layers, `Proposer.num_caches` of them.
-        request_states: what `Proposer.new_request_state` returned for each active row; a pass may have
-            further rows.
-        tree: to be filled, with its tensors on the device of the last tokens; drafts that choose the
-            shape of their trees ignore it.
-        nodes: where the nodes of the tree are in the target model's KV cache, for drafts that run its
-            layers; None for drafts that choose the shape of their trees.
+        request_states: what `Proposer.new_request_state` returned for each active row; a pass may
+            have further rows.
+        tree: to be filled, with its tensors on the device of the last tokens; drafts that choose
+            the shape of their trees ignore it.
+        nodes: where the nodes of the tree are in the target model's KV cache, for drafts that run
+            its layers; None for drafts that choose the shape of their trees.
         may_stop: whether the draft may look at its guesses to stop early. Steps that are replayed
             do the same work every time, so there it may not.
     """
@@ -213,7 +214,8 @@ class DraftStep:
 
 
 class Proposer:
-    """Guesses the tokens after the target model's next token, in trees: what decoding needs of a draft.
+    """Guesses the tokens after the target model's next token, in trees: what decoding needs of a
+    draft.
 
     In each step `extend` takes the accepted path, and `propose` fills a tree below the last tokens:
 
@@ -229,8 +231,8 @@ class Proposer:
         num_caches: layers of its own with keys and values.
         fixed_shape: whether it fills the tree that it is given, with the same work every time, so
             that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
-        runs_target_model: whether `propose` runs layers of the target model over its draft tokens, see
-            `Proposal.aux`.
+        runs_target_model: whether `propose` runs layers of the target model over its draft tokens,
+            see `Proposal.aux`.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -260,7 +262,8 @@ class Proposer:
         The last position of each is read again as the accepted path of the first step.
 
         Args:
-            hidden_states: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
+            hidden_states: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long
+                [B, T].
             caches: one for each layer of the draft. Its `length` positions precede the prompts.
         """
 
@@ -296,8 +299,8 @@ class Proposer:
         return nullcontext()
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Read the target model's logits at the branch tokens of a proposal; drafts without them need
-        not define it.
+        """Read the target model's logits at the branch tokens of a proposal; drafts without them
+        need not define it.
 
         Args:
             request_states: as `new_request_state` returned them. proposal: the verified proposal.
@@ -308,9 +311,9 @@ class Proposer:
 class Draft(Proposer, nn.Module):
     """K trained heads that draft the tokens after the target model's next token.
 
-    At position t the target model predicts the token t + 1, and head k (k = 1..K) the token t + k + 1.
-    Training reads `head_states` and `lm_head`: the loss compares head k's logits with the data's
-    token, or with the target model's own prediction. Decoding reads what `Proposer` has.
+    At position t the target model predicts the token t + 1, and head k (k = 1..K) the token
+    t + k + 1. Training reads `head_states` and `lm_head`: the loss compares head k's logits with
+    the data's token, or with the target model's own prediction. Decoding reads what `Proposer` has.
 
     Attributes:
         num_heads: K, the depth of the deepest tree that it can fill.
@@ -340,18 +343,28 @@ class Draft(Proposer, nn.Module):
         return cls(target_model, *args, **kwargs)
 
     @property
+    def draft_vocab_size(self) -> int | None:
+        """N for a reduced vocabulary, whose tokens are the buffer `token_map`; else None."""
+        token_map = getattr(self, "token_map", None)
+        return None if token_map is None else len(token_map)
+
+    @property
     def settings(self) -> dict[str, Any]:
-        """JSON-serializable keyword arguments of `from_target_model` that recreate this draft, except
-        `token_map`.
+        """JSON-serializable keyword arguments of `from_target_model` that recreate this draft,
+        except `token_map`.
         """
         return {name: getattr(self, name) for name in self.setting_names}
 
     @classmethod
-    @abstractmethod
-    def count_parameters(cls, model: Any, *args: Any, **kwargs: Any) -> int:
-        """Return the number of trainable parameters with these `settings`; the causal LM may be on
-        the meta device.
+    def count_parameters(cls, target_model: TargetModel, **settings: Any) -> int:
+        """Return the number of trainable parameters with these `settings`. The target model may be
+        on the meta device, where the draft has neither memory nor values.
         """
+        if settings.get("vocab_size"):
+            settings["token_map"] = torch.arange(settings["vocab_size"])
+        with torch.device(target_model.device):
+            draft = cls.from_target_model(target_model, **settings)
+        return sum(parameter.numel() for parameter in draft.parameters())
 
     def with_dynamic_trees(self: D, limits: Limits) -> D:
         """Return a draft with the same weights that chooses a tree of this size for each row and
@@ -379,8 +392,8 @@ class Draft(Proposer, nn.Module):
     # Training
 
     def loss_positions(self, batch: Batch) -> Tensor | None:
-        """Return at which positions targets count in the loss, bool [B, T]; None: at all. It depends
-        on the batch alone.
+        """Return at which positions targets count in the loss, bool [B, T]; None: at all. It
+        depends on the batch alone.
         """
         return None
 
@@ -392,8 +405,8 @@ class Draft(Proposer, nn.Module):
         the state is ignored; elsewhere it must not depend on other documents.
 
         Args:
-            hidden_states: of the same rows, with the states of `aux_layers`. batch: tokens, positions and segments
-                [B, T].
+            hidden_states: of the same rows, with the states of `aux_layers`. batch: tokens,
+                positions and segments [B, T].
         """
 
     def teacher_forced_states(

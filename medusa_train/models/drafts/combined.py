@@ -33,8 +33,8 @@ class MergedDraft(Proposer):
         heads: a trained draft. lookup: a draft without training.
 
     Raises:
-        MedusaError: the heads run layers of the target model themselves (Kangaroo), which would lack
-            the added nodes.
+        MedusaError: the heads run layers of the target model themselves (Kangaroo), which would
+            lack the added nodes.
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:

@@ -79,8 +79,8 @@ class DFlashDraft(Draft):
             target model's table, which is a spare row in many models.
         markov_rank: r of the Markov bias; 0: none.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]).
-        layer: entries of config.json in which the layers differ from the target model's, for published
-            drafts.
+        layer: entries of config.json in which the layers differ from the target model's, for
+            published drafts.
         dtype: dtype of the parameters; by default the target model's.
 
     Raises:
@@ -130,7 +130,6 @@ class DFlashDraft(Draft):
                 f" {target_model.vocab_size:,} tokens"
             )
         self.aux_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))
-        self.aux_layers = self.aux_layers
 
         # 1. E and lm_head, neither of which is registered as a module
         self.embedding = target_model.embedding()
@@ -176,35 +175,6 @@ class DFlashDraft(Draft):
             "vocab_size": self.draft_vocab_size,
             **({"layer": self._layer_overrides} if self._layer_overrides else {}),
         }
-
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        num_layers: int = 5,
-        layers: Sequence[int] | None = None,
-        markov_rank: int = 0,
-        vocab_size: int | None = None,
-        layer: Mapping[str, Any] | None = None,
-        **_ignored_settings: Any,
-    ) -> int:
-        """fc, two norms, and in each layer attention, MLP and norms; r x (V + N) for the Markov
-        bias.
-        """
-        config = layer_config(model.config.get_text_config(), layer)
-        d, h = config.hidden_size, config.head_dim
-        inner = (config.num_attention_heads + config.num_key_value_heads) * h
-        weights = 2 * d * inner + 3 * d * config.intermediate_size + 2 * d + 2 * h
-        states = len(layers or range(num_layers))
-        tokens = model.get_output_embeddings().weight.shape[0]
-        markov = markov_rank * (tokens + (vocab_size or tokens))
-        return states * d * d + 2 * d + num_layers * weights + markov
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """N for a reduced vocabulary, else None."""
-        return None if self.token_map is None else len(self.token_map)
 
     def lm_head(self, k: int) -> LMHead:
         """Return the target model's, with the Markov bias."""
@@ -265,13 +235,17 @@ class DFlashDraft(Draft):
         counts = chosen.sum(1, keepdim=True)  # [B, 1]
         order = chosen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         number = torch.arange(int(counts.max()), device=chosen.device)
-        places = torch.where(number < counts, order[:, : len(number)], order[:, :1])
+        is_own = number < counts  # [B, N]
+        places = torch.where(is_own, order[:, : len(number)], order[:, :1])
         # 2. their slots
         states = self._block_states(hidden_states, batch, places)  # [B, N, K, d]
-        # 3. each in the place of its t
+        # 3. each in the place of its t; repeated ones, which would add to the gradient of the first,
+        # in a column that is cut off
+        size = chosen.shape[1]  # T
+        columns = torch.where(is_own, places, size)  # [B, N]
         for k in range(1, self.num_heads + 1):
-            out = states.new_zeros(*chosen.shape, states.shape[-1])
-            out = out.index_put((rows, places), states[:, :, k - 1])
+            out = states.new_zeros(len(chosen), size + 1, states.shape[-1])
+            out = out.index_put((rows, columns), states[:, :, k - 1])[:, :size]
             if self.markov is not None:
                 out = self.markov.append_to(out, batch, k)
             yield out

@@ -1,5 +1,5 @@
-"""A trainable decoder layer of the target model's class, initialized from one of its; attention or MLP
-may be absent.
+"""A trainable decoder layer of the target model's class, initialized from one of its; attention or
+MLP may be absent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medusa_train.models.document_attention import (
     register_document_attention,
     separates_documents,
 )
-from medusa_train.models.hf_config import decoder_of, has_experts
+from medusa_train.models.hf_config import has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
@@ -46,14 +46,14 @@ class DraftLayer(nn.Module):
     Args:
         target model: the model whose layer class and configuration are used; it is not kept.
         final_norm: whether a norm follows, of the kind of the target model's final norm.
-        mlp_size: width of the MLP; None for the target model's. 0 leaves out the MLP and the norms that
-            serve only it: norm, attention, residual (Kangaroo).
+        mlp_size: width of the MLP; None for the target model's. 0 leaves out the MLP and the norms
+            that serve only it: norm, attention, residual (Kangaroo).
         attention: False leaves out the attention and its norms in the same way.
         dtype: dtype of the parameters; by default the target model's.
 
     Raises:
-        TargetModelError: a decoder of this class can't be built with one layer, or changes its input
-            before the layer.
+        TargetModelError: a decoder of this class can't be built with one layer, or changes its
+            input before the layer.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class DraftLayer(nn.Module):
     def run_cached(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q further positions [B, q, d] in decoding; their keys and values go to the KV cache of
-        `cache`.
+        """Run q further positions [B, q, d] in decoding; their keys and values go to the KV cache
+        of `cache`.
 
         Args:
             mask: additive [B, 1, q, key_length], sliding windows applied.
@@ -243,10 +243,13 @@ def _build_body(
     _ = body.norm  # the final norm may have another name
     if not final_norm:
         body.norm = nn.Identity()
+    attention_norms, mlp_norms = norms_of(body.layers[0])
     if mlp_size == 0:
-        _remove(body, mlp, _NoMLP(), target_model.hidden_size)
+        _remove(body, mlp, _NoMLP(), mlp_norms)
     if not attention:
-        _remove(body, "self_attn", _NoAttention(), target_model.hidden_size)
+        # the only norm of a parallel layer (Cohere) is before both parts
+        is_shared = not mlp_norms and mlp_size != 0
+        _remove(body, "self_attn", _NoAttention(), [] if is_shared else attention_norms)
     return body
 
 
@@ -254,6 +257,8 @@ def _build_body(
 def _changes_input(body: Any, hidden_size: int) -> bool:
     """Return whether the decoder's only layer reads something else than the decoder is given."""
     probe = torch.randn(1, 2, hidden_size)
+    if probe.is_meta:
+        return False
     with capture_inputs(body.layers[0]) as captured:
         body(inputs_embeds=probe, use_cache=False)
     return not torch.equal(captured[0], probe)
@@ -280,20 +285,6 @@ class _NoAttention(nn.Module):
         return torch.zeros_like(hidden_states), None
 
 
-def layer_to_copy(model: Any) -> nn.Module:
-    """Return a decoder layer of the kind that a `DraftLayer` copies; TargetModelError if the decoder
-    lacks a part.
-    """
-    body = decoder_of(model)
-    for name in ("layers", "embed_tokens"):
-        if not hasattr(body, name):
-            raise TargetModelError(
-                f"a draft can't use a layer of {type(body).__name__}: it has no `{name}`"
-            )
-    layer: nn.Module = body.layers[0]
-    return layer
-
-
 def mlp_of(layer: nn.Module, config: Any) -> tuple[str, str]:
     """Return the names of a layer's MLP and of its size in the text config; dense Granite 4.0
     models have others.
@@ -303,26 +294,40 @@ def mlp_of(layer: nn.Module, config: Any) -> tuple[str, str]:
     return "mlp", "intermediate_size"
 
 
-def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> None:
-    """Replace a part of the layer; remove its norms: the modules that a probe's gradient no longer
-    reaches.
+#: Norms of a layer's attention, and of its MLP.
+_ATTENTION_NORMS = ("input_layernorm", "attention_layernorm", "post_self_attn_layernorm")
+_MLP_NORMS = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "pre_mlp_layernorm",
+    "post_mlp_layernorm",
+    "feedforward_layernorm",
+)
+
+
+def norms_of(layer: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of the norms of a layer's attention, and of its MLP. The only norm of a
+    parallel layer, which both parts read, is in the first list.
     """
+    names = [name for name, _ in layer.named_children()]
+    attention = [name for name in names if name in _ATTENTION_NORMS]
+    mlp = [name for name in names if name in _MLP_NORMS]
+    if "post_attention_layernorm" in names:
+        # Llama's norm before the MLP; families with other norms next to the MLP (Gemma, OLMo 2,
+        # EXAONE 4, AFMoE) have it after the attention. GLM-4 has norms after both, and Llama's
+        follows_attention = bool(set(mlp) - {"post_mlp_layernorm"})
+        (attention if follows_attention else mlp).append("post_attention_layernorm")
+    return attention, mlp
+
+
+def _remove(body: Any, name: str, replacement: nn.Module, norms: Sequence[str]) -> None:
+    """Replace a part of the layer, and remove the norms that serve only this part."""
     layer = body.layers[0]
     if not isinstance(getattr(layer, name, None), nn.Module):
         raise AttributeError(f"its layers have no module `{name}` to remove")
     setattr(layer, name, replacement)
-    # 1. a gradient for all that is still read
-    states, factors = torch.randn(2, 1, 3, hidden_size)  # [1, 3, d] each
-    with torch.enable_grad():
-        out = body(inputs_embeds=states, use_cache=False).last_hidden_state
-        (out * factors).sum().backward()
-    # 2. what has none is no longer read
-    for child_name, child in list(layer.named_children()):
-        gradients = [parameter.grad for parameter in child.parameters()]
-        is_read = any(grad is not None and bool(grad.any()) for grad in gradients)
-        if not is_read and not isinstance(child, (_NoMLP, _NoAttention)):
-            setattr(layer, child_name, nn.Identity())
-    body.zero_grad()
+    for norm in norms:
+        setattr(layer, norm, nn.Identity())
 
 
 # Initialization from a layer of the target model

@@ -24,7 +24,7 @@ RunNodes = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 
 
 def drafted_limits(size: Limits) -> Limits:
-    """Return the most nodes that drafting or verifying trees of this size puts into the kv_cache."""
+    """Return the most nodes that drafting or verifying trees of this size puts into the KV cache."""
     expanded = (size.depth - 1) * min(EXPANDED, size.size)  # of the last level none is expanded
     return Limits(max(size.size, expanded), size.depth)
 

@@ -1,5 +1,5 @@
-"""EAGLE-3: one decoder layer drafts token by token, from states of three layers of the target model and
-then from its own.
+"""EAGLE-3: one decoder layer drafts token by token, from states of three layers of the target model
+and then from its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
-from medusa_train.models.hf_config import final_norm, head_dim, key_value_heads
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft
+from medusa_train.models.hf_config import final_norm
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
@@ -32,48 +32,49 @@ from medusa_train.trees.tree import Tree
 
 #: Number of the target model's layers whose states are read.
 NUM_STATES = 3
-#: A factor on the initial weight of the norm before lm_head. A fresh draft sees the state that predicts
-#: x_{t+1} but must predict x_{t+2}. The factor flattens its logits as temperature 4 does, so training
-#: starts near the loss of a uniform distribution instead of confidently wrong.
+#: A factor on the initial weight of the norm before lm_head. A fresh draft sees the state that
+#: predicts x_{t+1} but must predict x_{t+2}. The factor flattens its logits as temperature 4 does,
+#: so training starts near the loss of a uniform distribution instead of confidently wrong.
 CONFIDENCE_AT_START = 0.25
 
 
 class Eagle3Draft(LMHeadsDraft):
     """A decoder layer that drafts one token after the other (EAGLE-3, arXiv 2503.01840).
 
-    To guess the first token it reads what the target model computed: the states g of a low, a middle
-    and a high layer. For each further token it reads its own last output a and the token it
+    To guess the first token it reads what the target model computed: the states g of a low, a
+    middle and a high layer. For each further token it reads its own last output a and the token it
     guessed last:
 
         a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)     softmax(W norm(a_1)) guesses x_{t+2}
         a_2 = Layer(E(x_{t+2}), a_1)                                 softmax(W norm(a_2)) guesses x_{t+3}
         a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W norm(a_k)) guesses x_{t+k+1}
 
-    x_{t+1} is the root of the tree, the target model's own next token, and x_{t+2} .. is the path of
-    draft tokens below it. E is the target model's embedding. In step k the layer's attention sees the
-    keys that step 1 computed at all positions up to t, and those that steps 2 .. k computed on its
-    own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
+    x_{t+1} is the root of the tree, the target model's own next token, and x_{t+2} .. is the path
+    of draft tokens below it. E is the target model's embedding. In step k the layer's attention
+    sees the keys that step 1 computed at all positions up to t, and those that steps 2 .. k
+    computed on its own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
 
-    *Decoding* (EAGLE-3, Inference Pipeline): `extend` computes a_1 for the tokens that the last step
-    accepted, `propose` a_2, a_3, ... level by level for the nodes of the tree.
+    *Decoding* (EAGLE-3, Inference Pipeline): `extend` computes a_1 for the tokens that the last
+    step accepted, `propose` a_2, a_3, ... level by level for the nodes of the tree.
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
     data's tokens in place of guesses: `ttt_steps` steps, each on the outputs of the one before
     ("training-time test"). So the layer learns from what it reads when it drafts.
 
-    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the target model's
-    family, with norms of embedding and state before the attention, which reads both. Initially fc
-    passes g_high on, the layer is a copy of the target model's last one where shapes fit, W a copy of
-    lm_head, and the norm before it a quarter of the target model's; the paper does not specify it.
+    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the target
+    model's family, with norms of embedding and state before the attention, which reads both.
+    Initially fc passes g_high on, the layer is a copy of the target model's last one where shapes
+    fit, W a copy of lm_head, and the norm before it a quarter of the target model's; the paper does
+    not specify it.
 
-    Letters: d the width of the layer, d' that of the target model, which is the same unless `layer` says
-    otherwise; N tokens that can be drafted; B rows, T positions, m nodes of a tree.
+    Letters: d the width of the layer, d' that of the target model, which is the same unless `layer`
+    says otherwise; N tokens that can be drafted; B rows, T positions, m nodes of a tree.
 
     The arguments are the draft's `settings`, so files with drafts contain their names.
 
     Args:
-        target model: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
-            which is neither saved nor trained.
+        target model: the model whose lm_head is copied; of its embeddings the draft keeps a
+            reference, which is neither saved nor trained.
         num_heads: K, the depth of the deepest tree: the attribute `max_draft_tokens`. The key is
             Medusa's; here one head drafts K tokens in a row.
         train_steps: steps of the training-time test: the attribute `ttt_steps`.
@@ -90,8 +91,8 @@ class Eagle3Draft(LMHeadsDraft):
         norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
         own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
             narrower or wider than the target model (`hidden_size` in `layer`) needs them.
-        layer: entries of config.json in which the layer differs from the target model's, for drafts of
-            other trainers.
+        layer: entries of config.json in which the layer differs from the target model's, for drafts
+            of other trainers.
         dtype: dtype of the parameters; by default the target model's.
 
     """
@@ -123,7 +124,6 @@ class Eagle3Draft(LMHeadsDraft):
         self.max_draft_tokens = self.num_heads = num_heads
         self.ttt_steps = train_steps
         self.aux_layers = tuple(layers or default_layers(target_model.num_layers))
-        self.aux_layers = self.aux_layers
         self.norm_output = norm_output
         self._layer_overrides = dict(layer or {})
 
@@ -168,7 +168,8 @@ class Eagle3Draft(LMHeadsDraft):
         # `new_lm_heads` also sets token_map, softcap and scale
         lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
         if size == target_model_size:
-            self._init_from(target_model)
+            if target_model.device.type != "meta":
+                self._init_from(target_model)
         else:
             # nothing of the target model has the layer's width, so of the copy of lm_head only N is
             # used. Such a draft gets its weights from a published one; it is not begun here
@@ -219,50 +220,6 @@ class Eagle3Draft(LMHeadsDraft):
             settings["layer"] = self._layer_overrides
         return settings
 
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        vocab_size: int | None = None,
-        layer: Mapping[str, Any] | None = None,
-        qk_norm: bool = False,
-        norm_before_fc: bool = False,
-        fc_norm: bool = False,
-        **_ignored_settings: Any,
-    ) -> int:
-        """fc and the norms before it, attention over `2 d`, MLP, four norms, and an lm_head."""
-        text_config = model.config.get_text_config()
-        config = layer_config(text_config, layer)
-        d = config.hidden_size
-        target_model_size = text_config.hidden_size  # d'
-        # 1. fc and the norms before it, which have a factor for each number that fc reads
-        fc_inputs = NUM_STATES * target_model_size
-        fc = fc_inputs * d
-        if norm_before_fc:
-            fc += fc_inputs
-        if fc_norm:
-            fc += fc_inputs
-        # 2. the layer; published drafts may have biases
-        inner = config.num_attention_heads * head_dim(config)
-        inner_kv = key_value_heads(config) * head_dim(config)
-        attention = 2 * d * (inner + 2 * inner_kv) + inner * d
-        if config.attention_bias:
-            attention += inner + 2 * inner_kv + d
-        if qk_norm:
-            attention += 2 * head_dim(config)
-        mlp = 3 * d * config.intermediate_size
-        if config.mlp_bias:
-            mlp += 2 * config.intermediate_size + d
-        # 3. norm_e, norm_x, that before the MLP, and that before W
-        norms = 4 * d
-        # 4. W: a copy of lm_head, or, at another width, a new matrix without a bias
-        lm_head = count_lm_head(model, vocab_size)
-        if d != target_model_size:
-            num_tokens = vocab_size or model.get_output_embeddings().weight.shape[0]
-            lm_head = num_tokens * d
-        return fc + attention + mlp + norms + lm_head
-
     # Training
 
     @property
@@ -281,7 +238,9 @@ class Eagle3Draft(LMHeadsDraft):
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield for k = 1..max_draft_tokens norm(a_k) [B, T, d], also of steps that are not trained."""
+        """Yield for k = 1..max_draft_tokens norm(a_k) [B, T, d], also of steps that are not
+        trained.
+        """
         return self._run_steps(hidden_states, batch, self.max_draft_tokens)
 
     def _run_steps(
@@ -289,8 +248,8 @@ class Eagle3Draft(LMHeadsDraft):
     ) -> Iterator[Tensor]:
         """Yield norm(a_k) of all positions, [B, T, d], for k = 1..steps.
 
-        `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the target model's distribution
-        there. Gradients flow through all steps.
+        `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the target model's
+        distribution there. Gradients flow through all steps.
         """
         assert hidden_states.aux is not None
         # 1. step 1 reads the target model's states; later ones read the outputs of the step before
@@ -336,11 +295,11 @@ class Eagle3Draft(LMHeadsDraft):
     #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
     #                            prefill, extend                               propose
     #
-    # So the root's column is t here, one before its column t + 1 in the target model's kv_cache. When
-    # `propose` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
-    # tree have no node for the root. The layer runs at the nodes below it that have children: in
-    # columns root + 1, root + 2, .., and at position root + depth, where children of the root have
-    # depth 1.
+    # So the root's column is t here, one before its column t + 1 in the target model's KV cache.
+    # When `propose` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks
+    # of the tree have no node for the root. The layer runs at the nodes below it that have
+    # children: in columns root + 1, root + 2, .., and at position root + depth, where children of
+    # the root have depth 1.
 
     @property
     def num_caches(self) -> int:
@@ -372,9 +331,9 @@ class Eagle3Draft(LMHeadsDraft):
         """Compute a_1 along the accepted path, which the last tokens follow; return a_1 of the last
         accepted nodes, [B, d].
 
-        The path is the last tree's root and the nodes accepted below it; after a prefill the last position
-        of the prompt. Shorter paths are padded to P, and the next `extend` overwrites the padding,
-        as it does the entries of the draft tokens.
+        The path is the last tree's root and the nodes accepted below it; after a prefill the last
+        position of the prompt. Shorter paths are padded to P, and the next `extend` overwrites the
+        padding, as it does the entries of the draft tokens.
         """
         accepted = step.accepted
         assert accepted.hidden_states.aux is not None
@@ -504,8 +463,8 @@ class Eagle3Draft(LMHeadsDraft):
 
 
 class OwnEmbedding(nn.Module):
-    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the target model's
-    scale. They are zeros until the weights of a published draft are loaded.
+    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the target
+    model's scale. They are zeros until the weights of a published draft are loaded.
     """
 
     weight: Tensor

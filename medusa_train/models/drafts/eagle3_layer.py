@@ -172,7 +172,8 @@ def copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
 
 
 def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaConfig:
-    """Return the configuration of a Llama layer with the sizes and rotary angles of a target model's.
+    """Return the configuration of a Llama layer with the sizes and rotary angles of a target
+    model's.
 
     Args:
         config: of the target model's text model. layer: entries that replace these.

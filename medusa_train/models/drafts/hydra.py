@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,8 @@ from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal
-from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.drafts.draft_layer import DraftLayer
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
@@ -38,8 +37,8 @@ class HydraDraft(LMHeadsDraft):
     all positions are computed at once.
 
     E is the target model's frozen input embedding, scaled to a root mean square of 1. With a prefix
-    layer (Hydra++) a decoder layer of the target model's kind, with a cache and a final norm, runs over
-    h before the heads read it.
+    layer (Hydra++) a decoder layer of the target model's kind, with a cache and a final norm, runs
+    over h before the heads read it.
 
     Differences from the reference implementation:
 
@@ -53,8 +52,8 @@ class HydraDraft(LMHeadsDraft):
     - Dropout acts on what each SiLU branch adds.
 
     Args:
-        target model: the model whose embeddings, lm_head and layer class are used; its weights are not
-            changed.
+        target model: the model whose embeddings, lm_head and layer class are used; its weights are
+            not changed.
         num_heads: K. num_layers: blocks per head, the first one included.
         prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
         vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
@@ -94,35 +93,11 @@ class HydraDraft(LMHeadsDraft):
             self.blocks.append(nn.Sequential(first, *others))
         lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.lm_heads = nn.ModuleList(lm_heads)
-        if self.prefix is not None:
+        if self.prefix is not None and target_model.device.type != "meta":
             probe = torch.arange(min(64, target_model.vocab_size), device=target_model.device)[None]
             with torch.no_grad():
                 self.prefix.match_rms(target_model.run(probe).final)
         self.to(target_model.device)
-
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        num_heads: int,
-        num_layers: int,
-        prefix_layer: bool,
-        vocab_size: int | None = None,
-        **without_weights: Any,
-    ) -> int:
-        """Per head `2 d x (k + 1) d`, `d x d` per further block, and its lm_head; the prefix layer
-        with its norm.
-        """
-        d = model.get_output_embeddings().weight.shape[1]
-        first_blocks = sum(2 * d * ((k + 1) * d + 1) for k in range(1, num_heads + 1))
-        other_blocks = num_heads * (num_layers - 1) * (d * d + d)
-        lm_heads = num_heads * count_lm_head(model, vocab_size)
-        prefix = 0
-        if prefix_layer:
-            layer = layer_to_copy(model)
-            prefix = sum(p.numel() for p in layer.parameters()) + d
-        return first_blocks + other_blocks + lm_heads + prefix
 
     # Training
 

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
-from medusa_train.models.drafts.draft_layer import (
-    DraftLayer,
-    init_from_layer,
-    layer_to_copy,
-    mlp_of,
-)
-from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
+from medusa_train.models.drafts.lm_heads import copy_lm_head
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
@@ -28,8 +23,8 @@ from medusa_train.trees.tree import Level
 
 
 class KangarooDraft(Draft):
-    """The target model drafts for itself: it stops after a few layers, and a small adapter does the rest
-    (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
+    """The target model drafts for itself: it stops after a few layers, and a small adapter does the
+    rest (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
 
         drafting        tokens -- layers 1 .. l -- adapter A -- lm_head -- guesses
                                        |
@@ -38,17 +33,17 @@ class KangarooDraft(Draft):
         verification                   `-- layers l + 1 .. -- norm -- lm_head -- the answer
 
     The adapter A is a norm, causal attention with a residual, and a final norm; lm_head is the
-    target model's. The paper's other architectures are built, too (Kangaroo, The Architecture of the
-    Adapter Module). A is initialized from layer l, which it replaces, and from the target model's final
-    norm. (The paper does not say how; on the tiny target model random weights need more than twice the
-    tokens.)
+    target model's. The paper's other architectures are built, too (Kangaroo, The Architecture of
+    the Adapter Module). A is initialized from layer l, which it replaces, and from the target
+    model's final norm. (The paper does not say how; on the tiny target model random weights need
+    more than twice the tokens.)
 
     *Training*: at position t the adapter predicts the token t + 1, as the target model does, so one
     adapter drafts to any depth, and one prediction per position trains it. In `Draft`, head k at
     position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
 
-    *Decoding* runs the first l layers once for every draft token and leaves their keys and values in
-    the target model's cache; verification continues from these states (`Proposal.aux`).
+    *Decoding* runs the first l layers once for every draft token and leaves their keys and values
+    in the target model's cache; verification continues from these states (`Proposal.aux`).
 
     Drafting stops early where the current draft tokens carry no more than the share eta of the
     draft's probability (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the
@@ -124,33 +119,6 @@ class KangarooDraft(Draft):
         layer_types = getattr(body.config, "layer_types", None) or ["full_attention"]
         self.runner = LayerRunner(body, layer_types[:1])
 
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        mlp_size: int = 0,
-        attention: bool = True,
-        share_lm_head: bool = True,
-        **_: Any,
-    ) -> int:
-        """A final norm; the attention of one layer, and the MLP's share of a layer's, with a norm
-        each; an lm_head.
-        """
-        layer: Any = layer_to_copy(model)
-        d = model.get_output_embeddings().weight.shape[1]
-        total: int = d  # the final norm
-        if attention:
-            total += sum(parameter.numel() for parameter in layer.self_attn.parameters()) + d
-        if mlp_size:
-            config = model.config.get_text_config()
-            mlp, size = mlp_of(layer, config)
-            elements = sum(parameter.numel() for parameter in getattr(layer, mlp).parameters())
-            total += elements * mlp_size // getattr(config, size) + d
-        if not share_lm_head:
-            total += count_lm_head(model, None)
-        return total
-
     # Training
 
     @property
@@ -198,8 +166,8 @@ class KangarooDraft(Draft):
         self.adapter.extend(self.cast(hidden_states.aux), caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Keep the accepted inner nodes among the adapter's keys; return the auxiliary hidden states [B, 1, d]
-        of the last accepted nodes, which the adapter has not read.
+        """Keep the accepted inner nodes among the adapter's keys; return the auxiliary hidden
+        states [B, 1, d] of the last accepted nodes, which the adapter has not read.
         """
         accepted = step.accepted
         # 1. the adapter has read the inner nodes while it drafted; the accepted ones move right
@@ -333,5 +301,7 @@ class KangarooDraft(Draft):
         return next(self.adapter.parameters()).dtype
 
     def cast(self, states: Tensor) -> Tensor:
-        """Cast to the adapter's dtype, which in training may be more precise than the target model's."""
+        """Cast to the adapter's dtype, which in training may be more precise than the target
+        model's.
+        """
         return states.to(self._dtype)

@@ -14,8 +14,8 @@ from medusa_train.models.target_model import TargetModel
 
 
 class LMHeadsDraft(Draft):
-    """A draft whose heads have an output matrix W2 each, which starts as a copy of the target model's
-    lm_head.
+    """A draft whose heads have an output matrix W2 each, which starts as a copy of the target
+    model's lm_head.
 
     Attributes:
         lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
@@ -60,11 +60,6 @@ class LMHeadsDraft(Draft):
         """The settings, with the size of a reduced vocabulary."""
         return {**super().settings, "vocab_size": self.draft_vocab_size}
 
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """N for a reduced vocabulary, else None."""
-        return None if self.token_map is None else len(self.token_map)
-
     def lm_head(self, k: int) -> LMHead:
         """Return head k's W2 with the target model's logit transform."""
         head = self.lm_heads[k - 1]
@@ -87,11 +82,3 @@ def copy_lm_head(linears: Iterable[nn.Module], lm_head: LMHead) -> None:
         linear.weight.copy_(lm_head.weight)
         if lm_head.bias is not None:
             linear.bias.copy_(lm_head.bias)
-
-
-def count_lm_head(model: Any, vocab_size: int | None) -> int:
-    """Count the parameters of a copy of a model's lm_head, or of its part for `vocab_size` tokens."""
-    lm_head = model.get_output_embeddings()
-    all_tokens: int = lm_head.weight.shape[0]
-    per_token = sum(p.numel() for p in lm_head.parameters()) // all_tokens  # d, and 1 for a bias
-    return per_token * (vocab_size or all_tokens)

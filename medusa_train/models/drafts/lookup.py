@@ -81,8 +81,8 @@ class LookupDraft(Proposer):
         return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
-        """Return the tokens that the draft runs through the target model in addition to its tree; None if there
-        are none.
+        """Return the tokens that the draft runs through the target model in addition to its tree;
+        None if there are none.
         """
         return None
 

@@ -1,4 +1,6 @@
-"""A bias on the logits of parallel heads by the token before the guessed one (`medusa_markov_rank`)."""
+"""A bias on the logits of parallel heads by the token before the guessed one
+(`medusa_markov_rank`).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
 from medusa_train.models.target_states import TokenRows
 from medusa_train.trees.tree import Tree
 
-#: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products with
-#: the loss's gradients.
+#: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products
+#: with the loss's gradients.
 INITIAL_SPREAD = 0.02
 
 
@@ -69,7 +71,8 @@ class MarkovBias(nn.Module):
             scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
                 greatest first.
             candidates: long [depth, B, c], which logits these are.
-            last_tokens: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
+            last_tokens: long [B]. token_map: long [N], the token ids of R, for a reduced
+                vocabulary.
 
         Returns:
             Tokens in the tree's node order, long [B, n + 1].

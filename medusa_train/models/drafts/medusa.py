@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
-from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
+from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head
 from medusa_train.models.drafts.markov import MarkovBias, fill_tree
-from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
+from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 
 
-class MedusaDraft(Draft):
+class MedusaDraft(StackedDraft):
     """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
 
-    Each head is a residual block and an output matrix on the target model's hidden state. The target model
-    predicts the token at t + 1, and head k the token at t + 1 + k; heads do not read each other:
+    Each head is a residual block and an output matrix on the target model's hidden state. The
+    target model predicts the token at t + 1, and head k the token at t + 1 + k; heads do not read
+    each other:
 
         h_t -- lm_head -------------------- x_{t+1}, the root of the tree
          |---- block 1 -- W2_1 ------------ x_{t+2}
@@ -93,7 +94,7 @@ class MedusaDraft(Draft):
         self.markov: MarkovBias | None = None
         if markov_rank:
             self.markov = MarkovBias(vocab_size, num_tokens, markov_rank, dtype)
-        self._stack()
+        self.stack_heads()
 
     # Construction
 
@@ -148,33 +149,6 @@ class MedusaDraft(Draft):
             "markov_rank": self.markov.rank if self.markov is not None else 0,
         }
 
-    @classmethod
-    def count_parameters(
-        cls,
-        model: Any,
-        *,
-        num_heads: int,
-        num_layers: int,
-        share_lm_head: bool,
-        vocab_size: int | None = None,
-        markov_rank: int = 0,
-    ) -> int:
-        """`d x d` and a bias per block; a copy of lm_head, or of its part for N tokens, per head;
-        r x (V + N) for the Markov bias.
-        """
-        tokens, d = model.get_output_embeddings().weight.shape
-        blocks = num_heads * num_layers * (d * d + d)
-        lm_heads = 0
-        if not share_lm_head:
-            lm_heads = num_heads * count_lm_head(model, vocab_size)
-        markov = markov_rank * (tokens + (vocab_size or tokens))
-        return blocks + lm_heads + markov
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """N for a reduced vocabulary, else None."""
-        return None if self.token_map is None else len(self.token_map)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -188,8 +162,8 @@ class MedusaDraft(Draft):
         return result
 
     def _reduced_shared(self) -> LMHead | None:
-        """The lm_head that shared heads use: the target model's, or a copy of its part for a reduced
-        vocabulary.
+        """The lm_head that shared heads use: the target model's, or a copy of its part for a
+        reduced vocabulary.
         """
         if self._full_shared is None or self.token_map is None:
             return self._full_shared
@@ -213,8 +187,8 @@ class MedusaDraft(Draft):
         return self.blocks[k - 1](states)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2, or the shared one, with the target model's logit transform and the Markov
-        bias.
+        """Return head k's W2, or the shared one, with the target model's logit transform and the
+        Markov bias.
         """
         head = self._lm_head(k)
         if self.markov is not None:
@@ -258,9 +232,9 @@ class MedusaDraft(Draft):
 
     def _raw_logits(self, hidden: Tensor, count: int) -> Tensor:
         """Logits of heads 1..count for states [B, d], [count, B, V]."""
-        stacked = self.stacked()
-        if stacked is not None:
-            return self._stacked_logits(hidden, stacked, count)
+        stacks = self.stacked()
+        if stacks is not None:
+            return self._stacked_logits(hidden, stacks, count)
         # prepacked blocks, or parameters that ZeRO partitions: one head after the other
         logits = []
         for k in range(1, count + 1):
@@ -271,49 +245,23 @@ class MedusaDraft(Draft):
                 logits.append(self.shared.raw_logits(state))
         return torch.stack(logits)
 
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
-        super()._apply(fn, recurse)  # moves parameters one by one
-        self._stack()
-        return self
-
-    def _stack(self) -> None:
-        for linears in self._parallel_linears():
-            stack_linears(linears)
-
-    def stacked(self) -> Stacked | None:
-        """Return the weights of all heads as one tensor each, without a copy; None if they are not
-        stacked.
+    def parallel_linears(self) -> list[list[Any]]:
+        """Return the linear layers of block 1 of all heads, then of block 2, ..; and their W2 if
+        any.
         """
-        groups = []
-        for linears in self._parallel_linears():
-            stacked = stacked_linears(linears)
-            if stacked is None:
-                return None
-            groups.append(stacked)
-        if self.shared is not None:
-            return Stacked(groups, None)
-        return Stacked(groups[:-1], groups[-1])
-
-    def _parallel_linears(self) -> list[list[nn.Module]]:
-        """The linear layers that are the same in all heads: per block those of heads 1..K, then
-        their W2 if any.
-        """
-        blocks_of_heads: list[list[Any]] = []
-        for blocks in self.blocks:
-            assert isinstance(blocks, nn.Sequential)
-            blocks_of_heads.append(list(blocks))
-        groups: list[list[nn.Module]] = []
+        blocks_of_heads: list[Any] = list(self.blocks)
+        groups: list[list[Any]] = []
         for j in range(self.num_layers):
             groups.append([blocks[j].linear for blocks in blocks_of_heads])
         if self.lm_heads:
             groups.append(list(self.lm_heads))
         return groups
 
-    def _stacked_logits(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
+    def _stacked_logits(self, states: Tensor, stacks: list[Stack], count: int) -> Tensor:
         """Logits of heads 1..count, [count, B, V], for states [B, d]: one product per layer."""
         # 1. the residual blocks
         x = states.expand(count, *states.shape)  # [count, B, d]
-        for j, (weights, biases) in enumerate(stacked.blocks):  # [K, d, d], [K, d]
+        for j, (weights, biases) in enumerate(stacks[: self.num_layers]):  # [K, d, d], [K, d]
             assert biases is not None
             weight = weights[:count]
             bias = biases[:count]
@@ -325,10 +273,9 @@ class MedusaDraft(Draft):
                 branch = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))  # [count, B, d]
             x = x + silu(branch)
         # 2. the output matrices
-        if stacked.lm_heads is None:
-            assert self.shared is not None
+        if self.shared is not None:
             return self.shared.raw_logits(x)
-        weights, head_biases = stacked.lm_heads  # [K, V, d], [K, V]
+        weights, head_biases = stacks[-1]  # [K, V, d], [K, V]
         logits = torch.bmm(x, weights[:count].transpose(1, 2))  # [count, B, V]
         if head_biases is not None:
             logits = logits + head_biases[:count, None]
@@ -351,15 +298,3 @@ class ResBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
         return x + self.dropout(silu(self.linear(x)))
-
-
-class Stacked(NamedTuple):
-    """The weights of all heads as one tensor each, on the parameters' memory.
-
-    Attributes:
-        blocks: per layer W1 [K, d, d] and b1 [K, d].
-        lm_heads: W2 [K, V, d] and its bias [K, V] or None; None if the heads share the target model's.
-    """
-
-    blocks: list[tuple[Tensor, Tensor | None]]
-    lm_heads: tuple[Tensor, Tensor | None] | None

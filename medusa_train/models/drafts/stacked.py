@@ -1,60 +1,66 @@
-"""Linear layers of one shape, stacked in memory, so that one product computes all of them."""
+"""Drafts whose heads have linear layers of the same shapes, stacked in memory, so that one product
+computes all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from medusa_train.models.drafts.base import Draft
 
-class StackedLinears(nn.ModuleList):
-    """K linear layers of one shape, all with a bias or none, stacked in memory; they stay so
-    through `.to()`.
+D = TypeVar("D", bound="StackedDraft")
+
+#: The weights [K, out, in] and biases [K, out] (or None) of K linear layers.
+Stack = tuple[Tensor, Tensor | None]
+
+
+class StackedDraft(Draft):
+    """A draft whose heads have linear layers of the same shapes. Their parameters are stacked in
+    memory; they stay so through `.to()`.
     """
 
-    def __init__(self, linears: Iterable[nn.Linear]) -> None:
-        super().__init__(linears)
-        stack_linears(list(self))
+    @abstractmethod
+    def parallel_linears(self) -> list[list[Any]]:
+        """Return the linear layers that are the same in all heads, those of heads 1..K in each
+        list, all with a bias or none.
+        """
 
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> StackedLinears:
+    def stack_heads(self) -> None:
+        """Move the weights, and the biases, of each list of `parallel_linears` into one storage."""
+        for linears in self.parallel_linears():
+            for name in ("weight", "bias"):
+                parameters = [getattr(linear, name) for linear in linears]
+                if parameters and parameters[0] is not None:
+                    stack_in_place(parameters)
+
+    def stacked(self) -> list[Stack] | None:
+        """Return the stack of each list of `parallel_linears`, without a copy.
+
+        None if they are not stacked in memory, or if a layer was replaced by one of another class,
+        for example prepacked.
+        """
+        stacks: list[Stack] = []
+        for linears in self.parallel_linears():
+            if any(type(linear) is not nn.Linear for linear in linears):
+                return None
+            weight = stacked_view([linear.weight for linear in linears])
+            bias: Tensor | None = None
+            if linears[0].bias is not None:
+                bias = stacked_view([linear.bias for linear in linears])
+            if weight is None or (bias is None and linears[0].bias is not None):
+                return None
+            stacks.append((weight, bias))
+        return stacks
+
+    def _apply(self: D, fn: Callable[..., Tensor], recurse: bool = True) -> D:
         super()._apply(fn, recurse)  # moves parameters one by one
-        stack_linears(list(self))
+        self.stack_heads()
         return self
-
-    def stacked(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return all weights and biases, see `stacked_linears`."""
-        return stacked_linears(list(self))
-
-
-def stack_linears(linears: Sequence[nn.Module]) -> None:
-    """Move the weights, and the biases, of linear layers of one shape into one storage each, see
-    `stack_in_place`.
-    """
-    for name in ("weight", "bias"):
-        parameters = [getattr(linear, name) for linear in linears]
-        if parameters and parameters[0] is not None:
-            stack_in_place(parameters)
-
-
-def stacked_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weights [K, out, in] and biases [K, out] (or None) of K linear layers without a
-    copy.
-
-    None if they are not stacked in memory, or if a layer was replaced by one of another class, for
-    example prepacked.
-    """
-    if any(type(linear) is not nn.Linear for linear in linears):
-        return None
-    weight = stacked_view([linear.get_parameter("weight") for linear in linears])
-    if weight is None:
-        return None
-    if linears[0].bias is None:
-        return weight, None
-    bias = stacked_view([linear.get_parameter("bias") for linear in linears])
-    if bias is None:
-        return None
-    return weight, bias
 
 
 def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:

@@ -5,15 +5,14 @@ guesses depend on the path.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal
-from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.drafts.draft_layer import DraftLayer
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.transformers_adapters import PromptCache
@@ -54,13 +53,6 @@ class SixthDraft(LMHeadsDraft):
             self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         )
         self.to(target_model.device)
-
-    @classmethod
-    def count_parameters(cls, model: Any, *, num_heads: int, vocab_size: int | None = None) -> int:
-        """A `d x d` matrix and an lm_head per head; the layer with its norm."""
-        d = model.get_output_embeddings().weight.shape[1]
-        layer = sum(p.numel() for p in layer_to_copy(model).parameters()) + d
-        return num_heads * (d * d + count_lm_head(model, vocab_size)) + layer
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield the states [B, T, d] of each head, with the data's tokens as the path."""

@@ -16,7 +16,7 @@ from medusa_train.models.drafts.base import (
 )
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import KVCache
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 COLUMNS = 64
@@ -40,7 +40,7 @@ class DraftRows:
         for kv_cache in self.kv_cache:
             kv_cache.make_room(rows, COLUMNS)
         draft.prefill(
-            hidden_states, tokens, [prompt_cache(kv_cache, 0, rows) for kv_cache in self.kv_cache]
+            hidden_states, tokens, [PromptCache(kv_cache, 0, rows) for kv_cache in self.kv_cache]
         )
         last = [length - 1 for length in lengths]
         aux = None if hidden_states.aux is None else at_positions(hidden_states.aux, last)[:, None]

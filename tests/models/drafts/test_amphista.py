@@ -278,7 +278,7 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     if apart:
         weight = draft.lm_heads.get_parameter("2.weight")
         weight.data = weight.data.clone()
-    assert (draft.lm_heads.stacked() is None) == apart
+    assert (draft.stacked() is None) == apart
     prompts, last_tokens = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     rows = DraftRows(draft, target_model.run(padded), padded, [5, 2, 3])

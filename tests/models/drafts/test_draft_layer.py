@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
 from medusa_train.models.drafts.base import AcceptedPath, DraftCache
-from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, norms_of
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.kv_cache import KVCache
-from medusa_train.trees.transformers_adapters import prompt_cache
+from medusa_train.trees.transformers_adapters import PromptCache
 from tests.families import FAMILIES, NoTokenizer, random_target_model
 
 
@@ -216,7 +216,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = layer.extend(padded, prompt_cache(kv_cache, 0, 3))
+        out = layer.extend(padded, PromptCache(kv_cache, 0, 3))
         for row, length in enumerate(LENGTHS):
             expected = alone(layer, prompts[row])
             assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
@@ -233,7 +233,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
                 kv_cache.make_room(4, COLUMNS)
-                layer.extend(padded, prompt_cache(kv_cache, 2, 2))
+                layer.extend(padded, PromptCache(kv_cache, 2, 2))
                 rows = [0, 2, 3, 4]
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
             out = read_path(layer, kv_cache, new, [len(texts[row]) for row in rows])
@@ -254,7 +254,7 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = layer.extend(text[None, done : done + size], prompt_cache(kv_cache, 0, 1, done))
+            out = layer.extend(text[None, done : done + size], PromptCache(kv_cache, 0, 1, done))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 
@@ -282,6 +282,37 @@ def test_every_parameter_gets_a_gradient_and_none_is_the_target_models(
         p.data_ptr() for p in named.values()
     }
     assert not any("embed" in name for name in named)
+
+
+@pytest.mark.parametrize(
+    ("names", "attention", "mlp"),
+    [
+        ("input post_attention", "input", "post_attention"),
+        (
+            "input post_attention pre_feedforward post_feedforward",
+            "input post_attention",
+            "pre_feedforward post_feedforward",
+        ),
+        ("post_attention post_feedforward", "post_attention", "post_feedforward"),
+        (
+            "input post_attention post_self_attn post_mlp",
+            "input post_self_attn",
+            "post_attention post_mlp",
+        ),
+        ("input post_attention pre_mlp post_mlp", "input post_attention", "pre_mlp post_mlp"),
+        ("attention feedforward", "attention", "feedforward"),
+        ("input", "input", ""),
+    ],
+    ids=["llama", "gemma2", "olmo2", "glm4", "afmoe", "apertus", "cohere"],
+)
+def test_norms_belong_to_the_part_that_they_are_next_to(
+    names: str, attention: str, mlp: str
+) -> None:
+    layer = nn.Module()
+    for name in names.split():
+        setattr(layer, f"{name}_layernorm", nn.Identity())
+    found = [{name.removesuffix("_layernorm") for name in part} for part in norms_of(layer)]
+    assert found == [set(attention.split()), set(mlp.split())]
 
 
 @pytest.mark.parametrize("names", [1, 2])

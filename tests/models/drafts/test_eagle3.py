@@ -17,7 +17,7 @@ from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.drafts.eagle3_layer import layer_config
 from medusa_train.models.target_states import HiddenStates, Rows
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_target_model
+from tests.families import FAMILIES, random_target_model, without_weights
 from tests.model_types import tiny_config
 from tests.models.drafts.steps import DraftRows
 
@@ -130,7 +130,7 @@ def test_value_and_gradient_of_the_formula(
         monkeypatch.setattr(Qwen3RMSNorm, "forward", rms)
     draft, target_model = noisy(family, **variants)
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
-        Eagle3Draft.count_parameters(target_model.model, **variants)
+        Eagle3Draft.count_parameters(without_weights(target_model), **variants)
     )
     hidden_states = target_model.run(TOKENS, aux_layers=draft.aux_layers)
     weights = torch.randn(3, *hidden_states.final.shape, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_biases_of_published_drafts_are_counted(hidden_size: int) -> None:
     layer = {"hidden_size": hidden_size, "attention_bias": True, "mlp_bias": True}
     draft = Eagle3Draft.from_target_model(target_model, layer=layer, own_embeddings=True)
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
-        Eagle3Draft.count_parameters(target_model.model, **draft.settings)
+        Eagle3Draft.count_parameters(without_weights(target_model), **draft.settings)
     )
 
 

@@ -19,7 +19,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
-from tests.families import random_target_model
+from tests.families import random_target_model, without_weights
 from tests.inference.test_drafts import PROMPTS, TREE
 from tests.losses.formula import objective as plain_objective
 from tests.losses.plain import accumulated
@@ -100,7 +100,7 @@ def test_untrained_heads_give_the_target_models_logits(kind: str, family: str, b
         )
     for tokens_of_heads in (KEPT, None):
         other = make_draft(kind, target_model, tokens_of_heads)
-        count = type(other).count_parameters(target_model.model, **other.settings)
+        count = type(other).count_parameters(without_weights(target_model), **other.settings)
         assert sum(parameter.numel() for parameter in other.parameters()) == count
         assert other.settings["vocab_size"] == (None if tokens_of_heads is None else 16)
 

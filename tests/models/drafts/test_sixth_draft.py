@@ -1,5 +1,5 @@
 """Adding a draft is one file, one section and one line: a sixth one, added to a copy of the package,
-trains, resumes, decodes in all runners and in batches, is estimated, and is refused by exports.
+trains, resumes, decodes in exact sizes, in fixed shapes and in batches, is estimated, and is refused by exports.
 """
 
 import json

@@ -4,15 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.changed_settings import changed_weight_keys, device_choices_of
 from medusa_train.checkpoint.run_directory import write_config
 from medusa_train.config.schema import TrainConfig
+from medusa_train.training.resume import ResumePlan, config_of, plan_resume
+from medusa_train.training.resume import changed_weight_keys as changed_since
 
 
 def config(**keys: object) -> TrainConfig:
     return TrainConfig(
         **{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": "out", **keys}
     )
+
+
+def changed_weight_keys(now: TrainConfig, run: Path) -> list[str]:
+    before = config_of(run)
+    assert before is not None
+    return changed_since(now, before)
+
+
+def resumed(run: Path) -> ResumePlan:
+    (run / "checkpoints" / "step-1").mkdir(parents=True, exist_ok=True)
+    (run / "checkpoints" / "step-1" / "manifest.json").touch()
+    return plan_resume(config(output_dir=str(run), resume_from_checkpoint="latest"), None)
 
 
 def test_only_keys_behind_the_weights_are_listed(tmp_path: Path) -> None:
@@ -39,11 +52,13 @@ def test_the_same_target_model_by_another_path_is_no_change(
 def test_what_was_decided_for_the_device(tmp_path: Path) -> None:
     """And nothing where config.yaml still says `auto`."""
     write_config(config(adapter="lora", gradient_checkpointing=True), tmp_path)
-    assert device_choices_of(tmp_path)["gradient_checkpointing"] is True
+    assert resumed(tmp_path).start.choices["gradient_checkpointing"] is True
     write_config(config(adapter="lora", gradient_checkpointing="auto"), tmp_path)
-    assert "gradient_checkpointing" not in device_choices_of(tmp_path)
+    assert "gradient_checkpointing" not in resumed(tmp_path).start.choices
 
 
 def test_a_run_without_config_yaml_has_neither(tmp_path: Path) -> None:
-    assert changed_weight_keys(config(), tmp_path) == []
-    assert device_choices_of(tmp_path) == {}
+    plan = resumed(tmp_path)
+    assert not plan.start.changed
+    assert not plan.start.choices
+    assert "whether settings changed since" in str(plan.note)
