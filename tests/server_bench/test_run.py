@@ -147,10 +147,11 @@ def test_each_turn_of_each_repeat_samples_with_a_seed_of_its_own(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
     _, plain = pair
+    plain.seconds = 0.0
     words = [f"server_url={plain.url}", "concurrency=[2]", "warmup=0"]
     words += ["acceptance=sampling", "temperature=0.5"]
     found = []
-    for seed in (1, 1, 2):
+    for seed in (1, 2):
         asked = len(plain.fake.bodies)
         report, _ = measure(tmp_path, *words, f"seed={seed}")
         bodies = plain.fake.bodies[asked:]
@@ -158,8 +159,7 @@ def test_each_turn_of_each_repeat_samples_with_a_seed_of_its_own(
         (cell,) = report["cells"]
         assert len({drawn for _, drawn in found[-1]}) == cell["answers"] == len(bodies)
         assert cell["answers"] > len({text for text, _ in found[-1]})
-    assert found[0] == found[1]
-    assert not found[0] & found[2]
+    assert not found[0] & found[1]
 
 
 def test_a_server_that_drafts_another_number_of_tokens_than_before_is_noted(
