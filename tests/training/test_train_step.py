@@ -61,7 +61,7 @@ def plain_means(
 
 def features(hidden: Tensor) -> Any:
     """What Medusa's heads read."""
-    return type("HiddenStates", (), {"hidden": hidden})()
+    return type("HiddenStates", (), {"final": hidden})()
 
 
 @pytest.fixture
