@@ -20,8 +20,9 @@ def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("<!--")]
     assert re.fullmatch(r"# .*\?", lines[0])
-    assert re.fullmatch(r"\*\*.+\*\*", lines[2])
-    assert f"]({path.stem}.svg)" in lines[4]
+    assert lines[2] == "<!-- answer:start -->"
+    assert re.fullmatch(r"\*\*.+\*\*", lines[3])
+    assert f"]({path.stem}.svg)" in lines[6]
     assert "## How it was measured" in lines
 
 

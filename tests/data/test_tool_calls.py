@@ -284,6 +284,14 @@ def test_a_result_may_be_blank_and_missing() -> None:
         assert result == Message("tool", "", parts={"tool_call_id": "c1"})
 
 
+def test_results_without_an_id_are_those_of_the_calls_in_their_order() -> None:
+    made = said("assistant", "", tool_calls=[call({}, f"c{n}") for n in range(3)])
+    results = [said("tool", "Q", tool_call_id="c1"), said("tool", "R"), said("tool", "S")]
+    chat = normalize({"messages": [ASKED, made, *results, DONE]})
+    found = {message.content: message.parts["tool_call_id"] for message in chat.messages[2:5]}
+    assert found == {"Q": "c1", "R": "c0", "S": "c2"}
+
+
 def test_ids_may_be_numbers() -> None:
     made = said("assistant", "", tool_calls=[{**call({}), "id": 7}])
     chat = normalize({"messages": [ASKED, made, said("tool", "R", tool_call_id=7)]})

@@ -34,7 +34,8 @@ CHANGING: dict[str, list[str]] = {
 }
 #: Keys that choose prompts, or say how answers come about and not what they are.
 OTHERS = {
-    *("skip_bad_records", "min_chars", "max_chars", "sample", "sample_seed", "limit"),
+    *("skip_bad_records", "turns_per_chat", "min_chars", "max_chars"),
+    *("sample", "sample_seed", "limit"),
     *("trust_remote_code", "batch_size", "compile", "output"),
     *("server_url", "concurrency", "request_timeout", "retry_seconds", "api_key_env"),
 }

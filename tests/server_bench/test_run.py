@@ -143,6 +143,25 @@ def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) ->
     assert server.fake.bodies[0]["temperature"] == 0.7
 
 
+def test_each_turn_of_each_repeat_samples_with_a_seed_of_its_own(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    _, plain = pair
+    words = [f"server_url={plain.url}", "concurrency=[2]", "warmup=0"]
+    words += ["acceptance=sampling", "temperature=0.5"]
+    found = []
+    for seed in (1, 1, 2):
+        asked = len(plain.fake.bodies)
+        report, _ = measure(tmp_path, *words, f"seed={seed}")
+        bodies = plain.fake.bodies[asked:]
+        found.append({(body["messages"][-1]["content"], body["seed"]) for body in bodies})
+        (cell,) = report["cells"]
+        assert len({drawn for _, drawn in found[-1]}) == cell["answers"] == len(bodies)
+        assert cell["answers"] > len({text for text, _ in found[-1]})
+    assert found[0] == found[1]
+    assert not found[0] & found[2]
+
+
 def test_a_server_that_drafts_another_number_of_tokens_than_before_is_noted(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
@@ -248,6 +267,33 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
     assert len(plain.fake.bodies) - asked == 4 + 8  # answers of the other blocks
     assert not log.exists()
+
+
+def test_a_measurement_is_resumed_with_equal_settings_only(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, plain = pair
+    found: list[dict[str, Any]] = []
+
+    class Stop(Exception):
+        """In place of the measurement."""
+
+    def record(path: Path, settings: dict[str, Any], entry: object) -> None:
+        found.append(json.loads(json.dumps(settings)))
+        raise Stop
+
+    monkeypatch.setattr("medusa_train.server_bench.run.MeasurementLog", record)
+    sampled = [f"server_url={heads.url}", "acceptance=sampling", "temperature=0.5"]
+    changes = ["seed=1", "temperature=0.6", "top_p=0.9", "top_k=3", "max_new_tokens=9"]
+    changes += ["warmup=3", "chat_template_kwargs={a: 1}", f"against={plain.url}"]
+    changes += ["concurrency=[1]", "retry_seconds=3"]
+    for change in ["seed=42", *changes]:
+        with pytest.raises(Stop):
+            measure(tmp_path, *sampled, change)
+    first, *others = found
+    *different, concurrency, patience = others
+    assert all(settings not in found[:n] for n, settings in enumerate(found[: len(different) + 1]))
+    assert concurrency == patience == first
 
 
 @pytest.mark.parametrize(

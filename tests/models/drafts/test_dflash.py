@@ -154,10 +154,17 @@ def test_states_in_training_are_those_of_the_formula(
 
 @WINDOWS
 @pytest.mark.parametrize("markov_rank", [0, 4])
-def test_loss_and_gradients_are_those_of_a_loop_over_blocks(window: int, markov_rank: int) -> None:
-    """With every block, since no more than 512 positions can be drawn from."""
+@pytest.mark.parametrize(
+    "second_row", [[0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0]], ids=["three", "two"]
+)
+def test_loss_and_gradients_are_those_of_a_loop_over_blocks(
+    window: int, markov_rank: int, second_row: list[int]
+) -> None:
+    """With every block, since no more than 512 positions can be drawn from: three in the first row,
+    and as many or fewer in the second.
+    """
     draft = random_dflash(window=window, markov_rank=markov_rank)
-    supervised = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 0, 0, 0]]).bool()
+    supervised = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], second_row]).bool()
     batch, hidden_states = batch_of(draw=5, supervised=supervised), features(draft)
     loss = DFlashConfig(max_draft_tokens=3, decay_coefficient=0.5).heads_loss
     objective = Objective(draft, loss.decay, soft_targets=loss.soft_targets, weight=loss.weight)
