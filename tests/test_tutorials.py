@@ -1,4 +1,4 @@
-"""The commands of tutorials run one after another, with the built-in model and little of everything."""
+"""The commands of a tutorial run one after another, with the built-in model and little of everything."""
 
 import json
 import shutil
@@ -34,12 +34,8 @@ TEMPLATE = (
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
-    """Commands in a directory that has what the tutorials assume: a model, chats and questions."""
+    """Commands in a directory that has what the tutorial assumes: a model and chats."""
     shutil.copytree(PROJECT_ROOT / "data" / "tiny", tmp_path / "MODEL")
-    chats = (PROJECT_ROOT / "data" / "selfdistill" / "tiny.jsonl").read_text(encoding="utf-8")
-    write_lines(tmp_path / "chats.jsonl", [json.loads(line) for line in chats.splitlines()[:12]])
-    questions = [{"question_id": n, "turns": [f"What is {n} + 30?"]} for n in range(4)]
-    write_lines(tmp_path / "questions.jsonl", questions)
     function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     call = {"id": "call_1", "type": "function", "function": function}
     agents = [
@@ -70,17 +66,6 @@ def run_page(commands: Commands, name: str, *training: str) -> None:
         if not LEFT_OUT.intersection(words):
             more = training if words[0] == "medusa-train" else ()
             commands.run(*words, *SHORT[words[0]], *more)
-
-
-def test_the_demo(commands: Commands) -> None:
-    run_page(commands, "tutorials/demo.md")
-    assert (commands.place / "runs/demo/eval/tiny/report.html").is_file()
-
-
-def test_your_own_chats(commands: Commands) -> None:
-    run_page(commands, "tutorials/your-own-chats.md")
-    assert (commands.place / "runs/mine/eval/questions/report.html").is_file()
-    assert (commands.place / "runs/mine/export/vllm/model.safetensors").is_file()
 
 
 def test_agents_with_tools(commands: Commands) -> None:
