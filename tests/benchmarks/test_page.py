@@ -17,8 +17,7 @@ PAGES = sorted(page.PAGES.glob("*.md"))
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("<!--")]
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert re.fullmatch(r"# .*\?", lines[0])
     assert lines[2] == "<!-- answer:start -->"
     assert re.fullmatch(r"\*\*.+\*\*", lines[3])
