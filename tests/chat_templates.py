@@ -118,21 +118,21 @@ TOOLS_MISTRAL = (
     " + eos_token }}{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
 )
 
-#: The first call alone, ended by `<|call|>`, and no reasoning before the last question (gpt-oss's
-#: kind).
+#: The first call alone, ended by `<|call|>`. The content or reasoning of its turn is an analysis, left
+# out once an answer without calls follows (gpt-oss's kind).
 TOOLS_HARMONY = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set"
-    " ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role =="
-    " 'assistant' %}{% if m.thinking and loop.index0 > ns.last %}{{"
-    " '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}{%"
-    " if m.tool_calls %}{% set f = m.tool_calls[0].function %}{{"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not"
+    " m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages"
+    " %}{% if m.tool_calls %}{% if (m.content or m.thinking) and loop.index0 > ns.last %}{{"
+    " '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>'"
+    " }}{% endif %}{% set f = m.tool_calls[0].function %}{{"
     " '<|start|>assistant<|channel|>commentary to=functions.' + f.name + ' json<|message|>' }}{{"
-    " f.arguments | tojson }}{{ '<|call|>' }}{% elif loop.last and not add_generation_prompt %}{{"
-    " '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}{{"
-    " '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% elif"
-    " m.role == 'tool' %}{{ '<|start|>functions to=assistant<|message|>' + m.content + '<|end|>'"
-    " }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{%"
-    " endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    " f.arguments | tojson }}{{ '<|call|>' }}{% elif m.role == 'assistant' %}{{"
+    " '<|start|>assistant<|channel|>final<|message|>' + m.content }}{{ '<|return|>' if loop.last"
+    " and not add_generation_prompt else '<|end|>' }}{% elif m.role == 'tool' %}{{"
+    " '<|start|>functions to=assistant<|message|>' + m.content + '<|end|>' }}{% else %}{{"
+    " '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 
 #: Opens the reasoning in the generation prompt, and closes an empty one in answers without.

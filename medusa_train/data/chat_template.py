@@ -174,7 +174,8 @@ class ChatTemplate:
         rendered = self.render(messages)
         text = None
         for words in (content, content.strip()):
-            if rendered.startswith(prompt + lead + words + end):
+            border = rendered.rfind(lead + words + end)
+            if border == self._answer_start(prompt, rendered, border):
                 text = lead + words + end
                 break
         # 2. Else the content itself, followed by the end token. DeepSeek-R1's template drops the
@@ -230,16 +231,11 @@ class ChatTemplate:
         """
         if rendered.startswith(prompt):
             return rendered[len(prompt) :]
-        tokens = _pattern(self.added_tokens)
         common = _common_length(rendered, other)
-        # 1. Earlier turns are rendered otherwise: the prompt's last token and what follows it are
-        # before the answer, if no turn ends between the two.
-        starts = [token.start() for token in tokens.finditer(prompt)]
-        header = prompt[starts[-1] :] if starts else prompt
-        start = rendered.rfind(header, 0, common + len(header))
-        end = start + len(header)
-        if start >= 0 and not _pattern(self.stops).search(rendered[end:common]):
-            return rendered[end:]
+        # 1. Earlier turns are rendered otherwise.
+        start = self._answer_start(prompt, rendered, common)
+        if start is not None:
+            return rendered[start:]
         # 2. The prompt opens a reasoning that the answer does not have.
         opened = self.opened_reasoning(prompt)
         opening, closing = self.reasoning_tags
@@ -254,13 +250,31 @@ class ChatTemplate:
             return f"\n{closing}\n\n" + rest.lstrip("\n")
         # 3. The prompt ends with what no turn contains, such as a closed thought.
         border = _common_length(rendered, prompt)
-        for token in tokens.finditer(rendered, max(0, border - 100)):
+        for token in _pattern(self.added_tokens).finditer(rendered, max(0, border - 100)):
             if token.start() < border < token.end():
                 border = token.start()
                 break
         if prompt[border:] in rendered or rendered[border:common].strip():
             return None
         return rendered[border:]
+
+    def _answer_start(self, prompt: str, rendered: str, border: int) -> int | None:
+        """Return where what is generated after a prompt starts in a rendered chat: after the prompt,
+        or, if earlier turns are rendered otherwise, after the header that the prompt ends with.
+
+        None if there is neither, or a turn ends between it and the character at `border`, which is
+        of the answer.
+        """
+        if rendered.startswith(prompt):
+            return len(prompt)
+        # The header begins with a token that no content contains, as it may contain reasoning tags.
+        tokens = _pattern(self.added_tokens - set(self.reasoning_tags))
+        starts = [token.start() for token in tokens.finditer(prompt)]
+        header = prompt[starts[-1] :] if starts else prompt
+        found = list(_pattern(frozenset([header])).finditer(rendered, 0, border + len(header)))
+        if not found or _pattern(self.stops).search(rendered[found[-1].end() : border]):
+            return None
+        return found[-1].end()
 
     def opened_reasoning(self, prompt: str) -> str:
         """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a
@@ -338,9 +352,8 @@ class ChatTemplate:
         if not found:
             raise ChatTemplateError("the chat template leaves out the content of answers")
         end = _end_of_answer(after, self.added_tokens)
-        if not before.startswith(prompt):
-            return "", end
-        return before[len(prompt) :], end
+        start = self._answer_start(prompt, before, len(before))
+        return "" if start is None else before[start:], end
 
     def _without_prompted(self, prompt: str, content: str) -> str:
         """Return an answer's content without what the generation prompt already says of its

@@ -109,7 +109,8 @@ EXPECTED = {
         '</s>]][TOOL_RESULTS] {"content": "R", "call_id": "RksXkbv4v"}[/TOOL_RESULTS][[ A</s>]]'
     ),
     "HARMONY": (
-        "<|start|>user<|message|>Q<|end|><|start|>assistant[[<|channel|>commentary to=functions.f1"
+        "<|start|>user<|message|>Q<|end|><|start|>assistant[[<|channel|>analysis<|message|>C<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f1"
         ' json<|message|>{"x": 1}<|call|>]]<|start|>functions to=assistant<|message|>R<|end|>'
         "<|start|>assistant[[<|channel|>final<|message|>A<|return|>]]"
     ),
@@ -199,6 +200,21 @@ def test_reasoning_beside_calls_is_generated(make: Make) -> None:
     assert "<|start|>assistant[[<|channel|>analysis<|message|>T<|end|><|start|>assistant" in shown
 
 
+@pytest.mark.parametrize("beside", [{"content": "C"}, {"thinking": "T"}])
+def test_answers_keep_their_header_where_they_remove_an_analysis_before_them(
+    beside: Turn, make: Make
+) -> None:
+    turns = [Q, A, Q, calls(call(), **beside), result(), A, Q, A]
+    shown = masked(make(templates.TOOLS_HARMONY), chat(*turns))
+    assert shown.count("<|start|>assistant[[<|channel|>final<|message|>A<|return|>]]") == 3
+    assert "R<|end|><|start|>assistant[[<|channel|>final<|message|>A<|return|>]]" in shown
+
+
+def test_a_reasoning_tag_of_a_question_begins_no_answer(make: Make) -> None:
+    shown = masked(make(templates.R1), chat({**Q, "content": "<think>\nQ"}, A))
+    assert shown.endswith("<think>\nQ<|Assistant|><think>\n[[\n</think>\n\nA</s>]]")
+
+
 def test_a_prompt_that_closes_the_reasoning_leaves_none_to_generate(make: Make) -> None:
     closed = "{% if add_generation_prompt %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     encoder = make(templates.TOOLS_CHATML + closed)
@@ -218,9 +234,12 @@ def test_arguments_are_text_if_the_template_rejects_objects(make: Make) -> None:
     assert counts == {"text_arguments": 1}
 
 
-def test_a_chat_ends_before_a_turn_that_is_rendered_without_its_header(make: Make) -> None:
+@pytest.mark.parametrize("content", ["R", "<|Assistant|>"])
+def test_a_chat_ends_before_a_turn_that_is_rendered_without_its_header(
+    content: str, make: Make
+) -> None:
     encoder, counts = make(templates.TOOLS_HEADLESS), Counter[str]()
-    turns = [Q, calls(call(1)), result(), calls(call(2)), result("S", 2), A]
+    turns = [Q, calls(call(1)), result(content), calls(call(2)), result("S", 2), A]
     (row,) = encoder.encode(chat(*turns), counts)
     assert [answer.message for answer in row.answers] == [1]
     assert counts["cut_before_turn"] == 1
