@@ -144,7 +144,8 @@ TOOLS_OPENED = (
     " add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )
 
-#: Ends the generation prompt with a closed thought, which no turn has (Gemma 4's kind).
+#: Ends the generation prompt with a closed thought, which no turn has. No model has this format: Gemma
+# 4 has such tokens, but ends calls with `<|tool_response>` and goes on in the same turn.
 TOOLS_THOUGHT = (
     "{% for m in messages %}{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'"
     " }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name"
