@@ -38,6 +38,7 @@ from shared import (
 )
 
 from medusa_train.cli.common import quiet_libraries
+from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import (
     REFILL_FRACTION,
     BatchDecoder,
@@ -93,7 +94,7 @@ def measure_answers(one: Loaded, rows: int, seconds: float, sampled: bool) -> Ro
     """Count the tokens per second of a batch that is refilled for `seconds`, once it is full."""
     draw = random.Random(0)
     decoder = BatchDecoder(one.target_model, None, Tree.empty())
-    rule = Sampling(TEMPERATURE, 0, 1.0) if sampled else None
+    rule = Sampling(TEMPERATURE, 0, 1.0) if sampled else Greedy()
     batch = decoder.begin(ANSWERS[1], (), rule)
     # 1. full, with answers at all stages
     refill(batch, rows, draw, one.target_model.vocab_size, sampled)
@@ -121,7 +122,7 @@ def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sam
     requests = []
     for number in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(*PROMPTS))]
-        generator = torch.Generator().manual_seed(number) if sampled else None
+        generator = torch.Generator().manual_seed(number) if sampled else Greedy()
         requests.append(PendingRequest(number, prompt, generator))
     joined = len(batch.active)
     batch.add_requests(requests)

@@ -109,7 +109,9 @@ def sample_next(
     """Return the next token of each of B rows by `rule`, from its logits [B, V]; arguments and errors
     as in `accept`.
     """
-    roots = logits.new_zeros(len(logits), 1, dtype=torch.long)  # whose tokens are not read
+    roots = torch.zeros(
+        len(logits), 1, dtype=torch.long, device=logits.device
+    )  # whose tokens are not read
     accepted = accept(rule, roots, logits[:, None], Tree.empty(), generators)
     return [row.tokens[-1] for row in accepted]
 

@@ -412,8 +412,8 @@ FINISHES: dict[str | None, str] = {
     None: "possibly cut",
     "length": "length",
     "content_filter": "dropped",
-    "tool_calls": "dropped",
-    "function_call": "dropped",
+    "tool_calls": "stop",
+    "function_call": "stop",
 }
 
 

@@ -32,7 +32,7 @@ class StubTargetModel:
     def run(self, tokens: torch.Tensor) -> Any:
         hidden = torch.full((1, tokens.shape[1], 1), 1.0)
         hidden[0, -1] = self.margin if tokens.shape[1] == self.at else 1.0
-        return SimpleNamespace(hidden=hidden)
+        return SimpleNamespace(final=hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = torch.full((*hidden.shape[:-1], 12), -5.0)

@@ -83,10 +83,10 @@ def test_a_system_message_begins_every_prompt_of_its_chat() -> None:
 class StubChat:
     """A prompt of one token per character."""
 
-    def prompt(self, messages: Any) -> list[int]:
+    def prompt(self, messages: Any, variables: Any = None) -> list[int]:
         return [1] * sum(len(message.content) for message in messages)
 
-    def opened_reasoning(self, messages: Any) -> str:
+    def opened_reasoning(self, messages: Any, variables: Any = None) -> str:
         return ""
 
 
@@ -118,7 +118,7 @@ def stub_test(
 def test_the_reported_text_begins_with_the_reasoning_tag_that_the_prompt_opened() -> None:
     """The prompt of the next turn opens it again, so the history has none."""
     test = stub_test(99, [], ("plain", "tree"))
-    test._chat.opened_reasoning = lambda messages: "<think>\n"
+    test._chat.opened_reasoning = lambda messages, variables=None: "<think>\n"
     question = Question(1, "c", ("a", "b"), "")
     for record in test.run([question], lambda turn: None):
         assert (record.opened, record.text, record.history) == ("<think>\n", "<think>\nab", "ab")
@@ -132,7 +132,7 @@ def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() 
     seen: list[list[str]] = []
     prompt = StubChat.prompt
 
-    def ask(messages: Any) -> list[int]:
+    def ask(messages: Any, variables: Any = None) -> list[int]:
         seen.append([message.content for message in messages])
         return prompt(test._chat, messages)  # type: ignore[arg-type]
 

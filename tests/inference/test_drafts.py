@@ -11,6 +11,7 @@ import torch
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.data.batch import shift_labels
 from medusa_train.errors import CheckpointError
+from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
@@ -148,10 +149,10 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
         position += accepted + 1
 
 
-@pytest.mark.parametrize("rule", [None, Sampling(0.4)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rule", [Greedy(), Sampling(0.4)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
-    kind: str, rule: Sampling | None
+    kind: str, rule: Greedy | Sampling
 ) -> None:
     """Cut last steps, answers that end with an end-of-text token, and sampled answers included."""
     target_model = random_target_model("llama")
@@ -162,7 +163,7 @@ def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
         lengths = AcceptedLength(tree)
         generators = (
             None
-            if rule is None
+            if isinstance(rule, Greedy)
             else [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
         )
         with draft.no_early_exit():

@@ -191,7 +191,8 @@ def test_answers_do_not_depend_on_the_batch(
 
     monkeypatch.setattr(RunningBatch, "step", counted)
     alone = all_answers(engine(target_model, temperature, 40))
-    assert sizes == []
+    assert max(sizes) == 1
+    sizes.clear()
     assert len({answer.text for answer in alone}) > 5
     assert all_answers(engine(target_model, temperature, 40, batch_size=4)) == alone
     assert max(sizes) == 4
