@@ -33,7 +33,6 @@ VARIANTS = [
     "shared_reduced",
     "merged",
     "dflash",
-    "dflash_reduced",
     "eagle3",
     "eagle3_reduced",
     "speculators",
