@@ -27,7 +27,7 @@ class Coder:
         model: directory that pieces are joined to, or that is there.
         recipes: configurations of Medusa-1 and EAGLE-3.
         prompts: how many are answered. bench, questions: what is decoded. datasets: what is trained
-            on beside the answers.
+            on next to the answers.
         seconds: expected of joining, of answering, of training each draft, of each evaluation.
         keys: further keys of the training.
     """

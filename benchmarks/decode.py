@@ -87,7 +87,7 @@ SETTINGS = ("stock", "prepacked", "static", "compiled")
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
 HEADS_ROW = "heads"
-LOOP_NODES = (16, 63)  # trees with which the whole loop is timed, beside plain decoding
+LOOP_NODES = (16, 63)  # trees with which the whole loop is timed, compared with plain decoding
 MEMORY_SHARE = 0.9  # of the free memory that may be used
 # calls in a row that are timed, after one that is not: a step finds in the caches what the last one
 # left

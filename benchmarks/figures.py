@@ -4,7 +4,7 @@ python benchmarks/figures.py            # writes them
 python benchmarks/figures.py --check    # lists the pages that differ and exits with 1
 
 `templates/` has a Jinja template for each page with figures, under the page's path. It reads the
-JSON of `results/` by name and writes the blocks of the page: a block is what stands between
+JSON of `results/` by name and writes the blocks of the page: a block is what is between
 `<!-- NAME:start -->` and `<!-- NAME:end -->`. Everything else is edited in the page.
 """
 

@@ -1,5 +1,5 @@
 """Train, measure and tabulate an experiment of a paper on any target model, with the published figures
-beside ours.
+next to ours.
 
     make smollm2-model                                            # once: the default target model
     python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues

@@ -44,7 +44,7 @@ def load(
         base_model: directory or Hugging Face hub name of the target model; defaults to the one that the
             heads were trained with. Given without `model`, the target model decodes plainly, without
             heads.
-        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes
+        tree: tree file; defaults to tree.json next to the heads ("fixed"). "dynamic", or with nodes
             and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
         dtype: "float32", "bfloat16" or "float16"; "auto" or None: bfloat16 where the device has fast
             bfloat16 matrix products, else float16 on a GPU and float32 on a CPU. Weights that fit
@@ -60,7 +60,7 @@ def load(
         compile: compile the decoding passes with torch.compile: one to several minutes more to
             start, faster steps.
         draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the
-            heads, or beside them ("medusa+prompt_lookup").
+            heads, or next to them ("medusa+prompt_lookup").
         draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}`
             (docs/reference/configuration.md); "rest" needs a `datastore`.
 

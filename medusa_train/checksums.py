@@ -16,7 +16,7 @@ from typing import Any
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json, replace_file, warn_once
 
-#: The entry of the metadata as it stands in a file before its checksum is known.
+#: The entry of the metadata as it is in a file before its checksum is known.
 NAME = "crc32"
 EMPTY = "0" * 8
 _ENTRY = f'"{NAME}":"'.encode()
@@ -89,7 +89,7 @@ def check(path: Path, *, expected_here: bool = True) -> None:
 
 
 def _position(path: Path) -> int | None:
-    """Return where the checksum stands in a file; None if there is none, or no readable header."""
+    """Return where the checksum is in a file; None if there is none, or no readable header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH), "little")
         if length > min(_MAX_HEADER, path.stat().st_size):

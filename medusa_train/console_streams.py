@@ -160,7 +160,7 @@ def printed_all() -> int:
 
 
 def _console_stream(stream: object) -> ConsoleStream | None:
-    """Return `stream`, or what it passes its text on to: a bar of rich stands in between."""
+    """Return `stream`, or what it passes its text on to: a bar of rich may be in between."""
     stream = getattr(stream, "rich_proxied_file", stream)
     return stream if isinstance(stream, ConsoleStream) else None
 

@@ -81,7 +81,7 @@ def remember_address(text: str) -> None:
 
 
 def remember_written(value: object, name: str = "") -> None:
-    """Mask what stands under a name such as `api_key` anywhere in a configuration, or behind such
+    """Mask what is under a name such as `api_key` anywhere in a configuration, or behind such
     an option in a list of arguments.
     """
     if isinstance(value, dict):

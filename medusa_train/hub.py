@@ -80,7 +80,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-#: Small files of a repository of heads, with a tokenizer's where a target model lies beside them.
+#: Small files of a repository of heads, with a tokenizer's if a target model is next to them.
 _SETTINGS_FILES = ("*.json", "README.md", "tokenizer.model", "*.jinja", "*.txt")
 _WEIGHTS = ("*.safetensors",)
 #: Weights that are fetched where there are no safetensors; of such files only tensors are read.

@@ -57,7 +57,7 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         (name, _), *_ = counts.most_common(1)
-        raise RepeatedKeyError(f"the key {name!r} stands twice in an object")
+        raise RepeatedKeyError(f"the key {name!r} occurs twice in an object")
     return found
 
 

@@ -171,7 +171,7 @@ class ConsoleLogger(MetricLogger):
         self._phase.start()
 
     def log(self, record: Record) -> None:
-        """Show a training record beside the bar; print others, and all where there is no bar, as a
+        """Show a training record next to the bar; print others, and all where there is no bar, as a
         line.
         """
         if record["kind"] == "train" and self._is_terminal:
@@ -287,7 +287,7 @@ def wandb(
 ) -> Dashboard:
     """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb.
 
-    WANDB_MODE applies. A run that is resumed goes on as itself: its id is kept beside its files.
+    WANDB_MODE applies. A run that is resumed goes on as itself: its id is kept next to its files.
 
     Args:
         run_id: the id of the run; None: that of the run before, or a new one.

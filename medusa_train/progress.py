@@ -92,9 +92,9 @@ class RunProgress:
             unit: the name of a unit, in the plural ("turns").
             completed: units that an earlier run already did; they do not count for the time left.
             ticking: show the elapsed time from a thread although nothing advances, for loading a
-                model: beside the bar, or in a line after `SILENT_SECONDS` and then every
+                model: next to the bar, or in a line after `SILENT_SECONDS` and then every
                 `TICK_SECONDS`. Never for a phase in which something is timed: the thread would run
-                beside it.
+                next to it.
             inline: the phase is part of one that is shown already: print lines in place of a bar.
                 On a terminal the first one comes after `line_seconds`.
         """
@@ -155,7 +155,7 @@ class Phase:
         self._bar = rich_progress.Progress(
             *_columns(total),
             console=progress.console,
-            auto_refresh=ticking,  # by a thread, which otherwise would run beside what is timed
+            auto_refresh=ticking,  # by a thread, which otherwise would run during what is timed
             refresh_per_second=1,
             get_time=time.perf_counter,
             transient=True,
@@ -214,7 +214,7 @@ class Phase:
         self.update(self.completed + units, detail)
 
     def update(self, completed: int, detail: str | None = None) -> None:
-        """Set the number of finished units and, unless None, the figures shown beside it."""
+        """Set the number of finished units and, unless None, the numbers shown next to it."""
         self._task.completed = completed
         if detail is not None:
             self._detail = detail

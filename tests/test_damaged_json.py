@@ -227,7 +227,7 @@ def test_damaged_files_are_named(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
         ('{"a":' * DEEP, "nested too deeply"),
         ("{", "Expecting"),
         ("9" * 5000, "digits"),

@@ -220,7 +220,10 @@ def parse_tool_chat(
     if not (has_tools or record_format == "xlam" or any(has_tool_keys(t, keys) for t in turns)):
         return None
     # its own variables of the template, whose names are not known here
-    names = {TOOLS, *(record.get(TEMPLATE_KWARGS) or ())}
+    names = {TOOLS}
+    own = record.get(TEMPLATE_KWARGS)
+    if isinstance(own, Mapping):  # `normalize` rejects anything else
+        names.update(own)
     variables = names.difference(TOOL_KWARGS[1:])
     return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
 

@@ -27,7 +27,7 @@ class ToolSupport:
     Attributes:
         text_arguments: it takes arguments as JSON text only.
         calls: how many of two parallel calls it renders.
-        keeps_content: it renders the text beside calls.
+        keeps_content: it renders the text next to calls.
         has_results: it renders the role `tool`, and not as an answer.
     """
 

@@ -193,7 +193,7 @@ def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns
     their paths.
     """
-    warnings = [f"Not comparable as they stand: {line}" for line in differences(reports)]
+    warnings = [f"Not comparable as they are: {line}" for line in differences(reports)]
     sections = [
         Section(lines=warnings),
         Section(legend=list(reports), tables=[runs_table(reports)]),

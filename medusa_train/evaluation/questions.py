@@ -193,7 +193,7 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
             f"bench {name_or_file!r}: no such file, and no bench of that name"
             f" ({', '.join(NAMED_BENCHES)}). Looked for:"
         ]
-        # of the usual names of a question file, the first stands for all
+        # of the usual names of a question file, the first is the example
         for path_tried in (Path(name_or_file), *candidates):
             if path_tried.name in (name_or_file, FILES[0]):
                 lines.append(str(path_tried))

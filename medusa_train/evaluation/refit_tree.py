@@ -39,7 +39,7 @@ def load_with_progress(
     if model.tree is not None and paths.tree is None:
         again = shlex.join(["medusa-eval", "--calibrate", *paths.arguments])
         progress.print(
-            "no tree.json beside the heads: using the chain of top-1 guesses, which is rarely the"
+            "no tree.json next to the heads: using the chain of top-1 guesses, which is rarely the"
             f" best tree. To fit one: {again}",
             style="yellow",
         )

@@ -8,13 +8,13 @@ keeps the longest path of tokens that the model generates itself (Medusa, arXiv 
 output is that of plain `generate`, up to rounding where two logits are nearly equal; sampled output
 follows the model's own distribution.
 
-DIRECTORY contains, beside custom_generate/generate.py, which is this file:
+DIRECTORY contains, next to custom_generate/generate.py, which is this file:
 
     medusa_lm_head.safetensors   {i}.{j}.linear.weight|bias: residual block j of head i, [d, d] and [d];
                                  {i}.{n}.weight|bias: its output matrix [V, d], absent if the model's lm_head is shared;
                                  token_map [N]: token ids of the N rows, if the heads have a vocabulary of their own
     config.json                  medusa_num_heads and n, medusa_num_layers; stop_token_ids: tokens that end an answer
-                                 beside those of the model's generation config, which eos_token_id=... replaces
+                                 in addition to those of the model's generation config, which eos_token_id=... replaces
     tree.json                    medusa_choices: the paths of the tree. [0, 2] is the third best guess of head 2 below
                                  the best guess of head 1. Or the list of paths alone
 

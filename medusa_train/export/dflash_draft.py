@@ -80,7 +80,7 @@ def write_dflash(
     replace_text(target / "README.md", text)
     # 3. How to serve it.
     directory = str(target)
-    if to != "vllm":  # there it stands within quotes
+    if to != "vllm":  # whose command has it within quotes
         directory = quote(directory)
     facts = [
         f"DFlash, {tokens} guesses in a pass; base model {base_model}",

@@ -68,7 +68,7 @@ def write_eagle3(
     replace_text(target / "README.md", text)
     # 3. How to serve it.
     directory = str(target)
-    if to != "vllm":  # there it stands within quotes
+    if to != "vllm":  # whose command has it within quotes
         directory = quote(directory)
     command = _EAGLE3_COMMANDS[to].format(directory=directory, target_model=quote(base_model))
     return [

@@ -97,7 +97,7 @@ def export_run(
     """Write the model at `paths` in the layout of `to`, with a model card.
 
     Args:
-        target: output directory; defaults to export/TO beside the heads.
+        target: output directory; defaults to export/TO next to the heads.
         base_model: target model to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
         announce: prints a line before anything large is written.

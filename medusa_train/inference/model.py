@@ -196,7 +196,7 @@ class Model:
         raw: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Reply:
-        """Stream the answer piece by piece. Numbers may be those of numpy or torch; None stands for
+        """Stream the answer piece by piece. Numbers may be those of numpy or torch; None means
         the default of an option.
 
         A model streams one answer at a time. The next one waits until it is complete, closed or

@@ -600,7 +600,8 @@ class Steps:
             hidden_states: of the prompts behind their first `num_cached` positions, [B, T, d].
             tokens: the same, long [B, T], padded behind.
         """
-        first, count = len(self._rows), len(prompts)
+        first = len(self._rows)
+        count = len(prompts)
         draft = self._draft
         if draft is not None:
             caches = [PromptCache(cache, first, count, num_cached) for cache in self._draft_caches]

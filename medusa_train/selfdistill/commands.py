@@ -20,7 +20,7 @@ from medusa_train.selfdistill.model import resolve_model_paths
 
 COMMAND = "medusa-selfdistill"
 
-#: Keys that training and self-distillation share, beside the model and the data.
+#: Keys that training and self-distillation share, in addition to the model and the data.
 _SHARED_KEYS = ("chat_template_kwargs", "special_tokens", "trust_remote_code")
 
 

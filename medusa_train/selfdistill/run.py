@@ -143,7 +143,7 @@ class RunStats:
             self.cut += not chat.is_empty
 
     def line(self) -> str:
-        """Format the figures beside the bar."""
+        """Format the numbers next to the bar."""
         line = f"{self.rate} tokens/s"
         if self.dropped:
             dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]

@@ -63,7 +63,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 
 
 def _added_stop_tokens(cfg: SelfDistillConfig) -> list[int] | None:
-    """Return the tokens that end answers beside those of the generation config, at which earlier
+    """Return the tokens that end answers in addition to those of the generation config, at which earlier
     versions did not stop; None without any, and for servers.
     """
     if cfg.engine == "openai":

@@ -226,6 +226,9 @@ class ServerBench:
     """Measures one server, with `concurrency` conversations at a time.
 
     Its connections are open within `async with bench.servers`.
+
+    Attributes:
+        rejected_tools: why the server rejected a chat with tools; "" if it did not so far.
     """
 
     def __init__(self, target: Target, options: RequestOptions, concurrency: int) -> None:
@@ -233,6 +236,7 @@ class ServerBench:
         self.concurrency = concurrency
         self.servers = options.connect(target.url, concurrency)
         self._options = options
+        self.rejected_tools = ""
 
     async def warm_up(self, questions: Sequence[Question], count: int) -> None:
         """Ask for the beginnings of `count` answers, concurrently."""
@@ -278,6 +282,8 @@ class ServerBench:
                 # a chat template may not render the calls in a chat
                 if rejected.too_long or conversation.question.messages:
                     skipped.append((conversation.question.question_id, len(turns) + 1))
+                    if not rejected.too_long:
+                        self.rejected_tools = self.rejected_tools or str(rejected)
                 else:  # the others go on, so that none is under way at the end
                     faults.append(str(rejected))
             answers.extend(turns)

@@ -34,7 +34,7 @@ HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
     (
         "over plain: tokens/s over those of the server without heads on the same questions,"
-        " measured beside it; in brackets its 95 % interval over blocks (Student's t). The row of"
+        " measured next to it; in brackets its 95 % interval over blocks (Student's t). The row of"
         " plain is its fastest measurement."
     ),
     "first token, per token: medians over the answers, in milliseconds.",
@@ -110,7 +110,7 @@ def metrics_table(report: Json) -> Table:
         "concurrency": [str(row["concurrency"]) for row in rows],
         "server": [row["server"] for row in rows],
         "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
-        "plain beside it": plain,
+        "plain next to it": plain,
         "over plain": [_ratio(row) for row in rows],
         "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
         "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
@@ -173,7 +173,7 @@ def recommendation_lines(report: Json) -> list[str]:
 def advice_notes(report: Json) -> list[str]:
     """Say how to read the recommendation; empty without one."""
     note = (
-        "A setting is recommended only where the whole interval lies above 1. A server has one"
+        "A setting is recommended only where the whole interval is above 1. A server has one"
         " setting for all its requests: choose by the concurrency of your traffic. These figures"
         " hold for this machine, model and bench."
     )

@@ -312,6 +312,11 @@ class BenchRun:
                     f"{server.target.name} at concurrency {server.concurrency}: {fault}; measured"
                     " again"
                 )
+        if server.rejected_tools:
+            self.note(
+                f"{server.target.name}: chats with tools that it rejects are left out:"
+                f" {server.rejected_tools}"
+            )
         self._check(server.target, measurement)
         return measurement
 

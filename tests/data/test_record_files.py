@@ -44,5 +44,5 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "chats.json"
     lines = [record, nested]
     path.write_text(f"[{record}]" if kind == "array" else "\n".join(lines), encoding="utf-8")
-    with pytest.raises(DataError, match=r"the key '(messages|content)' stands twice in an object"):
+    with pytest.raises(DataError, match=r"the key '(messages|content)' occurs twice in an object"):
         read_prompts(path)

@@ -235,6 +235,12 @@ def test_chats_without_tools_are_no_chats_with_tools(extra: dict[str, Any]) -> N
     assert parse_tool_chat({"turns": ["q"], **extra}) is None
 
 
+@pytest.mark.parametrize("given", [5, "x", [1]], ids=["number", "text", "list"])
+def test_variables_of_a_chat_with_tools_that_are_no_object_are_an_error(given: object) -> None:
+    with pytest.raises(RecordError, match="'chat_template_kwargs' must be an object"):
+        parse_tool_chat({**CHAT, "chat_template_kwargs": given})
+
+
 def test_a_chat_with_tools_and_no_answer_is_answered_after_its_question() -> None:
     chat = parse_tool_chat({"messages": CHAT["messages"][:2], "tools": [TOOL]})
     assert chat is not None

@@ -442,6 +442,9 @@ def test_answers_of_chats_with_tools_are_asked_for_one_by_one(tmp_path: Path) ->
         )
     (cell,) = report["cells"]
     assert (cell["answers"], cell["skipped_turns"]) == (4, 2)
+    (note,) = report["meta"]["notes"]
+    assert "chats with tools that it rejects are left out" in note
+    assert "the chat template rejects the chat" in note
     assert cell["tokens_per_step_of"] == {"with calls": 1.8, "without calls": 1.8}
     assert "without calls" in printed
     bodies = server.fake.bodies

@@ -293,7 +293,7 @@ def test_zero_3_loads_weights_in_their_dtype():
 
 def test_a_name_twice_in_the_file_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('{"steps_per_print": 1, "steps_per_print": 2}')
-    with pytest.raises(ConfigError, match=r"steps_per_print. stands twice"):
+    with pytest.raises(ConfigError, match=r"steps_per_print. occurs twice"):
         check_deepspeed(config(deepspeed=str(tmp_path / "a.json")), 1)
 
 
