@@ -244,6 +244,10 @@ def _build_body(
     if not final_norm:
         body.norm = nn.Identity()
     attention_norms, mlp_norms = norms_of(body.layers[0])
+    children = [name for name, _ in body.layers[0].named_children() if "norm" in name]
+    unknown = [name for name in children if name not in (*attention_norms, *mlp_norms)]
+    if unknown and (mlp_size == 0 or not attention):
+        raise ValueError(f"it is not known which part of its layer {' and '.join(unknown)} serves")
     if mlp_size == 0:
         _remove(body, mlp, _NoMLP(), mlp_norms)
     if not attention:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
@@ -313,6 +314,23 @@ def test_norms_belong_to_the_part_that_they_are_next_to(
         setattr(layer, f"{name}_layernorm", nn.Identity())
     found = [{name.removesuffix("_layernorm") for name in part} for part in norms_of(layer)]
     assert found == [set(attention.split()), set(mlp.split())]
+
+
+def test_a_norm_of_an_unknown_part_is_an_error_if_a_part_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target_model = random_target_model("llama")
+    built = LlamaDecoderLayer.__init__
+
+    def with_another_norm(self: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self.third_norm = nn.Identity()
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", with_another_norm)
+    DraftLayer(target_model)
+    for part in ({"attention": False}, {"mlp_size": 0}):
+        with pytest.raises(TargetModelError, match="which part of its layer third_norm serves"):
+            DraftLayer(target_model, **part)
 
 
 @pytest.mark.parametrize("names", [1, 2])
