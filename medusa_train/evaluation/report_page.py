@@ -237,6 +237,8 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     drawn = []
     for title, (key, caption) in charts.items():
         points = [(size["nodes"], size[key]) for size in sizes if size[key] is not None]
+        if not points:
+            continue
         curve = Curve("tree", points, ringed)
         drawing = curves([curve], title.lower(), "nodes", from_zero=False)
         drawn.append(Figure(title, drawing, caption))

@@ -182,3 +182,8 @@ def test_simulated_speed_is_told_from_that_of_the_bench() -> None:
     html = page([record(1, "math")], calibration={"sizes": sizes, "nodes": 2})
     assert "<span>tokens per second on this bench</span>" in html
     assert "these are of the calibration&#39;s answers and without prefill" in html
+
+
+def test_a_tree_file_without_sizes_has_no_charts_of_them() -> None:
+    html = page([record(1, "math")], calibration={"sizes": [], "nodes": 2})
+    assert "over tree size" not in html
