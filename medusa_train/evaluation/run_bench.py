@@ -532,6 +532,8 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
             {key: size[key] for key in size if key not in left_out} for size in record["sizes"]
         ]
         for size in sizes:
+            if size["nodes"] is None:
+                raise ValueError("a size without its number of nodes")
             for key in ("nodes", "tokens_per_step", "tokens_per_s"):
                 number(size[key])
     except (ValueError, LookupError, TypeError):
