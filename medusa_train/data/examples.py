@@ -118,6 +118,10 @@ class EncodedDataset(Sequence[Example]):
         self.examples += other.examples
         self.report.add(other.report)
 
+    def __reduce__(self) -> Any:
+        # as tensors that each have all of their storage, pickled examples would be far larger
+        return _unpickle, (self.to_bytes(), self.row_len)
+
     def to_bytes(self) -> bytes:
         """Return the examples and the report as a checksum and a safetensors
         file.
@@ -160,6 +164,12 @@ class EncodedDataset(Sequence[Example]):
         examples = [Example(tokens, supervised, *names) for tokens, supervised, names in parts]
         info["counts"] = Counter(info["counts"])
         return cls(examples, DataReport(**info))
+
+
+def _unpickle(content: bytes, row_len: int | None) -> EncodedDataset:
+    dataset = EncodedDataset.from_bytes(content)
+    dataset.row_len = row_len
+    return dataset
 
 
 def encode_examples(

@@ -31,7 +31,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import stage_of, unknown_entry
 from medusa_train.training.distributed import DistributedContext
-from medusa_train.training.optimizer import LossScale, StepResult, Strategy
+from medusa_train.training.optimizer import LossScale, Strategy
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine = None
         self._root = None
 
-    def step(self) -> StepResult:
+    def step(self) -> tuple[float, bool]:
         """Clip by the global norm, step optimizer and schedule, drop the gradients."""
         result = super().step()
         self._set_loss_scale()

@@ -4,7 +4,7 @@ and of what transformers reads of the base model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,17 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
         )
 
 
+def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
+    """Check that what a run starts from was trained with its settings: a key, the value with which
+    it was trained, and the configured one.
+    """
+    different = [setting for setting in settings if setting[1] != setting[2]]
+    if different:
+        trained = ", ".join(f"{key}: {value}" for key, value, _ in different)
+        wanted = ", ".join(f"{key}: {value}" for key, _, value in different)
+        raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {wanted}")
+
+
 def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
     # 1. The adapter's, under the names of keys.
@@ -201,23 +212,15 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
     # 2. What the user set otherwise.
-    trained = []
-    wanted = []
-    for key, stored_value in stored.items():
-        value = getattr(cfg, key)
-        if isinstance(value, list):
-            value = sorted(value)
+    settings = []
+    for key, value in stored.items():
+        wanted = getattr(cfg, key)
+        if isinstance(wanted, list):
+            wanted = sorted(wanted)
         is_overridden = key == "lora_target_modules" and cfg.lora_target_linear
-        if key not in cfg.model_fields_set or value is None or is_overridden:
-            continue
-        if value != stored_value:
-            trained.append(f"{key}: {stored_value}")
-            wanted.append(f"{key}: {value}")
-    if trained:
-        raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} has {', '.join(trained)}, the"
-            f" configuration {', '.join(wanted)}"
-        )
+        if key in cfg.model_fields_set and wanted is not None and not is_overridden:
+            settings.append((key, value, wanted))
+    check_same_settings(f"the adapter in {directory} has", settings)
     # 3. Layers that it lacks, where all are to be trained.
     if cfg.lora_target_linear and config is not None:
         from medusa_train.models.loading import model_without_weights

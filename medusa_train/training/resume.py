@@ -28,14 +28,9 @@ from medusa_train.config.paths import absolute_name
 from medusa_train.config.schema import WEIGHT_KEYS, TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.schedule import TrainingSchedule
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    load_snapshot,
-    rng_states,
-)
+from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, rng_states
 
 #: Keys whose `auto` a run decides once; config.yaml then has true or false.
 CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
@@ -185,18 +180,7 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
     return True
 
 
-# Loading
-
-
-def load_checkpoint(
-    path: Path,
-    changed: Sequence[str],
-    store: CheckpointStore,
-    distributed: DistributedContext = SINGLE_PROCESS,
-) -> LoadedCheckpoint:
-    """Load the checkpoint that a stage starts from, in every process."""
-    snapshot = load_snapshot(store, path, distributed)
-    return LoadedCheckpoint(path, snapshot, changed)
+# Describing
 
 
 def check_target_model(

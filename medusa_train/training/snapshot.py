@@ -83,9 +83,11 @@ class TrainState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
         """Restore `dataclasses.asdict`, also after a round trip through a JSON file."""
-        names = {f.name for f in fields(cls)} - {"window"}
-        present = {name: values[name] for name in names if name in values}
-        return cls(**present, window=Window(**values.get("window", {})))
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        window = known.pop("window", {})
+        if "sums" not in window:  # of an earlier version, which had other sums
+            return cls(**known)
+        return cls(**known, window=Window(**window))
 
 
 def take_weights(
@@ -143,12 +145,10 @@ def load_snapshot(
         parts: as for `CheckpointStore.load`.
     """
     snapshot: dict[str, Any] = {}
-    with distributed.failing_together():
-        if distributed.is_main:
-            snapshot = store.load(path, parts=parts)
-    with distributed.failing_together():
-        if not distributed.is_main:
-            snapshot = store.load(path, verify=False, parts=parts)
+    for reads in (distributed.is_main, not distributed.is_main):
+        with distributed.failing_together():
+            if reads:
+                snapshot = store.load(path, verify=distributed.is_main, parts=parts)
     return snapshot
 
 
