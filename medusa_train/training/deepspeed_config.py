@@ -202,7 +202,9 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
             )
             if not is_off:
                 yield f"{name} is not used: {_NOT_USED[name]}"
-        elif (section in idle and entry != "enabled") or (value == AUTO and (name in known or section in _ANSWERED)):
+        elif (section in idle and entry != "enabled") or (
+            value == AUTO and (name in known or section in _ANSWERED)
+        ):
             continue
         elif name in wanted:
             expected, reason = wanted[name]

@@ -47,15 +47,10 @@ def decide_auto(
     train: EncodedDataset,
     report: Callable[[str], None],
     distributed: DistributedContext = SINGLE_PROCESS,
-    before: bool | None = None,
 ) -> tuple[TrainConfig, Precision]:
     """Return in what a run computes, and its configuration with true or false in place of
     `gradient_checkpointing: auto`: true on a GPU if a joint run would not fit into its memory
     without. The dtype is the same in every process, however much memory each finds.
-
-    Args:
-        before: what the run that is resumed decided. It is kept, whatever a later version would
-            decide, so that the run goes on as without an interruption.
     """
     device = distributed.device
     dtype = distributed.run_on_main(lambda: precision_of_run(cfg, device, report).dtype)
@@ -64,14 +59,15 @@ def decide_auto(
         return cfg, precision
     kept = cfg.model_copy(update={"gradient_checkpointing": False})
     memory = gpu_bytes(device)
-    if before is None and cfg.recipe == "medusa2" and memory:
+    recomputes = False
+    if cfg.recipe == "medusa2" and memory:
         _, model_config = resolve_target_model(
             cfg.base_model, trust_remote_code=cfg.trust_remote_code
         )
         needed = Estimate(kept, model_config).memory_of_run(train, precision).total
-        before = needed > USABLE * memory
+        recomputes = needed > USABLE * memory
         report(
-            f"gradient_checkpointing: auto: {str(before).lower()}, without it about"
+            f"gradient_checkpointing: auto: {str(recomputes).lower()}, without it about"
             f" {describe_size(needed)} are needed, and the GPU has {describe_size(memory)}"
         )
-    return cfg.model_copy(update={"gradient_checkpointing": bool(before)}), precision
+    return cfg.model_copy(update={"gradient_checkpointing": recomputes}), precision

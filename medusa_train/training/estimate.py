@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,13 +51,13 @@ class Rate(NamedTuple):
     def describe(self) -> str:
         """Say in a line what it is and where it comes from."""
         return (
-            f"{self.share:.0%} of the matrix rate, as {self.measured} on an H100 at 7B shape:"
-            f" {self.tokens:,} tokens/s"
+            f"{self.share:.0%} of the matrix rate, as measured with {self.measured} on an H100 at 7B"
+            f" shape: {self.tokens:,} tokens/s"
         )
 
 
 #: By the key `recipe`; what was not measured is assumed to reach what the nearest recipe did.
-RATES = {
+RATES: Mapping[str | None, Rate] = {
     "medusa1": Rate("Medusa-1", 0.38, 20_898),
     "medusa2": Rate("Medusa-2 with QLoRA", 0.27, 5_846),
 }

@@ -201,17 +201,7 @@ def open_hidden_states(
         directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), distributed.rank
     )
 
-    def check() -> str:
-        line = _check_space(store, distinct_documents(examples))
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cache_hidden_states: {write_failure('hidden states', directory, error)}"
-            ) from error
-        return line
-
-    line = distributed.run_on_main(check)
+    line = distributed.run_on_main(lambda: _prepare(store, distinct_documents(examples)))
     console.print(f"hidden states: {line}")
     return HiddenStateCache(
         store,
@@ -255,9 +245,9 @@ def target_model_fingerprint(
     return digest.hexdigest()
 
 
-def _check_space(store: StateStore, documents: dict[str, int]) -> str:
-    """Describe the size of the states of `documents`; ConfigError if those not stored yet do not
-    fit on the disk.
+def _prepare(store: StateStore, documents: dict[str, int]) -> str:
+    """Create the directory, and describe the size of the states of `documents`; ConfigError if those
+    not stored yet do not fit on the disk.
     """
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
@@ -269,6 +259,11 @@ def _check_space(store: StateStore, documents: dict[str, int]) -> str:
             f" ({describe_states(spec, tokens)}), {describe_size(free)} are free. Set"
             " dataset_prepared_path to a directory on a larger disk, or cache_hidden_states: false"
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = write_failure("hidden states", directory, error)
+        raise ConfigError(f"cache_hidden_states: {reason}") from error
     return (
         f"{describe_states(spec, tokens)} = {describe_size(spec.size(tokens))} in {directory}, "
         f"{describe_size(needed)} of them still to be computed"

@@ -125,42 +125,41 @@ def inspect_run(
         _Stage(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
+    tokenizer = None
+    if tokens is None:
+        tokenizer = load_tokenizer(
+            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+        )
     # 2. A page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
         train = stage.data.train
         described = [("training", f"{_describe_tokens(train)}: assumed, none are read")]
-        if tokens is None:
-            tokenizer = load_tokenizer(
-                resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
-            )
+        if tokenizer is not None:
             if stage is stages[0] or stage.data is not stages[0].data:
                 results.print(Group(*_samples(train, tokenizer)))
             described = list(_describe_data(stage, tokenizer))
-        page = [_grid([*described, *_describe_steps(stage)]), Text()]
-        page += [_memory_table(stage), _time_table([stage])]
-        results.print(Group(*page))
+        steps = _grid([*described, *_describe_steps(stage)])
+        results.print(Group(steps, "", _memory_table(stage), _time_table([stage])))
     # 3. Both together, one after the other.
     if first is not None:
-        steps = sum(stage.schedule.total_steps for stage in stages)
+        total = sum(stage.schedule.total_steps for stage in stages)
         memory = describe_size(max(stage.memory.total for stage in stages))
         disk = describe_size(sum(stage.disk for stage in stages))
         rows = [
-            ("steps", f"{steps:,} in all on {_devices(processes)}"),
+            ("steps", f"{total:,} in all on {_devices(processes)}"),
             ("memory", f"{memory}, of the larger stage"),
             ("disk", f"at most {disk}"),
         ]
-        title = Text("\nboth stages\n", "bold underline")
-        results.print(Group(title, _grid(rows), _time_table(stages)))
+        heading = Text("\nboth stages\n", "bold underline")
+        results.print(Group(heading, _grid(rows), _time_table(stages)))
     return 0
 
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
-    yield Text.assemble(
-        *("supervised tokens are ", ("«green»", SUPERVISED), ", context is "),
-        *(("dim", CONTEXT), "\n"),
-    )
+    green = ("«green»", SUPERVISED)
+    yield Text.assemble("supervised tokens are ", green, ", context is ", ("dim", CONTEXT), "\n")
     for example in _chosen(train.examples):
         supervised = int(example.supervised.sum())
         place = example.source
@@ -298,11 +297,9 @@ def _describe_answers(dataset: EncodedDataset) -> str:
 
 def _memory_table(stage: _Stage) -> Table:
     memory, cfg = stage.memory, stage.cfg
+    title = Text("needed on one device", "bold")
     rows: list[tuple[RenderableType, ...]] = [
-        (
-            "memory",
-            *(Text(cell, "bold") for cell in ("needed on one device", describe_size(memory.total))),
-        )
+        ("memory", title, Text(describe_size(memory.total), "bold"))
     ]
     rows += [("", name, describe_size(size)) for name, size in memory.parts.items()]
     trained, frozen = memory.trained / 1e6, memory.frozen / 1e6

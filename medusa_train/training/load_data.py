@@ -116,21 +116,18 @@ def _load_data(
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
     # 4. Drop what the base model cannot read.
-    dropped = _drop_unknown_tokens([train, validation], text_config.vocab_size, tokenizer, cfg)
-    train_answers, validation_answers = answers
-    if train_answers is not train:
-        _drop_unknown_tokens(answers, text_config.vocab_size, tokenizer, cfg)
+    parts = [train, validation, *answers]
+    dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
         console.print(
             f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
             f" {dropped[0]}",
         )
     # 5. A tree needs some conversations: training data, if too few are held out.
-    held_out_chats = len({example.prompt for example in validation_answers})
-    is_enough = held_out_chats >= MIN_CONVERSATIONS
-    prompts = train_answers
+    prompts, held_out_prompts = answers
+    is_enough = len({example.prompt for example in held_out_prompts}) >= MIN_CONVERSATIONS
     if is_enough:
-        prompts = validation_answers
+        prompts = held_out_prompts
     return TrainingData(
         train, validation, prompts, cfg.sequence_len, encoder.template_name, is_enough
     )
@@ -138,10 +135,10 @@ def _load_data(
 
 def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
     """Set Axolotl's template for ShareGPT where there is no other."""
-    all_sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
+    if cfg.chat_template or tokenizer.chat_template:
+        return cfg
     all_have_template = all(entry.conversation for entry in cfg.all_datasets)
-    has_template = all_have_template or cfg.chat_template or tokenizer.chat_template
-    if has_template or not all_sharegpt:
+    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
         return cfg
     console.print(
         f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"

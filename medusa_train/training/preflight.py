@@ -16,7 +16,6 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.data.read_chats import check_first_records
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.io import describe_size
 from medusa_train.models.hf_config import check_exit_layer, quantization_of
 from medusa_train.models.model_files import find_target_model, read_adapter_config
 from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
@@ -70,7 +69,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
         check_zero(deepspeed)
-    check_8bit_states(cfg, config, stage_of(deepspeed), processes)
+    check_8bit_states(cfg, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this base model.
     check_without_trees(cfg, config)
@@ -126,21 +125,18 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
         raise ConfigError(f"draft: {cfg.draft}: {problem}. Set draft: medusa or eagle3")
 
 
-def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:
+def check_8bit_states(cfg: TrainConfig, stage: int, processes: int) -> None:
     """Reject an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
-    from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
     from medusa_train.training.optimizer import EIGHT_BIT
 
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
-    trained = Estimate(cfg, model_config).trained
     default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
         f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states."
-        " Set optimizer: adamw_torch, whose partitioned float32 states take"
-        f" {describe_size(trained * ADAM // processes)} in each of {processes} processes, or"
-        " zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states:"
-        f" {describe_size(round(trained * ADAM_8BIT))}"
+        " Set optimizer: adamw_torch, whose float32 states take 8 bytes for each trained parameter,"
+        " partitioned over the processes, or zero_optimization.stage: 0 in deepspeed, where every"
+        " process has all 8-bit states, 2 bytes for each"
     )
 
 

@@ -54,10 +54,9 @@ from medusa_train.training.preflight import check_same_settings
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.resume import (
     NEW_STAGE,
-    StageStart,
+    ResumePlan,
     check_target_model,
     describe_differences,
-    describe_other_choices,
     forget_incomparable_best,
 )
 from medusa_train.training.schedule import (
@@ -91,7 +90,7 @@ class Stage:
     data: TrainingData
     progress: RunProgress
     distributed: DistributedContext
-    start: StageStart
+    start: ResumePlan
     store: CheckpointStore
 
     def print(self, line: str | None, style: str | None = None) -> None:
@@ -120,15 +119,14 @@ def build_trainer(
     data: TrainingData,
     progress: RunProgress,
     distributed: DistributedContext = SINGLE_PROCESS,
-    start: StageStart = NEW_STAGE,
+    start: ResumePlan = NEW_STAGE,
 ) -> Trainer:
     """Build everything that trains, and restore what the stage starts from.
 
     Each function returns what a later one takes. So a strategy partitions or copies weights that
     are restored, and nothing is written to the run directory before all else succeeded.
     """
-    before = start.choices.get("gradient_checkpointing")
-    cfg, precision = decide_auto(cfg, data.train, progress.print, distributed, before)
+    cfg, precision = decide_auto(cfg, data.train, progress.print, distributed)
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     stage = Stage(cfg, precision, data, progress, distributed, start, store)
     models = load_models(stage)
@@ -164,8 +162,6 @@ def load_models(stage: Stage) -> Models:
     cfg, distributed, start = stage.cfg, stage.distributed, stage.start
     limit_kernel_cache()
     choose_kernels(distributed.device)
-    for line in describe_other_choices(cfg, start):
-        stage.print(line)
     # 1. The models.
     with stage.progress.phase("loading the model", ticking=True):
         with distributed.failing_together():
@@ -237,43 +233,41 @@ def build_heads(
     section = cfg.draft_config
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
+        # 1. New heads.
         settings = dict(section.settings)
         vocabulary = DraftVocabulary.choose(
             section, data.train, target_model.tokenizer, target_model.vocab_size
         )
         if vocabulary is not None:
-            _print_vocabulary(vocabulary, data, console)
             settings["token_map"] = vocabulary.tokens
-        return DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
-
-    draft = load_draft(initial, target_model, torch.float32)
-    name = draft_name(draft)
-    if name != cfg.draft:
-        raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
-    # a key that is not set takes what the heads have, except for the vocabulary, where it means all
-    # tokens
-    check_same_settings(
-        f"the heads in {initial} have",
-        [
-            (section.prefix + key, value, section.settings[key])
-            for key, value in draft.settings.items()
-            if key in section.settings
-            and (key == "vocab_size" or section.settings[key] is not None)
-        ],
-    )
-    console.print(f"initializing the heads from {initial}")
-    token_map = draft.lm_head(1).token_map
-    if token_map is not None:
-        _print_vocabulary(DraftVocabulary(token_map.cpu(), target_model.vocab_size), data, console)
+        draft = DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
+    else:
+        # 2. Those of a run. A key that is not set takes what they have, except for the vocabulary,
+        # where it means all tokens.
+        draft = load_draft(initial, target_model, torch.float32)
+        if (name := draft_name(draft)) != cfg.draft:
+            raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
+        check_same_settings(
+            f"the heads in {initial} have",
+            [
+                (section.prefix + key, value, section.settings[key])
+                for key, value in draft.settings.items()
+                if key in section.settings
+                and (key == "vocab_size" or section.settings[key] is not None)
+            ],
+        )
+        console.print(f"initializing the heads from {initial}")
+        tokens = draft.lm_head(1).token_map
+        vocabulary = None
+        if tokens is not None:
+            vocabulary = DraftVocabulary(tokens.cpu(), target_model.vocab_size)
+    # 3. How much of the data a reduced vocabulary covers.
+    if vocabulary is not None:
+        line, *warnings = vocabulary.describe(data.train, data.validation)
+        console.print(f"draft vocabulary: {line}")
+        for warning in warnings:
+            console.print(warning, style="yellow")
     return draft
-
-
-def _print_vocabulary(vocabulary: DraftVocabulary, data: TrainingData, console: Console) -> None:
-    """Print how much of the data a reduced vocabulary covers, and a warning if that is little."""
-    line, *warnings = vocabulary.describe(data.train, data.validation)
-    console.print(f"draft vocabulary: {line}")
-    for warning in warnings:
-        console.print(warning, style="yellow")
 
 
 def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> None:

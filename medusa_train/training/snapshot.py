@@ -20,7 +20,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import Strategy
 from medusa_train.training.step_metrics import Window
 from medusa_train.training.target_model_recipe import TargetModelRecipe
@@ -91,7 +91,7 @@ class TrainState:
 
 
 def take_weights(
-    draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext = SINGLE_PROCESS
+    draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext
 ) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
@@ -106,7 +106,7 @@ def take_snapshot(
     recipe: TargetModelRecipe,
     strategy: Strategy,
     state: TrainState,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> dict[str, Any]:
     """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes
     on.
@@ -156,7 +156,7 @@ def restore_weights(
     checkpoint: LoadedCheckpoint,
     draft: Draft,
     recipe: TargetModelRecipe,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> None:
     """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.
 
@@ -173,7 +173,7 @@ def restore_weights(
 def restore_state(
     checkpoint: LoadedCheckpoint,
     strategy: Strategy,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 

@@ -27,7 +27,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.resume import NEW_STAGE, StageStart
+from medusa_train.training.resume import NEW_STAGE, ResumePlan
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
@@ -53,7 +53,7 @@ def train(
     progress: RunProgress,
     results: Console,
     distributed: DistributedContext = SINGLE_PROCESS,
-    start: StageStart = NEW_STAGE,
+    start: ResumePlan = NEW_STAGE,
     parent_run_dir: Path | None = None,
 ) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing
@@ -315,25 +315,20 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
         MedusaError: it is quantized with an adapter, and does not fit into memory dequantized.
     """
     target_model = recipe.target_model
-    for name, parameter in recipe.parameters.items():
-        if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
-            parameter.data = parameter.data.to(target_model.dtype)
     if recipe.adapter is None:
         return target_model
-    if not getattr(target_model.model, "is_quantized", False):
-        recipe.adapter.merge()
-        return target_model
     dtype = recipe.precision.dtype
-    packed = WeightMemory.of(target_model.model, target_model.device).quantized
-    needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
-    free = free_memory(target_model.device)
-    if free is not None and needed > free:
-        raise MedusaError(
-            "decoding merges the adapter into dequantized weights, which take"
-            f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
-        )
+    if getattr(target_model.model, "is_quantized", False):
+        packed = WeightMemory.of(target_model.model, target_model.device).quantized
+        needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
+        free = free_memory(target_model.device)
+        if free is not None and needed > free:
+            raise MedusaError(
+                "decoding merges the adapter into dequantized weights, which take"
+                f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
+            )
     recipe.adapter.merge()
-    return target_model.to_dtype(dtype)
+    return target_model.to_dtype(dtype)  # also of `modules_to_save`, trained in float32
 
 
 # Closing tables

@@ -8,12 +8,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from medusa_train.checkpoint.store import WEIGHTS, CheckpointStore
@@ -27,7 +26,7 @@ from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import Strategy
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
@@ -71,9 +70,9 @@ class Trainer:
         store: the run's checkpoints.
         loggers: where metrics are written.
         state: counters of the run; restored from the checkpoint when resuming.
-        last_validation: the last evaluation's result.
         distributed: the processes that train together.
         progress: what is shown meanwhile.
+        last_validation: the last evaluation's result.
         parent_run_dir: of the two-stage run whose stage one this is.
     """
 
@@ -88,9 +87,9 @@ class Trainer:
     store: CheckpointStore
     loggers: MetricLoggers
     state: TrainState
+    distributed: DistributedContext
+    progress: RunProgress
     last_validation: ValidationResult | None = None
-    distributed: DistributedContext = SINGLE_PROCESS
-    progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
     parent_run_dir: Path | None = None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
-"""What `auto` means on a device: fixed rules, which a resumed run does not decide again."""
+"""What `auto` means on a device: fixed rules."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,15 +25,13 @@ Choose = Callable[..., tuple[bool, str | None]]
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Decide for a run that needs so many bytes, on a device of 80 GiB if it is a GPU."""
 
-    def choose(
-        cfg: Any, device: torch.device = GPU, needed: int = 0, before: bool | None = None
-    ) -> tuple[bool, str | None]:
+    def choose(cfg: Any, device: torch.device = GPU, needed: int = 0) -> tuple[bool, str | None]:
         memory = Memory({"all": needed}, 0, 0, 0)
         monkeypatch.setattr(Estimate, "memory_of_run", lambda *arguments: memory)
         monkeypatch.setattr(DistributedContext, "device", device)
         lines: list[str] = []
         train = EncodedDataset([], DataReport(1))
-        chosen, _ = decide_auto(cfg, train, lines.append, before=before)
+        chosen, _ = decide_auto(cfg, train, lines.append)
         return chosen.gradient_checkpointing, lines[0] if lines else None
 
     monkeypatch.setattr(
@@ -62,14 +59,6 @@ def test_what_is_said_needs_no_rule(make_config: Any, choose: Choose) -> None:
     assert choose(make_config(**LORA, gradient_checkpointing="auto"), CPU) == (False, None)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_resumed_run_keeps_what_was_decided(
-    make_config: Any, before: bool, choose: Choose
-) -> None:
-    cfg = make_config(**LORA, gradient_checkpointing="auto")
-    assert choose(cfg, needed=0 if before else 500 * GIB, before=before) == (before, None)
-
-
 @pytest.mark.parametrize(
     ("keys", "dtypes_that_fit", "dtype", "notes"),
     [
@@ -94,20 +83,7 @@ def test_bf16_auto_is_float32_on_a_cpu_that_emulates_bfloat16_if_the_weights_fit
     assert len(lines) == notes
 
 
-@pytest.mark.usefixtures("traced_layers")
-def test_another_value_on_resume_is_printed(make_config: Any, console: Any, tmp_path: Path) -> None:
-    keys = {"save_steps": 2, "output_dir": str(tmp_path / "run")}
-    assert train(make_config(**keys, max_steps=2), console) == 0
-    again = make_config(**keys, max_steps=4, resume_from_checkpoint="auto", torch_compile=True)
-    assert train(again, console) == 0
-    assert (
-        "note: torch_compile: was false up to the checkpoint, now true: losses may differ by"
-        in console.file.getvalue()
-    )
-
-
-def test_a_run_without_a_note_of_it_decides_anew(make_config: Any, console: Any) -> None:
-    """config.yaml is gone."""
+def test_a_run_without_config_yaml_is_resumed(make_config: Any, console: Any) -> None:
     cfg = make_config(save_steps=2, max_steps=2)
     assert train(cfg, console) == 0
     (cfg.run_dir / "config.yaml").unlink()

@@ -253,18 +253,13 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 def test_8bit_states_that_would_be_partitioned_are_refused(
     deepspeed: dict[str, Any] | None, processes: int, stage: str
 ) -> None:
-    """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two
-    scales in each.
-    """
-    model_config = random_target_model("llama").config
     cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
     with pytest.raises(ConfigError) as caught:
-        check_8bit_states(cfg, model_config, stage_of(check_deepspeed(cfg, processes)), processes)
+        check_8bit_states(cfg, stage_of(check_deepspeed(cfg, processes)), processes)
     message = str(caught.value)
-    trained = estimate().trained
     assert stage in message
-    assert f"{8 * trained / processes / 2**10:.1f} KiB in each of {processes} processes" in message
-    assert f"all 8-bit states: {2 * (1 + 4 / 256) * trained / 2**10:.1f} KiB" in message
+    assert "Set optimizer: adamw_torch" in message
+    assert "zero_optimization.stage: 0 in deepspeed" in message
 
 
 @pytest.mark.parametrize(
@@ -279,7 +274,7 @@ def test_states_that_are_whole_or_float32_are_not_refused(
     keys: dict[str, Any], processes: int
 ) -> None:
     cfg = config(**keys)
-    check_8bit_states(cfg, None, stage_of(check_deepspeed(cfg, processes)), processes)
+    check_8bit_states(cfg, stage_of(check_deepspeed(cfg, processes)), processes)
 
 
 @pytest.mark.parametrize(

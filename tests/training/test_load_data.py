@@ -12,7 +12,7 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
-from medusa_train.data import tokenize_datasets
+from medusa_train.data import dataset
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError, TargetModelError
 from medusa_train.evaluation.target_model_quality import validation_conversations
@@ -351,13 +351,13 @@ def load_in_two_processes(cfg, console):
 
 def test_one_process_tokenizes_and_all_have_the_same_data(make_config, console, monkeypatch):
     encoded = []
-    encode = tokenize_datasets.encode_datasets
+    encode = dataset.encode_datasets
 
     def record(*args, **options):
         encoded.append(options)
         return encode(*args, **options)
 
-    monkeypatch.setattr(tokenize_datasets, "encode_datasets", record)
+    monkeypatch.setattr(dataset, "encode_datasets", record)
     cfg = make_config(sample_packing=True)
     loaded = load_in_two_processes(cfg, console)
     assert len(encoded) == 1
