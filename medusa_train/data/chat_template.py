@@ -13,7 +13,7 @@ from functools import lru_cache
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -22,28 +22,9 @@ from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTag
 from medusa_train.data.marked_text import MARK, Span
 from medusa_train.errors import ConfigError
 
-#: Names that jinja2 and transformers give to every template.
-_GLOBALS = frozenset(
-    {
-        "raise_exception",
-        "strftime_now",
-        "namespace",
-        "range",
-        "dict",
-        "lipsum",
-        "cycler",
-        "joiner",
-    }
-)
-
 #: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
 #: to.
 DATE = datetime.date(2024, 7, 26)
-
-_CHANGED = (
-    "the chat template modifies message contents, so their positions in the text cannot be"
-    " determined"
-)
 
 
 class ChatTemplateError(ValueError):
@@ -106,15 +87,13 @@ class ChatTemplate:
     @property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads, apart from those that rendering sets."""
-        return _free_variables(self.source) - RENDERING - _GLOBALS - set(self.special_tokens)
+        return _free_variables(self.source) - RENDERING - set(self.special_tokens)
 
     def describe_unused_kwargs(self) -> str | None:
         """Name the variables in `kwargs` that the template does not have, such as mistyped ones;
         None if it has all.
         """
-        unused = [
-            name for name in self.kwargs if not re.search(rf"\b{re.escape(name)}\b", self.source)
-        ]
+        unused = [name for name in self.kwargs if name not in _free_variables(self.source)]
         if not unused:
             return None
         return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
@@ -281,23 +260,20 @@ class ChatTemplate:
         for index in indices:
             replaced[index] = replace(messages[index], content=placeholder(index))
         outline = self.render(replaced, prompt=True)
-        # 2. The text before the first placeholder, and that after each.
-        first, *following = re.split("|".join(map(placeholder, indices)), outline)
-        if len(following) != len(indices) or not prompt.startswith(first):
-            raise ChatTemplateError(_CHANGED)
-        # 3. Each content is between two of these texts.
+        # 2. The text before the first placeholder, and each content with the text after it.
+        text, *following = re.split("|".join(map(placeholder, indices)), outline)
         spans = []
-        position = len(first)
-        for index, after in zip(indices, following, strict=True):
+        for index, after in zip(indices, following, strict=False):
             content = messages[index].content
-            if not prompt.startswith(content + after, position):
+            if not prompt.startswith(content + after, len(text)):
                 content = content.strip()
-            if not prompt.startswith(content + after, position):
-                raise ChatTemplateError(_CHANGED)
-            spans.append((position, position + len(content)))
-            position += len(content + after)
-        if position != len(prompt):
-            raise ChatTemplateError(_CHANGED)
+            spans.append((len(text), len(text) + len(content)))
+            text += content + after
+        if len(following) != len(indices) or text != prompt:
+            raise ChatTemplateError(
+                "the chat template modifies message contents, so their positions in the text cannot"
+                " be determined"
+            )
         return spans
 
 
@@ -310,14 +286,13 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
-    """Return the names that a template reads and does not set; none if it is not valid."""
-    # tags of transformers that jinja2 alone does not know
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+    """Return the variables that a template reads and does not set; none if it is not valid."""
+    environment = _compile_jinja_template("").environment
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        names = find_undeclared_variables(environment.parse(source))
     except TemplateSyntaxError:
         return frozenset()
-    return frozenset(find_undeclared_variables(tree))
+    return frozenset(names - environment.globals.keys())
 
 
 @lru_cache(maxsize=8)
@@ -325,7 +300,7 @@ def _compiled(source: str) -> Template:
     """Compile a template as transformers does, but with `DATE` as today's date: tokens must not
     change from day to day, or a run could not be resumed.
     """
-    environment: Environment = _compile_jinja_template("").environment
+    environment = _compile_jinja_template("").environment
     return environment.from_string(source, globals={"strftime_now": DATE.strftime})
 
 

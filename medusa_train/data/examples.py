@@ -187,10 +187,11 @@ def encode_examples(
     is_complete = num_answers == sum(len(row.answers) for row in kept)
     counts["complete" if is_complete else "truncated"] += 1
     answers = [message for message in conversation.messages if message.role == "assistant"]
-    counts["answers"] += len(answers)
-    counts["looping"] += sum(is_looping(answer.content) for answer in answers)
-    counts["cut"] += sum(answer.is_cut for answer in answers)
+    counts.update(
+        answers=len(answers),
+        looping=sum(is_looping(answer.content) for answer in answers),
+        cut=sum(answer.is_cut for answer in answers),
+    )
     if len(kept) > 1:
-        counts["split"] += 1
-        counts["rows"] += len(kept)
+        counts.update(split=1, rows=len(kept))
     return examples

@@ -6,7 +6,7 @@ directory need no locks: each sees the files of the others.
 
 from __future__ import annotations
 
-import os
+import secrets
 import zlib
 from dataclasses import dataclass
 from hashlib import sha256
@@ -91,7 +91,7 @@ class StateStore:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         content = _memory(values)
-        temporary = self.path(key).with_suffix(f".{os.getpid()}")
+        temporary = self.path(key).with_suffix(f".{secrets.token_hex(8)}")
         try:
             with temporary.open("wb") as file:
                 file.write(content)

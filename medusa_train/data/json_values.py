@@ -21,6 +21,25 @@ class RecordError(ValueError):
     """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
+class JsonObject(dict[str, Any]):
+    """An object of JSON that remembers which of its keys were read by `get`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value under a key, which counts as read."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> list[str]:
+        """Return the other keys. Null is as good as missing: tables have it in the columns of other
+        records.
+        """
+        return [str(k) for k, value in self.items() if k not in self.read and value is not None]
+
+
 def optional_text(values: Mapping[str, Any], key: str) -> str:
     """Return the string under a key, '' if there is none."""
     value = values.get(key)

@@ -24,15 +24,16 @@ from medusa_train.data.conversation import (
     problem_with,
 )
 from medusa_train.data.json_values import (
+    JsonObject,
     RecordError,
     as_list,
     found_under,
     json_type,
     optional_text,
 )
-from medusa_train.data.report import TURNS, WITHOUT_PROMPT, Unread
+from medusa_train.data.report import COLUMNS, TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
-from medusa_train.data.turns import TurnKeys, has_tool_keys, mark_cut_answers, parse_turns
+from medusa_train.data.turns import TurnKeys, has_tool_keys, parse_turns
 
 
 class Format(NamedTuple):
@@ -124,12 +125,14 @@ def normalize(
         formats = {"messages": Format((fields.field_messages,))}
         type = "auto"
     record, record_format = _detect_format(record, type, formats)
-    turns, columns, keys = _turns_of(record, record_format, formats[record_format], fields)
+    turns, keys = _turns_of(record, record_format, formats[record_format], fields)
     if not turns:
-        raise RecordError(f"'{columns.pop()}' is an empty list")
+        raise RecordError(f"'{formats[record_format].keys[0]}' is an empty list")
     messages = link_results(parse_turns(turns, keys, found, tags=tags))
-    num_answers = sum(message.role == "assistant" for message in messages)
-    mark_cut_answers(messages, record.get(_FINISH_REASONS))
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    for index, reason in zip(answers, _finish_reasons(record, len(answers)), strict=False):
+        if reason in ("length", "context", "possibly cut"):
+            messages[index] = replace(messages[index], is_cut=True)
     # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
     # has a question after the last answer.
     if record_format == "sharegpt" and messages[0].role == "assistant":
@@ -141,7 +144,6 @@ def normalize(
     # 3. The system message, of the turns or next to them. Many data sets always have the field, empty
     # for none.
     if not messages or messages[0].role != "system":
-        columns.add("system")
         messages.insert(0, Message("system", optional_text(record, "system")))
     if not messages[0].content.strip():
         del messages[0]
@@ -151,13 +153,11 @@ def normalize(
     # 4. Variables of the chat template, the id, and the columns that are left.
     if messages[0].role == "system" and "<tools>" in messages[0].content:
         variables = set(variables or ()) - {TOOLS}  # the system message of Hermes has them
-    template_variables = _variables_of(record, variables, columns)
+    template_variables = _variables_of(record, variables)
     conversation = Conversation("", tuple(messages), source, template_variables)
-    ids = [key for key in (PROMPT_IDS if is_prompt else ("id",)) if usable_id(record, key)]
-    record_id = usable_id(record, *ids)
-    columns.update(ids[:1])
+    record_id = usable_id(record, *(PROMPT_IDS if is_prompt else ("id",)))
     if unread is not None:
-        found.count_columns(record, columns | _bookkeeping(record, num_answers))
+        found.add(COLUMNS, *record.unread())
         unread.update(found)
     return replace(conversation, id=record_id or conversation.content_key[:16])
 
@@ -180,7 +180,7 @@ def parse_user_turns(
     found = Unread()
     # 1. The turns of the user and the system.
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
-    turns, columns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
+    turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     # 2. What they say.
     said: dict[Role, list[str]] = {"user": [], "system": []}
     for message in parse_turns(turns, keys, found, roles=_PROMPT_ROLES):
@@ -188,19 +188,17 @@ def parse_user_turns(
         if text.strip():
             said[message.role].append(text)
     user, system = said["user"], said["system"]
-    if not system:
-        columns.add("system")
-        column = optional_text(record, "system")
-        if column.strip():
-            system.append(column)
+    if not system and (column := optional_text(record, "system")).strip():
+        system.append(column)
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
             found[TURNS, "system before the last one"] += len(system) - 1
         if not user:
             found.add(WITHOUT_PROMPT, "")
-        columns.update([key for key in PROMPT_IDS if usable_id(record, key) is not None][:1])
-        found.count_columns(record, columns | _bookkeeping(record))
+        usable_id(record, *PROMPT_IDS)
+        _finish_reasons(record)
+        found.add(COLUMNS, *record.unread())
         unread.update(found)
     return user, (system[-1] if system else None)
 
@@ -215,7 +213,7 @@ def parse_tool_chat(
     `normalize`.
     """
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
-    turns, _, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
+    turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     has_tools = any(parse_tools(record.get(column), column) for column in _TOOL_COLUMNS)
     if not (has_tools or record_format == "xlam" or any(has_tool_keys(t, keys) for t in turns)):
         return None
@@ -249,11 +247,9 @@ def _request_of(record: object) -> object:
 
 
 def _turns_of(
-    record: Mapping[str, Any], name: str, format: Format, fields: DatasetConfig | None = None
-) -> tuple[Sequence[Any], set[str], TurnKeys]:
-    """Return the turns of a record in the format called `name`, the columns that they are read
-    from, and the keys of the turns.
-    """
+    record: JsonObject, name: str, format: Format, fields: DatasetConfig | None = None
+) -> tuple[Sequence[Any], TurnKeys]:
+    """Return the turns of a record in the format called `name`, and their keys."""
     # 1. Questions and answers that are no turns.
     column = format.keys[0]
     if name == "alpaca":
@@ -263,22 +259,23 @@ def _turns_of(
         turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
         if "output" in format.keys:
             turns.append(_said("assistant", _text(record, "output")))
-        return turns, {"instruction", "input", "output", "history"}, TurnKeys()
+        record.read.add("output")  # prompts leave it out on purpose
+        return turns, TurnKeys()
     if name == "xlam":
-        answer = {**_said("assistant", None), "tool_calls": record["answers"]}
-        return [_said("user", _text(record, "query")), answer], {"query", "answers"}, TurnKeys()
+        answer = {**_said("assistant", None), "tool_calls": record.get("answers")}
+        return [_said("user", _text(record, "query")), answer], TurnKeys()
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
         is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
         prompts = as_list(record, column) if is_list else [_text(record, name)]
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
-        return turns, {column}, TurnKeys()
+        return turns, TurnKeys()
     found = as_list(record, column)
     # 2. Turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
         format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)
     keys = TurnKeys(format.role, format.content)
     if fields is None:
-        return found, {column}, keys
+        return found, keys
     names = {name: role for role, names in (fields.roles or {}).items() for name in names}
     keys = TurnKeys(
         fields.role_key or keys.role,
@@ -286,12 +283,12 @@ def _turns_of(
         (fields.message_field_training,) if fields.message_field_training else keys.train,
         names,
     )
-    return found, {column}, keys
+    return found, keys
 
 
 def _detect_format(
     record: object, type: str, formats: Mapping[str, Format]
-) -> tuple[Mapping[str, Any], str]:
+) -> tuple[JsonObject, str]:
     """Return the record, which has to be an object, and its format: `type`, or the one that has its
     keys.
     """
@@ -300,12 +297,12 @@ def _detect_format(
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {json_type(record)}")
     if type in formats:
-        return record, type
+        return JsonObject(record), type
     # tables have null in the columns of other formats, so keys with a value come first
     filled = {key for key, value in record.items() if value is not None}
     found = _format_with(filled, formats) or _format_with(set(record), formats)
     if type == "auto" and found is not None:
-        return record, found
+        return JsonObject(record), found
     wanted = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
     remedy = ""
     if "chat" in record or "trajectory" in record:  # glaive v2, nebius
@@ -341,24 +338,19 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return str(record[key])
 
 
-def _variables_of(
-    record: Mapping[str, Any], names: Collection[str] | None, columns: set[str]
-) -> str:
+def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
     """Return what a record says of the chat template's variables `names`, as JSON text, '' for
-    nothing; add the columns that it is read from to `columns`.
+    nothing.
 
     `tools` may be JSON text, as in tables. Values of null are as good as missing.
     """
     own = sorted(set(names or ()) - {"system", "messages", TOOLS})
     values = {name: record[name] for name in own if record.get(name) is not None}
-    columns.update(values)
     takes_tools = names is None or TOOLS in names
     tools: list[Any] = []
     if names and TOOLS in names:
         for column in _TOOL_COLUMNS:
-            if record.get(column) is not None:
-                columns.add(column)
-                tools += parse_tools(record[column], column)
+            tools += parse_tools(record.get(column), column)
     further = record.get(TEMPLATE_KWARGS)
     if further is not None:
         if not isinstance(further, Mapping):
@@ -378,7 +370,6 @@ def _variables_of(
                 f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown)}"
             )
         values |= given
-        columns.add(TEMPLATE_KWARGS)
     if tools:
         values[TOOLS] = tools
     try:
@@ -390,21 +381,24 @@ def _variables_of(
 
 def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
     """Return the first of `keys` that names a record, as text; None if none does."""
-    for key in keys:
-        value = record.get(key)
+    for key in (key for key in keys if key in record):
+        value = record[key]
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
-            return SURROGATES.sub("?", str(value))
+            return SURROGATES.sub("?", str(record.get(key)))
     return None
 
 
-def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[str]:
-    """Return the keys that self-distillation writes next to a chat, if it wrote the record.
+def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[Any]:
+    """Return why the answers of a record ended, if self-distillation wrote it, and read what it writes
+    next to a chat.
 
     Reasons of another number than that of the `answers` belong to another chat, and are not read.
     """
-    reasons = record.get(_FINISH_REASONS)
+    reasons = dict.get(record, _FINISH_REASONS)  # not read yet
     if not isinstance(reasons, (list, tuple)):
-        return set()
+        return ()
+    record.read.update(_SELF_DISTILLATION_KEYS)
     if answers is not None and len(reasons) != answers:
-        return set(_SELF_DISTILLATION_KEYS)
-    return {_FINISH_REASONS, *_SELF_DISTILLATION_KEYS}
+        return ()
+    record.read.add(_FINISH_REASONS)
+    return reasons

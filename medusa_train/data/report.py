@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,8 @@ class Unread(Counter[tuple[str, str]]):
         self.update((kind, name) for name in names)
 
     def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
-        """Count the columns of a record that are not read."""
-        self.add(COLUMNS, *unread_keys(record, read))
+        """Count the columns of a record that are not `read` and hold anything."""
+        self.add(COLUMNS, *(key for key in record if key not in read and record[key] is not None))
 
     def describe(self, name: str) -> list[str]:
         """Return a sentence on the data called `name`; none if all was read."""
@@ -60,14 +60,6 @@ class Unread(Counter[tuple[str, str]]):
         if not parts:
             return []
         return [f"{name}: not read: {'; '.join(parts)}"]
-
-
-def unread_keys(values: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
-    """Return the keys that are not read.
-
-    Null is as good as missing: tables have it in the columns of other records.
-    """
-    return [str(key) for key, value in values.items() if key not in read and value is not None]
 
 
 def _counted(found: list[tuple[int, str]]) -> str:

@@ -286,8 +286,8 @@ def _visible(path: Path) -> list[Path]:
 
 
 def _data_files(entries: Sequence[Path]) -> list[Path]:
-    """Return the files of records; shards only if their merged file is not there."""
-    files = [
+    """Return the files of records."""
+    return [
         entry
         for entry in entries
         if entry.name.lower().endswith(_SUFFIXES)
@@ -295,9 +295,6 @@ def _data_files(entries: Sequence[Path]) -> list[Path]:
         and not (entry.name in _METADATA and _is_object(entry))
         and entry.is_file()
     ]
-    names = {file.name for file in files}
-    merged = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
-    return [file for file in files if merged[file.name] not in names - {file.name}]
 
 
 def _is_object(path: Path) -> bool:

@@ -238,8 +238,7 @@ def _encode_in_workers(
     """Yield the examples of every chunk, in order.
 
     Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose
-    locks a fork would copy. They return bytes, since torch passes each tensor between processes
-    through a file descriptor of its own.
+    locks a fork would copy.
     """
     # it would unblock Ctrl-C if it were started with the first worker
     resource_tracker.ensure_running()
@@ -249,7 +248,7 @@ def _encode_in_workers(
     try:
         with _ctrl_c_blocked():
             parts = pool.map(_work, chunks)
-        yield from (EncodedDataset.from_bytes(part) for part in parts)
+        yield from parts
     except BrokenProcessPool:
         raise DataError(
             f"one of {workers} tokenization processes ended, killed for lack of memory or by an"
@@ -291,5 +290,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(conversations: Sequence[Conversation]) -> bytes:
-    return _encode(conversations, *_settings).to_bytes()
+def _work(conversations: Sequence[Conversation]) -> EncodedDataset:
+    return _encode(conversations, *_settings)

@@ -68,11 +68,13 @@ def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:
     several = turn.get("tool_call_ids")  # SWE-smith
     if call_id is None and isinstance(several, (list, tuple)) and len(several) == 1:
         call_id = several[0]
-    given = {"tool_call_id": call_id, "name": turn.get("name")}
-    for key, value in given.items():
+    parts = {}
+    for key, value in (("tool_call_id", call_id), ("name", turn.get("name"))):
         if not isinstance(value, str | int | None):
             raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
-    return {key: str(value) for key, value in given.items() if value is not None}
+        if value is not None:
+            parts[key] = str(value)
+    return parts
 
 
 def link_results(messages: Sequence[Message]) -> list[Message]:
@@ -83,19 +85,17 @@ def link_results(messages: Sequence[Message]) -> list[Message]:
     calls: Sequence[Mapping[str, Any]] = ()
     open_ids: list[str] = []  # of calls whose result has not come
     for message in messages:
+        call_id = message.parts.get("tool_call_id")
         if message.role == "assistant":
             calls = message.calls
             open_ids = [call["id"] for call in calls if "id" in call]
         elif message.role == "tool" and not calls:
             if message.content.lstrip().startswith("<tool_response>"):
-                message = Message("user", message.content, is_target=message.is_target)
-        elif message.role == "tool":
-            call_id = message.parts.get("tool_call_id")
-            if call_id in open_ids:
-                open_ids.remove(call_id)
-            elif call_id is None and open_ids:
-                parts = {"tool_call_id": open_ids.pop(0), **message.parts}
-                message = replace(message, parts=parts)
+                message = replace(message, role="user", parts={})
+        elif call_id in open_ids:
+            open_ids.remove(call_id)
+        elif message.role == "tool" and call_id is None and open_ids:
+            message = replace(message, parts={"tool_call_id": open_ids.pop(0), **message.parts})
         linked.append(message)
     return linked
 

@@ -1,4 +1,4 @@
-"""Chats with tool calls in the form that a chat template takes, found by rendering small examples."""
+"""Chats with tool calls in the form that a chat template takes, found by rendering them."""
 
 from __future__ import annotations
 
@@ -7,34 +7,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
-from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
+from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, placeholder
 from medusa_train.data.conversation import Message
 
 #: Templates of Mistral demand such ids of calls.
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_QUESTION = Message("user", "Hello")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSupport:
-    """What a chat template does with tool calls.
-
-    Attributes:
-        text_arguments: it takes arguments as JSON text only.
-        calls: how many of two parallel calls it renders.
-        keeps_content: it renders the text next to calls.
-        has_results: it renders the role `tool`, and not as an answer.
-    """
-
-    text_arguments: bool
-    calls: int
-    keeps_content: bool
-    has_results: bool
 
 
 def fit_to_template(
@@ -43,85 +24,71 @@ def fit_to_template(
     """Return the messages of a chat as the template takes them, and count what it changes or leaves
     out; ChatTemplateError if it cannot render the chat.
     """
-    if not any(message.calls or message.role == "tool" for message in messages):
+    has_calls = any(message.calls for message in messages)
+    if not has_calls and all(message.role != "tool" for message in messages):
         return messages
-    support = _tool_support(template.source, tuple(sorted(template.special_tokens.items())))
-    # 1. What the template cannot render, which it may not say.
-    most = max(len(message.calls) for message in messages)
-    if most and not support.calls:
-        raise ChatTemplateError("the chat template leaves out tool calls")
-    if most > support.calls == 1:
-        raise ChatTemplateError("the chat template renders only the first of several tool calls")
-    if most and not support.has_results:
-        raise ChatTemplateError("the chat template leaves out results of tools")
-    # 2. Results of answers whose calls are text, and arguments as JSON text.
-    if not support.has_results:
-        counts["results_of_user"] += 1
-        messages = [
-            replace(message, role="user", parts={}) if message.role == "tool" else message
-            for message in messages
-        ]
-    if most and support.text_arguments:
-        counts["text_arguments"] += 1
-        messages = [_with_text_arguments(message) for message in messages]
-    if not support.keeps_content and any(m.calls and m.content.strip() for m in messages):
-        counts["dropped_content"] += 1
-    # 3. Ids of nine letters and digits, if the template rejects others.
-    try:
-        template.render(messages)
-    except ChatTemplateError:
-        shortened = [_with_short_ids(message) for message in messages]
-        if shortened == messages:
-            raise
-        template.render(shortened)
-        return shortened
-    return messages
-
-
-@lru_cache(maxsize=8)
-def _tool_support(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ToolSupport:
-    """Find out what a template does with tool calls by rendering chats of one and two calls."""
-    template = ChatTemplate(source, dict(special_tokens))
-    if "tools" in template.variables:
-        schema = {"type": "object", "properties": {"place": {"type": "string", "description": "x"}}}
-        tool = {"name": "find1", "description": "Finds", "parameters": schema}
-        template = template.with_variables({"tools": [{"type": "function", "function": tool}]})
-
-    def render(*messages: Message) -> str:
+    # 1. A template may reject ids, unless they are nine letters and digits, and arguments as objects.
+    # Results of answers whose calls are text may be turns of the user.
+    shortened = [_with_short_ids(message) for message in messages]
+    change = _with_text_arguments if has_calls else _of_user
+    name = "text_arguments" if has_calls else "results_of_user"
+    changed = [[change(message) for message in form] for form in (messages, shortened)]
+    # 2. The first form that it takes.
+    problems = []
+    for form in (messages, shortened, *changed):
         try:
-            return template.render([_QUESTION, *messages])
-        except ChatTemplateError:
-            return ""
-
-    result = Message("tool", "Sunny", parts={"tool_call_id": "callno001", "name": "find1"})
-    text_only = render(Message("assistant", "Yes"), result)
-    as_answer = render(Message("assistant", "Yes"), Message("assistant", "Sunny"))
-    has_results = "Sunny" in text_only and text_only != as_answer
-    for text_arguments in (False, True):
-        for count in (2, 1):
-            answer, one_call = (
-                Message("assistant", "Looking", parts={"tool_calls": _example_calls(number)})
-                for number in (count, 1)
-            )
-            if text_arguments:
-                answer, one_call = map(_with_text_arguments, (answer, one_call))
-            text = render(answer)
-            if not text:
-                continue
-            shown = [n for n in range(1, count + 1) if f"find{n}" in text and f"town{n}" in text]
-            # a template that rejects two calls says so itself
-            calls = 2 if len(shown) == count else len(shown)
-            has_results = has_results or "Sunny" in render(one_call, result)
-            return ToolSupport(text_arguments, calls, "Looking" in text, has_results)
-    return ToolSupport(False, 2, True, has_results)  # it rejects every call, and says why
+            keeps_content = _keeps_content(form, template)
+        except ChatTemplateError as error:
+            problems.append(error)
+            continue
+        if form in changed:
+            counts[name] += 1
+        if not keeps_content:
+            counts["dropped_content"] += 1
+        return form
+    raise problems[1]
 
 
-def _example_calls(count: int) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    for n in range(1, count + 1):
-        function = {"name": f"find{n}", "arguments": {"place": f"town{n}"}}
-        calls.append({"id": f"callno00{n}", "type": "function", "function": function})
-    return calls
+def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
+    """Return whether a template renders the text next to tool calls; ChatTemplateError if it rejects
+    the chat, or leaves out calls or results.
+    """
+    # 1. The chat with a placeholder for each name of a tool, result and text next to calls.
+    outline = []
+    names: list[str] = []
+    results: list[str] = []
+    beside: list[tuple[int, str]] = []
+    for number, message in enumerate(messages):
+        content = f"{placeholder(number)}text"
+        calls = []
+        for place, call in enumerate(message.calls):
+            names.append(f"{placeholder(number)}name{place}")
+            calls.append({**call, "function": {**call["function"], "name": names[-1]}})
+        if calls:
+            message = replace(message, parts={**message.parts, "tool_calls": calls})
+        if calls and message.content.strip():
+            beside.append((number, content))
+            message = replace(message, content=content)
+        elif message.role == "tool":
+            results.append(content)
+            message = replace(message, content=content)
+        outline.append(message)
+    # 2. Which of them it renders.
+    text = template.render(outline)
+    if not all(name in text for name in names):
+        raise ChatTemplateError("the chat template leaves out tool calls")
+    if results and not any(result in text for result in results):
+        raise ChatTemplateError("the chat template leaves out results of tools")
+    # later turns may leave out what is generated next to calls
+    if not beside:
+        return True
+    number, content = beside[-1]
+    return content in template.render(outline[: number + 1])
+
+
+def _of_user(message: Message) -> Message:
+    """Make a result of a tool the user's."""
+    return replace(message, role="user", parts={}) if message.role == "tool" else message
 
 
 def _with_text_arguments(message: Message) -> Message:

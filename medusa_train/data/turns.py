@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from medusa_train.data.conversation import (
@@ -15,9 +14,15 @@ from medusa_train.data.conversation import (
     Role,
     join_reasoning,
 )
-from medusa_train.data.json_values import RecordError, found_under, json_type, optional_text
+from medusa_train.data.json_values import (
+    JsonObject,
+    RecordError,
+    found_under,
+    json_type,
+    optional_text,
+)
 from medusa_train.data.record_files import shown_name
-from medusa_train.data.report import TURN_KEYS, TURNS, Unread, unread_keys
+from medusa_train.data.report import TURN_KEYS, TURNS, Unread
 from medusa_train.data.tool_calls import (
     TOOLS,
     calls_of,
@@ -95,6 +100,7 @@ def parse_turns(
         try:
             if not isinstance(turn, Mapping):
                 raise RecordError(f"must be an object, it is {json_type(turn)}")
+            turn = JsonObject(turn)
             name = turn.get(keys.role)
             meaning = keys.roles.get(name, name.lower()) if isinstance(name, str) else ""
             role = _ROLES.get(meaning)
@@ -117,7 +123,7 @@ def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
 
 
 def _parse_turn(
-    turn: Mapping[str, Any], keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
+    turn: JsonObject, keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
 ) -> Message:
     """Parse a turn of the role that `meaning` is a name of."""
     # 1. Who speaks.
@@ -136,7 +142,6 @@ def _parse_turn(
     # place in the content, the template joins the two.
     is_blank = (calls or role == "tool") and turn.get(keys.content) is None
     content = "" if is_blank else _content(turn, keys.content, unread)
-    read = {keys.role, keys.content, "tool_calls", "function_call"}
     ids = None
     parts: dict[str, Any] = {}
     if role == "assistant":
@@ -147,7 +152,7 @@ def _parse_turn(
         for key in names:
             optional_text(turn, key)
         reasoning = reasoning_part(turn, names)
-        read |= {key for key in names if turn.get(key) in ("", reasoning)}
+        turn.read -= {key for key in names if key in turn and turn[key] not in ("", reasoning)}
         if calls:
             parts["tool_calls"] = calls
             if reasoning:  # templates read the one or the other
@@ -155,17 +160,12 @@ def _parse_turn(
         else:
             content = join_reasoning(reasoning, content, tags)
         ids = _token_ids(turn)
-        read.add("token_ids")
     elif role == "tool":
         parts |= result_parts(turn)
-        read |= {"tool_call_id", "tool_call_ids", "name"}
     # 3. Whether it is trained.
-    is_target = None
-    if not keys.is_prompt:
-        is_target = _is_target(turn, keys.train)
-        read |= {"weight", *keys.train}
+    is_target = None if keys.is_prompt else _is_target(turn, keys.train)
     # 4. What is left.
-    unread.add(TURN_KEYS, *unread_keys(turn, read))
+    unread.add(TURN_KEYS, *turn.unread())
     return Message(role, content, ids, is_target=is_target, parts=parts)
 
 
@@ -208,18 +208,6 @@ def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
     if isinstance(ids, (list, tuple)) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         return tuple(ids)
     raise RecordError("'token_ids' must be a list of token ids")
-
-
-def mark_cut_answers(messages: list[Message], reasons: object) -> None:
-    """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for
-    each answer.
-    """
-    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
-        return
-    for index, reason in zip(answers, reasons, strict=True):
-        if reason in ("length", "context", "possibly cut"):
-            messages[index] = replace(messages[index], is_cut=True)
 
 
 def read_messages(chat: object) -> list[Message]:
@@ -290,10 +278,11 @@ def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
         raise RecordError(f"'{key}' must be a string, it is {found_under(turn, key)}")
     texts = []
     for part in content:
+        part = JsonObject(part if isinstance(part, Mapping) else {})
         # a caption of an image is no text
-        is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        is_text = isinstance(part.get("text"), str)
         if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
             raise RecordError(f"'{key}' holds parts that are not text")
         texts.append(part["text"])
-        unread.add(TURN_KEYS, *(f"{key}.{name}" for name in unread_keys(part, ("type", "text"))))
+        unread.add(TURN_KEYS, *(f"{key}.{name}" for name in part.unread()))
     return "".join(texts)

@@ -60,8 +60,7 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     assert (len(result.conversations), len(result.report.skipped)) == (2, 2)
     (tmp_path / "dataset_info.json").write_text('{"a": 1}')
-    for name in ("c.shard-1-of-2.jsonl", "b.shard-1-of-2.jsonl"):  # b is merged
-        (tmp_path / name).write_text(LINE)
+    (tmp_path / "c.jsonl").write_text(LINE)
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     assert (len(result.conversations), len(result.report.skipped)) == (3, 2)
     (tmp_path / "empty.jsonl").write_text("")

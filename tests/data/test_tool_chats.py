@@ -168,7 +168,7 @@ def test_parallel_calls_are_one_answer(make: Make) -> None:
     ("name", "reason"),
     [
         ("LLAMA", "rejects the chat: This model only supports single tool-calls at once!"),
-        ("HARMONY", "renders only the first of several tool calls"),
+        ("HARMONY", "leaves out tool calls"),
     ],
 )
 def test_parallel_calls_that_a_template_lacks_reject_the_chat(
@@ -266,6 +266,12 @@ def test_results_of_calls_in_text_are_the_users_if_the_template_knows_no_tool(ma
     assert counts == {"results_of_user": 1}
     shown = masked(make(templates.TOOLS_CHATML), chat(*turns))
     assert "<tool_response>\nR\n</tool_response>" in shown
+
+
+def test_text_next_to_calls_that_later_turns_leave_out_is_not_counted(make: Make) -> None:
+    counts = Counter[str]()
+    make(templates.TOOLS_HARMONY).encode(chat(*AGENT), counts)
+    assert counts == {}
 
 
 def test_a_cut_answer_with_calls_has_no_end(make: Make) -> None:
