@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import httpx2
 import openai
 
-from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.hide_secrets import excerpt, remember
 from medusa_train.network import client_options
@@ -64,7 +63,7 @@ class Server:
         optional: Collection[str] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.url = normalize_url(url)
+        self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.faults = 0  # in a row
         self._key_variable = key_variable
         self._key = read_key(key_variable)
@@ -266,8 +265,7 @@ class Servers:
         retries, last_fault: number of requests that were sent again, and why the last one was.
 
     Raises:
-        ConfigError: a URL is not a web address, or contains a password; the environment's proxy,
-            certificates or key cannot be used.
+        ConfigError: the environment's proxy, certificates or key cannot be used.
     """
 
     def __init__(
@@ -403,11 +401,3 @@ def read_key(variable: str) -> str:
     else:
         return key
     raise ConfigError(f"{variable}: the API key contains {problem}; copy it again")
-
-
-def normalize_url(url: str) -> str:
-    """Return a base URL without the path of chats; ConfigError if it is not a web address."""
-    problem = address_problem(url)
-    if problem is not None:
-        raise ConfigError(f"server {problem}")
-    return url.rstrip("/").removesuffix("/chat/completions")
