@@ -285,13 +285,12 @@ def _describe_tokens(dataset: EncodedDataset) -> str:
 
 
 def _describe_answers(dataset: EncodedDataset) -> str:
-    """Describe the answers in the reports of `dataset`, and how much of its supervised text is new."""
+    """Describe the answers in the report of `dataset`."""
     counts, share = dataset.report.counts, dataset.report.looping_share
     cut = counts["cut"] / max(1, counts["answers"])
     return (
         f"{counts['answers']:,}, of which {share:.1%} loop and {cut:.1%} are known to be cut off by"
-        f" a length limit; {dataset.distinct_share():.1%} of the 8-grams of supervised tokens are"
-        " distinct"
+        " a length limit"
     )
 
 
