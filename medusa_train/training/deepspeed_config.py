@@ -80,7 +80,13 @@ _NOT_USED: Mapping[str, str] = {
     "sparse_attention": "set flash_attention in the YAML",
     "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory: true in offload_optimizer",
     "zero_optimization.zenflow": "write offload_optimizer: {device: cpu}",
+    # DeepSpeed's own check accepts these
+    "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without it",
+    "zero_optimization.legacy_stage1": "remove it",
+    "zero_optimization.pipeline_loading_checkpoint": "remove it",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is AdamW; remove it",
 }
 #: Entries with only one value here.
 _FIXED: Mapping[str, Any] = {
