@@ -159,6 +159,7 @@ def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
         "fp16": {"enabled": False, "loss_scale_window": 1000},
         "amp": {"enabled": False},
+        "autotuning": {},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 5,
         "communication_data_type": "fp32",
