@@ -20,7 +20,7 @@ from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app
 from medusa_train.config.docs import format_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
-from medusa_train.errors import signal_exit_code
+from medusa_train.errors import DataError, signal_exit_code
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -78,9 +78,8 @@ def app(
         return printed_all()
 
     from medusa_train.models.model_files import find_target_model
-    from medusa_train.selfdistill.model import resolve_model_paths
     from medusa_train.selfdistill.prompts import load_prompts
-    from medusa_train.selfdistill.settings import output_path
+    from medusa_train.selfdistill.settings import output_path, resolve_model_paths
 
     console = output_console(highlight=False, soft_wrap=True)
     out = output_path(cfg)
@@ -100,7 +99,7 @@ def app(
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
     """Return the first line of the output: model, prompts and output file, defaults included."""
-    from medusa_train.selfdistill.model import model_name
+    from medusa_train.selfdistill.settings import model_name
 
     model = cfg.base_model or model_name(cfg)
     if cfg.engine == "openai":
@@ -119,10 +118,9 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console:
         DataError: the output has no conversation.
     """
     from medusa_train.selfdistill.commands import next_command
-    from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
-    from medusa_train.selfdistill.model import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter
-    from medusa_train.selfdistill.settings import output_settings
+    from medusa_train.selfdistill.run import drop_report
+    from medusa_train.selfdistill.settings import output_settings, resolve_dtype
 
     progress = RunProgress(console)
     with progress.phase("importing torch and transformers", ticking=True):
@@ -139,11 +137,11 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console:
             except KeyboardInterrupt as interrupt:
                 error_console().print(f"interrupted; run the same command again to resume {out}")
                 return signal_exit_code(interrupt)
-    reasons = Counter(writer.drop_reasons.values())
-    if not writer.kept and prompts:
-        raise nothing_kept(out, reasons, cfg)
-    if (warning := most_dropped(out, writer.kept, reasons, cfg)) is not None:
-        error_console().print(warning, style="yellow")
+    report = drop_report(out, writer.kept, Counter(writer.drop_reasons.values()), cfg)
+    if not writer.kept:
+        raise DataError(report)
+    if report:
+        error_console().print(report, style="yellow")
     if is_complete:
         console.print(f"{out} is complete, nothing to do")
     asked_again = sum(prompt.id not in writer.done for prompt in prompts)

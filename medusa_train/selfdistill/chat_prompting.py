@@ -14,11 +14,6 @@ from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
 from medusa_train.selfdistill.replay import Answer, AnswerFinishReason, Request
 
-_REASONS: dict[FinishReason, AnswerFinishReason] = {
-    "eos": "stop",
-    "length": "length",
-    "context": "context",
-}
 _MARK = "\ue000words\ue001"  # private use characters, which no template contains
 
 
@@ -40,19 +35,9 @@ class ChatPrompting:
         reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> None:
         self.tokenizer = tokenizer
-        self._encoder = ChatEncoder(
+        self.encoder = ChatEncoder(
             tokenizer, template, template_kwargs, reasoning_tags=reasoning_tags
         )
-
-    def text(self, request: Request) -> str:
-        """Return the prompt as text: the chat and the header of the requested message.
-
-        Raises as `prompt` does.
-        """
-        if request.speaker == "assistant":
-            return self._render(request.messages)
-        # A space that ends the header belongs to the first word's token.
-        return self._around_user(request)[0].rstrip(" ")
 
     def prompt(self, request: Request) -> list[int]:
         """Return the prompt as token ids.
@@ -62,8 +47,9 @@ class ChatPrompting:
             ConfigError: self-talk with a template that does not render user contents verbatim.
         """
         if request.speaker == "assistant":
-            return self._encoder.prompt(request.messages, request.variables)
-        text = self.text(request)
+            return self.encoder.prompt(request.messages, request.variables)
+        # A space that ends the header belongs to the first word's token.
+        text = self._around_user(request)[0].rstrip(" ")
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(
@@ -76,7 +62,7 @@ class ChatPrompting:
         """
         ends_with_eos = finish == "eos"
         kept = tokens[:-1] if ends_with_eos else tokens
-        reason = _REASONS[finish]
+        reason: AnswerFinishReason = "stop" if finish == "eos" else finish
         # 1. a user message ends where the template goes on
         if request.speaker == "user":
             written = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
@@ -85,15 +71,15 @@ class ChatPrompting:
                 reason = "stop"
             return Answer(text, reason, prompt_tokens, len(tokens))
         # 2. the text of an answer
-        text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
+        text = answer_text(self.tokenizer, kept, self.encoder.template.reasoning_tags)
         if not text.strip():
             return Answer(text, reason, prompt_tokens, len(tokens))
-        text = self._encoder.opened_reasoning(request.messages, request.variables) + text
+        text = self.encoder.opened_reasoning(request.messages, request.variables) + text
         # 3. its tokens, if training would make others of the text
         message = Message("assistant", text, is_cut=not ends_with_eos)
         chat = Conversation("", (*request.messages, message), "", request.variables)
         try:
-            row = self._encoder.encode(chat)[-1]
+            row = self.encoder.encode(chat)[-1]
         except DataError:
             row = Row()
         if len(request.messages) not in (answer.message for answer in row.answers):
@@ -115,7 +101,11 @@ class ChatPrompting:
         """Return the text that the template renders before and after the content of the next user
         message.
         """
-        rendered = self._render((*request.messages, Message("user", _MARK)))
+        messages = (*request.messages, Message("user", _MARK))
+        try:
+            rendered = self.encoder.template.render(messages, prompt=True)
+        except ChatTemplateError as error:
+            raise DataError(str(error)) from None
         before, mark, after = rendered.rpartition(_MARK)
         if not mark:
             raise ConfigError(
@@ -123,9 +113,3 @@ class ChatPrompting:
                 "set another chat_template"
             )
         return before, after
-
-    def _render(self, messages: tuple[Message, ...]) -> str:
-        try:
-            return self._encoder.template.render(messages, prompt=True)
-        except ChatTemplateError as error:
-            raise DataError(str(error)) from None

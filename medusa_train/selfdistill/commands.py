@@ -16,7 +16,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.config.yaml_source import read_yaml_file
 from medusa_train.errors import ConfigError
-from medusa_train.selfdistill.model import resolve_model_paths
+from medusa_train.selfdistill.settings import resolve_model_paths
 
 COMMAND = "medusa-selfdistill"
 
@@ -65,7 +65,7 @@ def _commands_for(values: Mapping[str, Any], model: str, name: str) -> Iterator[
         words += ["--output", f"data/selfdistill/{output}.jsonl"]
         if dataset.get("split"):
             words.append(f"split={dataset['split']}")
-        words += _overrides({key: values.get(key) for key in _SHARED_KEYS})
+        words += _overrides(values)
         yield shlex.join([COMMAND, *words])
 
 
@@ -74,31 +74,25 @@ def next_command(cfg: SelfDistillConfig, output: Path) -> str:
 
     As in README, answers of a server train EAGLE-3, which vLLM serves, others Medusa-1.
     """
-    shared = _overrides({key: getattr(cfg, key) for key in _SHARED_KEYS})
-    template = cfg.chat_template
-    export, model = _trainable_model(cfg)
-    config = "any_eagle3" if cfg.engine == "openai" else "any_m1"
+    # 1. the model to train on: the trained one of a run is exported first
+    export = ""
+    config = "any_eagle3"
+    model = str(cfg.base_model)
+    if cfg.engine != "openai":
+        paths = resolve_model_paths(cfg)
+        config = "any_m1"
+        model = paths.base_model
+        if paths.adapter is not None:
+            export = shlex.join(["medusa-export", str(paths.home), "--to", "merged"]) + " && "
+            model = f"{paths.home}/export/merged"
     if is_embedded(model):
         config = "tiny_m1"
+    # 2. the command
     data = f"datasets=[{{path: {_yaml_text(str(output))}, type: messages}}]"
     words = ["medusa-train", f"configs/{config}.yaml", f"base_model={model}", data]
-    if template is not None:
-        words.append(f"chat_template={template}")
-    return export + shlex.join([*words, *shared])
-
-
-def _trainable_model(cfg: SelfDistillConfig) -> tuple[str, str]:
-    """Return the base model to train on, and the command that exports it first, or nothing."""
-    if cfg.engine == "openai":
-        return "", str(cfg.base_model)
-    paths = resolve_model_paths(cfg)
-    if paths.adapter is None:
-        return "", paths.base_model
-    run = paths.home
-    return (
-        f"{shlex.join(['medusa-export', str(run), '--to', 'merged'])} && ",
-        f"{run}/export/merged",
-    )
+    if cfg.chat_template is not None:
+        words.append(f"chat_template={cfg.chat_template}")
+    return export + shlex.join([*words, *_overrides(cfg.model_dump())])
 
 
 def _yaml_text(text: str) -> str:
@@ -106,5 +100,5 @@ def _yaml_text(text: str) -> str:
 
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` for each key that has a value."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value]
+    """Return `key=value` for each of the shared keys that has a value."""
+    return [f"{key}={json.dumps(values[key])}" for key in _SHARED_KEYS if values.get(key)]

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from medusa_train.data.conversation import Message
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.records import TEMPLATE_KWARGS
 from medusa_train.data.tool_calls import TOOLS
@@ -25,33 +24,6 @@ from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import GeneratedChat, is_asked_again
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the conversations of a file; raises DataError if a line is none."""
-    for number, record in enumerate(read_records(path), start=1):
-        if not isinstance(record, dict) or "id" not in record:
-            raise DataError(
-                f"{path}:{number}: not a conversation (a JSON object with an id); fix or delete the"
-                " file, or choose another output"
-            )
-        yield {**record, "id": str(record["id"])}
-
-
-def _first_question(record: Mapping[str, Any]) -> str | None:
-    """Return the first message of the user; None if there is none, or no conversation."""
-    try:
-        said = [one["content"] for one in record["messages"] if one["role"] == "user"]
-    except (LookupError, TypeError):
-        return None
-    if not said or not isinstance(said[0], str):
-        return None
-    return said[0]
-
-
-def _drop_reason(record: Mapping[str, Any]) -> str:
-    dropped = record.get("dropped")
-    return str(dropped.get("reason")) if isinstance(dropped, Mapping) else "unknown"
 
 
 class OutputWriter:
@@ -72,20 +44,18 @@ class OutputWriter:
         _check_settings(output, settings)  # before opening, which truncates an incomplete last line
         with ExitStack() as opened:
             self.lines = opened.enter_context(_open(output))
-            # check again under the lock
-            if not _check_settings(output, settings):
+            self.dropped = opened.enter_context(_open(dropped_path(output)))
+            if not has_conversations(output):
                 text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
                 replace_text(settings_path(output), f"{text}\n")
-            self.dropped = opened.enter_context(_open(dropped_path(output)))
-            self.done = {record["id"] for record in _read(self.lines.path)}
-            self.kept = len(self.done)
+            self._asked = {name: question for name, question, _ in _read(output)}
+            self.kept = len(self._asked)
             self.drop_reasons: dict[str, str] = {}
-            for record in _read(self.dropped.path):
-                reason = _drop_reason(record)
+            for name, _, reason in _read(self.dropped.path):
                 # files of earlier versions also list those that a server lost
-                if record["id"] not in self.done and not self._is_asked_again(reason):
-                    self.drop_reasons[record["id"]] = reason
-            self.done.update(self.drop_reasons)
+                if name not in self._asked and not self._is_asked_again(reason):
+                    self.drop_reasons[name] = reason
+            self.done = {*self._asked, *self.drop_reasons}
             opened.pop_all()
 
     def _is_asked_again(self, reason: str) -> bool:
@@ -95,28 +65,21 @@ class OutputWriter:
         """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
         another question.
         """
-        # keys are masked in the file
-        asked = {prompt.id: mask_keys(prompt.turns[0]) for prompt in prompts if prompt.turns}
-        for record in _read(self.lines.path):
-            name = record["id"]
-            if name not in asked:
+        for prompt in prompts:
+            if not prompt.turns or prompt.id not in self._asked:
                 continue
-            said = _first_question(record)
-            if said is None:
-                raise DataError(
-                    f"{self.lines.path}: the conversation {name} has no messages with role and"
-                    " content; fix or delete the file, or choose another output"
-                )
-            if asked[name] != said:
+            asked = mask_keys(prompt.turns[0])  # as in the file
+            answered = self._asked[prompt.id]
+            if asked != answered:
                 raise ConfigError(
-                    f"output {self.output}: it answers other prompts with the same ids; {name} asks"
-                    f" {excerpt(said, 60)!r}, and now {excerpt(asked[name], 60)!r}. Choose another"
+                    f"output {self.output}: it answers other prompts with the same ids; {prompt.id}"
+                    f" asks {excerpt(answered, 60)!r}, and now {excerpt(asked, 60)!r}. Choose another"
                     " output=FILE.jsonl"
                 )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a conversation; `record["id"]` must be new."""
-        self._mark(record)
+        """Append a conversation, whose id must be new."""
+        self.done.add(str(record["id"]))
         self.kept += 1
         self.lines.append(record)
 
@@ -124,17 +87,12 @@ class OutputWriter:
         """Append the id of a conversation without any kept answer, unless the next run is to ask it
         again.
         """
-        reason = _drop_reason(record)
-        self.drop_reasons[str(record["id"])] = reason
-        if not self._is_asked_again(reason):
-            self._mark(record)
-            self.dropped.append(record)
-
-    def _mark(self, record: Mapping[str, Any]) -> None:
         name = str(record["id"])
-        if name in self.done:
-            raise ValueError(f"conversation {name} was already written")
-        self.done.add(name)
+        reason = record["dropped"]["reason"]
+        self.drop_reasons[name] = reason
+        if not self._is_asked_again(reason):
+            self.done.add(name)
+            self.dropped.append(record)
 
     def __enter__(self) -> OutputWriter:
         return self
@@ -163,76 +121,95 @@ def _open(path: Path) -> JsonLinesFile:
     return JsonLinesFile(path, exclusive=True, fsync_every=FSYNC_EVERY)
 
 
-def _read_settings(output: Path) -> dict[str, Any] | None:
-    path = settings_path(output)
-    try:
-        return dict(parse_json(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
+def _read(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield id, first message of the user, and reason for being dropped of the conversations in a
+    file; "" for a part that a line does not have. Raises DataError if a line is no conversation.
+    """
+    for number, record in enumerate(read_records(path), start=1):
+        try:
+            said = [one["content"] for one in record.get("messages", ()) if one["role"] == "user"]
+            reason = record.get("dropped", {}).get("reason", "")
+            found = str(record["id"]), "".join(said[:1]), str(reason)
+        except (LookupError, TypeError, AttributeError):
+            raise DataError(
+                f"{path}:{number}: not a conversation (a JSON object with an id, and messages with"
+                " role and content); fix or delete the file, or choose another output"
+            ) from None
+        yield found
 
 
-def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
-    """Check `settings` against the stored ones; return whether these exist and are equal."""
+def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `output` has conversations that were generated with other settings, or
+    with unknown ones.
+    """
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
-    stored = _read_settings(output)
-    is_used = has_conversations(output)
-    # 1. none are stored
-    if stored is None:
-        if is_used:
-            name = settings_path(output).name
-            raise ConfigError(
-                f"output {output}: the file exists without its settings {name}; choose another"
-                " output"
-            )
-        return False
-    # 2. those that differ; a missing setting equals None, and keys are masked in the file
+    if not has_conversations(output):
+        return
+    path = settings_path(output)
+    try:
+        stored = dict(parse_json(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"output {output}: the file exists without its settings {path.name}; choose another"
+            " output"
+        ) from None
+    except (ValueError, TypeError):
+        raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
+    # a missing setting equals None, and keys are masked in the file
     now = json.loads(mask_keys(json.dumps(dict(settings))))
-    names = differing_keys(stored, now)
-    if names and is_used:
-        lines = [f"output {output}: it holds conversations generated with other settings"]
-        for name in names:
-            lines.append(f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now")
-        lines.append(
+    lines = [
+        f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now"
+        for name in differing_keys(stored, now)
+    ]
+    if lines:
+        head = f"output {output}: it holds conversations generated with other settings"
+        advice = (
             "Choose another output=FILE.jsonl, or delete this one with its settings and dropped"
             " files."
         )
-        raise ConfigError("\n".join(lines))
-    return not names
+        raise ConfigError("\n".join([head, *lines, advice]))
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str, Any]) -> None:
     """Append a conversation to the output, or report it as dropped if nothing in it is kept."""
-    record: dict[str, Any] = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     dropped: dict[str, Any] = {}
     if chat.dropped is not None:
         dropped["dropped"] = {"reason": chat.dropped, "turns": chat.dropped_turns}
+    names = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     if chat.is_empty:
-        writer.drop({**record, **dropped})
+        writer.drop({**names, **dropped})
         return
-    record["model"] = metadata["model"]
-    record["messages"] = [_message_record(message) for message in chat.messages]
+    # 1. the messages
+    messages = []
+    recorded = 0
+    for message in chat.messages:
+        record: dict[str, Any] = dict(message.as_dict())
+        if message.is_target is False:
+            record["train"] = False
+            recorded += 1
+        if message.token_ids is not None:
+            record["token_ids"] = list(message.token_ids)
+        messages.append(record)
+    # 2. the tools and template variables of a chat with tools
     variables = json.loads(chat.prompt.variables or "{}")
-    if TOOLS in variables:
-        record[TOOLS] = variables.pop(TOOLS)
+    shared = {TOOLS: variables.pop(TOOLS)} if TOOLS in variables else {}
     if variables:
-        record[TEMPLATE_KWARGS] = variables
-    record.update((name, value) for name, value in metadata.items() if name != "model")
-    recorded = sum(message.is_target is False for message in chat.messages)
-    record["finish_reasons"] = ["recorded"] * recorded + chat.finish_reasons
-    record["token_counts"] = {
-        "prompt": chat.prompt_tokens,
-        "completion": chat.completion_tokens,
-    }
-    writer.write({**record, **dropped})
-
-
-def _message_record(message: Message) -> dict[str, Any]:
-    record: dict[str, Any] = dict(message.as_dict())
-    if message.is_target is False:
-        record["train"] = False
-    if message.token_ids is not None:
-        record["token_ids"] = list(message.token_ids)
-    return record
+        shared[TEMPLATE_KWARGS] = variables
+    # 3. the line
+    answers = chat.answers
+    writer.write(
+        {
+            **names,
+            "model": metadata["model"],
+            "messages": messages,
+            **shared,
+            **metadata,
+            "finish_reasons": ["recorded"] * recorded + [one.finish_reason for one in answers],
+            "token_counts": {
+                "prompt": [one.prompt_tokens for one in answers],
+                "completion": [one.completion_tokens for one in answers],
+            },
+            **dropped,
+        }
+    )

@@ -97,11 +97,7 @@ class GeneratedChat:
     # system message, then each question with its answer; of a chat with tools, what was recorded
     # and one answer
     messages: list[Message] = field(default_factory=list)
-    # these three: per generated answer
-    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    completion_tokens: list[int] = field(default_factory=list)
-    looping: int = 0  # looping answers, a dropped one included
+    answers: list[Answer] = field(default_factory=list)  # the kept ones
     dropped: DropReason | None = None  # why an answer, and all turns after it, were dropped
     dropped_turns: int = 0
 
@@ -110,38 +106,35 @@ class GeneratedChat:
             self.messages.append(Message("system", self.prompt.system))
 
     @property
-    def turns(self) -> int:
-        """Number of answers."""
-        return len(self.finish_reasons)
+    def looping(self) -> int:
+        """Number of looping answers, a dropped one included."""
+        return sum(is_looping(one.text) for one in self.answers) + (self.dropped == "looping")
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept: there is no answer, or one failed, so that a further run tries
         the chat again.
         """
-        return self.dropped == "failed" or self.turns == 0
+        return self.dropped == "failed" or not self.answers
 
     def add(self, question: Sequence[Message], answer: Answer) -> None:
         """Append the messages of a question and its answer. Answers in the question are no target of
         training: the model did not generate them.
         """
-        is_cut = answer.finish_reason != "stop"
         for message in question:
             is_recorded = message.role == "assistant"
             self.messages.append(replace(message, is_target=False) if is_recorded else message)
+        is_cut = answer.finish_reason != "stop"
         self.messages.append(
             Message("assistant", answer.text, answer.token_ids, is_cut, parts=answer.parts)
         )
-        self.finish_reasons.append(answer.finish_reason)
-        self.prompt_tokens.append(answer.prompt_tokens)
-        self.completion_tokens.append(answer.completion_tokens)
-        self.looping += is_looping(answer.text)
+        self.answers.append(answer)
 
-    def drop(self, reason: DropReason, turns: int) -> None:
-        """Record that `turns` turns were dropped."""
+    def drop(self, reason: DropReason, turns: int) -> GeneratedChat:
+        """Record that `turns` turns were dropped, and return the conversation."""
         self.dropped = reason
         self.dropped_turns = turns
-        self.looping += reason == "looping"
+        return self
 
 
 ChatSteps = Generator[Request, Answer, GeneratedChat]
@@ -162,8 +155,9 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
     An answer dropped by `rules` ends the conversation; earlier turns are kept.
     """
     chat = GeneratedChat(prompt)
-    questions = [(Message("user", text),) for text in prompt.turns]
-    asked: Sequence[tuple[Message, ...]] = [prompt.messages] if prompt.messages else questions
+    asked: list[tuple[Message, ...]] = [(Message("user", text),) for text in prompt.turns]
+    if prompt.messages:
+        asked = [prompt.messages]
     for number, question in enumerate(asked):
         answer = yield Request(
             (*chat.messages, *question),
@@ -172,8 +166,7 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
         )
         reason = rules.drop_reason(answer)
         if reason is not None:
-            chat.drop(reason, len(asked) - number)
-            break
+            return chat.drop(reason, len(asked) - number)
         chat.add(question, answer)
     return chat
 
@@ -190,16 +183,15 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
     question = Message("user", prompt.turns[0])
     while True:
         answer = yield Request(
-            (*chat.messages, question), turn_seed(random_seed, prompt.id, chat.turns)
+            (*chat.messages, question), turn_seed(random_seed, prompt.id, len(chat.answers))
         )
         reason = rules.drop_reason(answer) or _repeats(chat, "assistant", answer.text)
         if reason is not None:
-            chat.drop(reason, 1)
-            return chat
+            return chat.drop(reason, 1)
         chat.add([question], answer)
-        if chat.turns == rounds:
+        if len(chat.answers) == rounds:
             return chat
-        name = f"user {chat.turns}"
+        name = f"user {len(chat.answers)}"
         user_turn = yield Request(
             tuple(chat.messages), turn_seed(random_seed, prompt.id, name), speaker="user"
         )

@@ -1,4 +1,6 @@
-"""A run: its conversations are generated, written and counted."""
+"""A run: its conversations are generated, written and counted; and what a user is told about those
+that were dropped.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.table import Table
@@ -13,10 +16,12 @@ from rich.table import Table
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING
 from medusa_train.progress import duration
-from medusa_train.selfdistill.model import model_name
-from medusa_train.selfdistill.output import OutputWriter, write_chat
+from medusa_train.selfdistill.output import OutputWriter, dropped_path, write_chat
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat
+from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, is_asked_again
+from medusa_train.selfdistill.settings import model_name
+
+MOST = 0.5  # share of the prompts, above which dropping them is worth a warning
 
 
 class AnswerSource(Protocol):
@@ -137,7 +142,7 @@ class RunStats:
             self.empty += 1
         else:
             self.written += 1
-            self.turns += chat.turns
+            self.turns += len(chat.answers)
         if chat.dropped is not None:
             self.dropped[chat.dropped] += chat.dropped_turns
             self.cut += not chat.is_empty
@@ -174,18 +179,18 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     """Return the table at the end of a run, with the statistics of its engine in the last rows."""
     # 1. counts, where there is something to count
     counts = {
-        "prompts": stats.total,
         "done by an earlier run": stats.earlier,
         "conversations written": stats.written,
         "answers in them": stats.turns,
         "of them with dropped turns": stats.cut,
         "looping answers": stats.looping,
         "conversations dropped": stats.empty,
+        **{f"dropped turns: {reason}": n for reason, n in sorted(stats.dropped.items())},
     }
-    for reason, count in sorted(stats.dropped.items()):
-        counts[f"dropped turns: {reason}"] = count
-    always = ("prompts", "conversations written")
-    rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
+    rows = {"prompts": f"{stats.total:,}"}
+    for name, count in counts.items():
+        if count or name == "conversations written":
+            rows[name] = f"{count:,}"
     # 2. advice and speed
     if stats.dropped["length"] or stats.dropped["possibly cut"]:
         rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
@@ -199,3 +204,70 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def drop_report(output: Path, kept: int, reasons: Counter[str], cfg: SelfDistillConfig) -> str:
+    """Say why most prompts of `output` have no kept answer, or some got reasoning in its place; ""
+    if that is not so.
+
+    Args:
+        kept: number of conversations in the file.
+        reasons: number of the other prompts by the reason for which they were dropped.
+    """
+    # 1. how many
+    count = reasons.total()
+    if not kept:
+        head = f"{output}: no answer was kept, so there is no file"
+    elif count > MOST * (count + kept) or reasons["only reasoning"]:
+        head = f"warning: {count:,} of {count + kept:,} prompts have no kept answer"
+    else:
+        return ""
+    # 2. a line per reason, the most frequent first, and where the prompts are listed
+    lines = [f"{head}:" if reasons else head]
+    for reason, number in reasons.most_common():
+        lines.append(f"  {number:,} {reason}: {_remedy(reason, cfg)}")
+    from_server = cfg.engine == "openai"
+    if not all(is_asked_again(reason, from_server=from_server) for reason in reasons):
+        lines.append(
+            f"{dropped_path(output)} lists those that are not asked again. With other settings,"
+            " choose another output=FILE.jsonl"
+        )
+    return "\n".join(lines)
+
+
+def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
+    """Return what to do about prompts that were dropped for `reason`."""
+    remedies = {
+        "length": f"set max_new_tokens above {cfg.max_new_tokens}, or drop_truncated=false",
+        "possibly cut": (
+            "the server does not say that they are whole (no finish_reason, as many tokens as"
+            " max_new_tokens, or reasoning that does not end); set max_new_tokens above"
+            f" {cfg.max_new_tokens}, or keep them by drop_truncated=false"
+        ),
+        "context": (
+            "the model's context is full; choose shorter prompts by max_chars or max_turns, or fewer"
+            " max_new_tokens"
+        ),
+        "looping": (
+            f"temperature is {cfg.temperature:g}, and at 0.3 to 0.7 fewer answers repeat themselves;"
+            " or set drop_looping=false"
+        ),
+        "refused": "the chat template rejects these chats; choose another by chat_template",
+        "empty": "the model ends at once; it may need another chat_template",
+    }
+    if cfg.engine == "openai":
+        again = "then run the same command, which asks them again"
+        remedies |= {
+            "refused": f"the server rejected them; see its log, {again}",
+            "failed": (
+                "the server did not answer in time, or ended answers for an unknown reason; see"
+                f" the table above and its log, {again}"
+            ),
+            "only reasoning": (
+                "the text came as reasoning (`reasoning_content`), without an answer; start the"
+                f" server without its reasoning parser, or with the model's, {again}. If the model"
+                " is not to reason, set chat_template_kwargs={enable_thinking: false}"
+            ),
+            "empty": f"the server sent no text; check its chat template and model, {again}",
+        }
+    return remedies.get(reason, "see docs/how-to/make-training-data.md")

@@ -157,16 +157,14 @@ def request_parameters(
     """Return what the bodies of all requests have in common; the last two, which not every server
     supports, are left out if they are not set.
     """
-    parameters: dict[str, Any] = {
+    parameters = {
         "temperature": temperature,
         "top_p": top_p,
         "max_tokens": max_new_tokens,
+        "top_k": top_k,
+        "chat_template_kwargs": dict(chat_template_kwargs or {}) or None,
     }
-    if top_k is not None:
-        parameters["top_k"] = top_k
-    if chat_template_kwargs:
-        parameters["chat_template_kwargs"] = dict(chat_template_kwargs)
-    return parameters
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def request_body(

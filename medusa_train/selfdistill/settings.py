@@ -1,14 +1,86 @@
-"""Where a run writes, and the settings that its file and its lines record."""
+"""The model of self-distillation, where a run writes, and the settings that its file and its lines
+record. Nothing here imports torch, except to read a model's files.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from medusa_train.config.paths import expand_user, public_name
+from medusa_train.config.paths import expand_user, public_name, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.selfdistill.model import model_name, resolve_model_paths, weights_digest
 from medusa_train.selfdistill.prompts import short_name
+
+if TYPE_CHECKING:
+    from medusa_train.checkpoint.resolve import ModelPaths
+
+
+def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
+    """Return the paths of the base model, its adapter and, if configured, the heads.
+
+    `base_model` may be a run: its trained base model is used, with the adapter merged.
+    """
+    from medusa_train.checkpoint.resolve import resolve_model
+
+    model = cfg.heads
+    base = cfg.base_model
+    directory = resolve_path(base) if base is not None and model is None else None
+    if directory and (directory / "heads").is_dir() and (directory / "config.yaml").is_file():
+        model, base = base, None
+    paths = resolve_model(
+        model,
+        base,
+        None,
+        chat_template=cfg.chat_template,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+        special_tokens=cfg.special_tokens,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
+
+
+def model_name(cfg: SelfDistillConfig) -> str:
+    """Return the model's name in the output; the trained base model of a run is named after the run."""
+    if cfg.engine == "openai":
+        return str(cfg.base_model)  # checked with the configuration
+    if cfg.base_model is not None:
+        return public_name(cfg.base_model)
+    paths = resolve_model_paths(cfg)
+    is_trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if is_trained else paths.base_model)
+
+
+def weights_digest(cfg: SelfDistillConfig) -> str | None:
+    """Return a hash of the weights of a model or heads of which only the last part of the path is
+    in the output.
+
+    `a/merged` and `b/merged` have the same name there. None for other names, and for servers.
+    """
+    from medusa_train.checkpoint.digest import digest_files
+
+    if cfg.engine == "openai":
+        return None
+    files: list[Path] = []
+    for path in (Path(name).expanduser() for name in (cfg.base_model, cfg.heads) if name):
+        # only directories of which the name is not the whole path
+        if path.is_absolute() and public_name(str(path)) == path.name:
+            for folder in ("", "adapter/", "heads/"):
+                for suffix in ("safetensors", "bin"):
+                    files.extend(path.glob(f"{folder}*.{suffix}"))
+    return digest_files(files) if files else None
+
+
+def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | None:
+    """Return the model's dtype; None for a server. `note` receives why `auto` is slow here."""
+    if cfg.engine == "openai":
+        return None
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    from medusa_train.checkpoint.load_model import auto_dtype_of  # imports torch
+
+    return auto_dtype_of(resolve_model_paths(cfg), note)
 
 
 def output_path(cfg: SelfDistillConfig) -> Path:

@@ -76,7 +76,7 @@ class Server:
         # by the name of a parameter, the one to send in its place; None: it is left out
         self._alternatives = {"max_tokens": "max_completion_tokens", **dict.fromkeys(optional)}
         self._replaced: dict[str, str | None] = {}  # those that the server wants
-        self._context: asyncio.Task[int | None] | None = None
+        self._contexts: dict[str, int | None] = {}  # lengths by the model's name
 
     async def __aenter__(self) -> Server:
         http = openai.DefaultAsyncHttpxClient(
@@ -116,11 +116,13 @@ class Server:
             RequestRejected: status 400, 413 or 422.
             ServerError: wrong key or address, or no stream.
         """
-        context = await self._read_context(body["model"])
         try:
             return await self._post_accepted(body)
         except RequestRejected:
-            if context is None or "max_tokens" not in body:
+            if "max_tokens" not in body:
+                raise
+            context = await self._read_context(body["model"])
+            if context is None:
                 raise
         unlimited = {name: value for name, value in body.items() if name != "max_tokens"}
         answer = await self._post_accepted(unlimited)
@@ -156,22 +158,17 @@ class Server:
 
     async def _read_context(self, model: str) -> int | None:
         """Return the length of the model's context if the server states it; it is asked once."""
-        if self._context is None:
-            self._context = asyncio.create_task(self._ask_context(model))
-        try:
-            return await self._context
-        except Fault:
-            self._context = None
-            raise
-
-    async def _ask_context(self, model: str) -> int | None:
-        models: dict[str, dict[str, Any]] = {}
-        with suppress(ServerError):
-            models = await self.list_models()
-        if model not in models and len(models) == 1:  # it serves its only model under any name
-            (model,) = models
-        length = models.get(model, {}).get("max_model_len")
-        return length if isinstance(length, int) and length > 1 else None
+        if model not in self._contexts:
+            models: dict[str, dict[str, Any]] = {}
+            with suppress(ServerError):
+                models = await self.list_models()
+            served = models.get(model, {})
+            if len(models) == 1:  # it serves its only model under any name
+                (served,) = models.values()
+            length = served.get("max_model_len")
+            is_length = isinstance(length, int) and length > 1
+            self._contexts[model] = length if is_length else None
+        return self._contexts[model]
 
     async def _post_accepted(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a chat, again with other parameters while the server rejects them by name."""

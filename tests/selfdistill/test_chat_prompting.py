@@ -69,7 +69,8 @@ def test_an_answer_is_written_as_training_takes_it_apart(
     )
     request = Request(messages, seed=0)
     # others drop earlier reasoning
-    assert ("x</think>no" in prompting.text(request)) == (template == VICUNA)
+    prompt = fast.decode(prompting.prompt(request))
+    assert ("x</think>no" in prompt) == (template == VICUNA)
     is_cut = generated.endswith("add")
     end = (
         []

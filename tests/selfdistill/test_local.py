@@ -7,14 +7,17 @@ import torch
 
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.data.builtin_templates import get_template
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.batch_decoder import RunningBatch
+from medusa_train.inference.batch_decoder import BatchDecoder, RunningBatch
 from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.sampling import Sampling
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill import local
+from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.local import HFEngine, open_local
 from medusa_train.selfdistill.replay import Answer, Request
 from medusa_train.trees.tree import Tree
@@ -39,10 +42,23 @@ def target_model(directory: Path) -> TargetModel:
 
 
 def engine(
-    target_model: TargetModel, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any
+    target_model: TargetModel,
+    temperature: float = 0.0,
+    max_new_tokens: int = 12,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    draft: MedusaDraft | None = None,
+    tree: Tree | None = None,
+    chat_template: str | None = None,
+    **settings: Any,
 ) -> HFEngine:
     return HFEngine(
-        target_model, temperature=temperature, max_new_tokens=max_new_tokens, **settings
+        BatchDecoder(target_model, draft, tree),
+        ChatPrompting(target_model.tokenizer, chat_template),
+        Sampling(temperature, top_k, top_p) if temperature else None,
+        max_new_tokens,
+        **settings,
     )
 
 
@@ -121,7 +137,20 @@ def test_the_keys_of_answers_reach_the_engine(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(local, "HFEngine", lambda model, **settings: made.update(settings))
+
+    def record(
+        decoder: BatchDecoder,
+        prompting: ChatPrompting,
+        sampling: Sampling | None,
+        max_new_tokens: int,
+        **settings: Any,
+    ) -> None:
+        template = prompting.encoder.template
+        made.update(settings, sampling=sampling, max_new_tokens=max_new_tokens)
+        made.update(source=template.source, kwargs=template.kwargs, tags=template.reasoning_tags)
+        made.update(draft=decoder.draft)
+
+    monkeypatch.setattr(local, "HFEngine", record)
     keys = {
         "base_model": str(directory),
         "temperature": 0.5,
@@ -136,9 +165,16 @@ def test_the_keys_of_answers_reach_the_engine(
     }
     cfg = load_config(SelfDistillConfig, None, flags={"seed_dataset": "a.jsonl", **keys})
     open_local(cfg, "float32", lambda note: None)
-    del keys["base_model"]
-    keys |= {"reasoning_tags": ("<r>", "</r>"), "stop_looping": keys.pop("drop_looping")}
-    assert made == {**keys, "draft": None, "tree": None}
+    assert made == {
+        "batch_size": 3,
+        "stop_looping": False,
+        "sampling": Sampling(0.5, 7, 0.8),
+        "max_new_tokens": 9,
+        "source": get_template("vicuna_v1.1").source,
+        "kwargs": {"a": 1},
+        "tags": ("<r>", "</r>"),
+        "draft": None,
+    }
 
 
 def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -> None:
@@ -149,9 +185,7 @@ def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -
             DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"
         ):
             engine(target_model)
-        named = HFEngine(
-            target_model, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr"
-        )
+        named = engine(target_model, max_new_tokens=4, chat_template="zephyr")
         ids = target_model.tokenizer(
             "<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False
         )["input_ids"]
@@ -263,7 +297,7 @@ def test_batches_with_heads_are_refilled(directory: Path) -> None:
     )
     assert all_answers(batched) == plain
     assert set(batched.stats()) == {"tokens per step"}
-    assert batched.steps > 2 * batched.passes
+    assert batched.steps > 2 * batched._decoder.passes
     assert batched.step_tokens == sum(answer.completion_tokens - 1 for answer in plain)
 
 

@@ -27,6 +27,10 @@ def contents(done: GeneratedChat) -> list[str]:
     return [message.content for message in done.messages]
 
 
+def reasons(done: GeneratedChat) -> list[str]:
+    return [answer.finish_reason for answer in done.answers]
+
+
 def test_own_answers_are_the_history() -> None:
     done = run(engine := FakeEngine())
     assert contents(done) == [
@@ -40,8 +44,8 @@ def test_own_answers_are_the_history() -> None:
     assert [message.role for message in done.messages] == ["user", "assistant"] * 3
     third_prompt = [message.content for message in engine.asked[2].messages]
     assert third_prompt == ["one", "answer to one", "two", "answer to two", "three"]
-    assert done.finish_reasons == ["stop"] * 3
-    assert done.completion_tokens == [4, 4, 4]
+    assert reasons(done) == ["stop"] * 3
+    assert [answer.completion_tokens for answer in done.answers] == [4, 4, 4]
     assert (done.dropped, done.dropped_turns) == (None, 0)
 
 
@@ -62,7 +66,7 @@ def test_a_cut_answer_is_dropped_with_all_later_turns_and_earlier_turns_stay(rea
 def test_a_cut_answer_is_kept_when_asked_for() -> None:
     done = run(FakeEngine({"two": said("cut off", "length")}), rules=KEEP_CUT)
     assert contents(done)[3:] == ["cut off", "three", "answer to three"]
-    assert done.finish_reasons == ["stop", "length", "stop"]
+    assert reasons(done) == ["stop", "length", "stop"]
     assert done.dropped is None
 
 
@@ -72,20 +76,16 @@ def test_a_cut_answer_is_kept_when_asked_for() -> None:
 )
 def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
     done = run(FakeEngine({"one": said(" \n", reason)}), rules=KEEP_CUT)
-    assert (done.turns, done.dropped, done.dropped_turns) == (0, why, 3)
+    assert (done.answers, done.dropped, done.dropped_turns) == ([], why, 3)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
     dropped = run(engine := FakeEngine({"two": said("a b c d e f g h " * 3, reason)}))
-    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (
-        1,
-        1,
-        "looping",
-        2,
-    )
+    assert (len(dropped.answers), dropped.looping) == (1, 1)
+    assert (dropped.dropped, dropped.dropped_turns) == ("looping", 2)
     kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
-    assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)
+    assert (len(kept.answers), kept.looping, kept.dropped) == (3, 1, None)
 
 
 def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:
@@ -123,7 +123,7 @@ def test_the_model_writes_both_roles_for_so_many_rounds() -> None:
     ]
     assert talk.messages[3].content == "question after answer to hello"
     assert engine.asked[2].messages == tuple(talk.messages[:4])
-    assert (talk.turns, talk.dropped) == (3, None)
+    assert (len(talk.answers), talk.dropped) == (3, None)
     assert len({request.seed for request in engine.asked}) == 5
 
 
@@ -138,7 +138,7 @@ def test_a_question_without_a_kept_answer_is_removed() -> None:
     talk, _ = talk_of({"question after answer to hello": said("too long", "length")})
     assert roles(talk) == "sua"
     assert (talk.dropped, talk.dropped_turns) == ("length", 1)
-    assert talk_of({"hello": said("", "stop")})[0].turns == 0
+    assert talk_of({"hello": said("", "stop")})[0].answers == []
 
 
 def test_it_ends_with_a_repeated_turn_of_either_role() -> None:

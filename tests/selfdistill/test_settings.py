@@ -1,5 +1,8 @@
-"""Which keys of self-distillation a file of answers cannot be continued without."""
+"""Which keys of self-distillation a file of answers cannot be continued without, and by what models of
+the same name are told apart.
+"""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +10,7 @@ import pytest
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill import settings
-from medusa_train.selfdistill.settings import output_settings
+from medusa_train.selfdistill.settings import output_settings, weights_digest
 
 #: Keys that change a conversation, with another value each.
 CHANGING: dict[str, list[str]] = {
@@ -64,3 +67,34 @@ def test_a_key_is_known_to_change_conversations_or_not() -> None:
     assert settings_of("mode=selftalk", "rounds=2") != settings_of("mode=selftalk")
     assert settings_of(dtype="bfloat16") != settings_of()
     assert settings_of("limit=3", "sample=5", "batch_size=2") == settings_of()
+
+
+FILES = [
+    "model-00001-of-00002.safetensors",
+    "pytorch_model.bin",
+    "adapter/adapter_model.safetensors",
+    "adapter/adapter_model.bin",
+    "heads/medusa_lm_head.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("key", ["base_model", "heads"])
+def test_weights_that_were_trained_again_are_others(key: str, name: str, tmp_path: Path) -> None:
+    for file in FILES:
+        path = tmp_path / "merged" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.encode())
+    words = [f"{key}={tmp_path / 'merged'}", "seed_dataset=a.jsonl"]
+    cfg = load_config(SelfDistillConfig, None, words)
+    before = weights_digest(cfg)
+    assert before is not None
+    assert weights_digest(cfg) == before
+    (tmp_path / "merged" / name).write_bytes(b"trained again")
+    assert weights_digest(cfg) != before
+
+
+def test_the_weights_of_a_server_are_not_known(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"trained")
+    words = [f"base_model={tmp_path}", "seed_dataset=a.jsonl", "server_url=http://localhost:1/v1"]
+    assert weights_digest(load_config(SelfDistillConfig, None, words)) is None

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
-from medusa_train.training.estimate import GPUS, Estimate, estimate_hours, rate_of
+from medusa_train.training.estimate import GPUS, RATES, Estimate
 
 PAGE = (PROJECT_ROOT / "docs" / "explanation" / "estimates.md").read_text(encoding="utf-8")
 # of one epoch: 60,000 conversations of 1,000 tokens, of which 70 % are answers
@@ -57,7 +57,7 @@ def test_training_takes_what_the_page_says_and_fits_its_gpu(
             width=width if cfg.sample_packing else CONVERSATION,
             epochs=cfg.num_epochs,
         )
-        spent += estimate_hours(operations, rate_of(cfg), GPUS[gpu])
+        spent += operations / (GPUS[gpu] * RATES[cfg.recipe].share) / 3600
     assert f"{total / GIB:.0f}" == memory
     assert f"{spent:.1f}" == hours
     # a tenth is left for what is not estimated: the CUDA context, fragmentation, workspaces
