@@ -155,7 +155,7 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
     An answer dropped by `rules` ends the conversation; earlier turns are kept.
     """
     chat = GeneratedChat(prompt)
-    asked = [(Message("user", text),) for text in prompt.turns]
+    asked: list[tuple[Message, ...]] = [(Message("user", text),) for text in prompt.turns]
     if prompt.messages:
         asked = [prompt.messages]
     for number, question in enumerate(asked):
