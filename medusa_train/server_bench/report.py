@@ -34,8 +34,8 @@ HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
     (
         "over plain: tokens/s over those of the server without heads on the same questions,"
-        " measured next to it, without blocks of which one of the two skipped turns; in brackets its"
-        " 95 % interval over blocks (Student's t). The row of plain is its fastest measurement."
+        " measured next to it; in brackets its 95 % interval over blocks (Student's t). The row of"
+        " plain is its fastest measurement."
     ),
     "first token, per token: medians over the answers, in milliseconds.",
     (
