@@ -15,10 +15,19 @@ from pydantic import BaseModel, ConfigDict
 from shared import rounded, table, target_model_note, write_page
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.metrics import Counts, compare_rates
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
+from medusa_train.evaluation.metrics import (
+    Counts,
+    Interval,
+    interval,
+    pair_rows,
+    ratio_of_rates,
+    resample,
+)
 from medusa_train.io import replace_text
 
 Record = dict[str, Any]
+PAIRED_RESAMPLES = 10_000
 
 
 class Spec(BaseModel):
@@ -192,6 +201,40 @@ def ratio(first: Record, second: Record) -> list[float] | None:
     except DataError:
         return None  # too few questions
     return [value, *ends]
+
+
+def compare_rates(
+    first: Mapping[str, Counts], second: Mapping[str, Counts]
+) -> tuple[float, Interval]:
+    """Return the ratio of the second run's rate (tokens over cost) to the first one's, with its 95
+    % interval.
+
+    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
+    and resampling pairs removes that variance (Efron and Tibshirani, "An Introduction to the
+    Bootstrap"). A rate is a ratio of sums over the drawn questions; the turns of a question are not
+    independent and form one unit.
+
+    Raises:
+        DataError: the questions differ, or both runs made steps in fewer than `LEAST_QUESTIONS`.
+    """
+    if set(first) != set(second):
+        unpaired = sorted(set(first) ^ set(second))[:5]
+        raise DataError(
+            f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
+            " questions"
+        )
+    pairs = []
+    for name in sorted(first):
+        if first[name].cost and second[name].cost:
+            pairs.append((first[name], second[name]))
+    if len(pairs) < LEAST_QUESTIONS:
+        raise DataError(f"comparing two runs needs {LEAST_QUESTIONS} or more questions")
+    rows = pair_rows(pairs)
+    ratio = ratio_of_rates(rows.sum(dim=0))
+    drawn_ratios = ratio_of_rates(resample(rows, PAIRED_RESAMPLES))  # [R]
+    bounds = interval(drawn_ratios)
+    assert bounds is not None  # every question has steps
+    return float(ratio), bounds
 
 
 def cell_text(cell: Any, column: Column) -> str:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 SHORT = {
     "medusa-selfdistill": ["limit=12", "max_new_tokens=32", "drop_truncated=false"],
     "medusa-train": ["max_steps=2", "val_set_size=0.3", "calibration_tokens=60"],
-    "medusa-eval": ["--limit", "2", "max_new_tokens=8"],
+    "medusa-eval": ["--limit", "2", "max_new_tokens=8", "exactness=false"],
     "medusa-export": [],
 }
 #: Options of commands that need a terminal or vLLM.
@@ -49,6 +49,11 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     write_lines(tmp_path / "agent.jsonl", [{"tools": tools, "messages": m} for m in agents])
+    sums = [f"A box has {count} pens. How many have 5 boxes?" for count in range(2, 18)]
+    answer = {"role": "assistant", "content": "The boxes have five times as many pens."}
+    chats = [[{"role": "user", "content": text}, answer] for text in sums]
+    write_lines(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats[4:]])
+    write_lines(tmp_path / "questions.jsonl", [{"messages": messages} for messages in chats[:4]])
     running = Commands(tmp_path, {"HF_HUB_OFFLINE": "1"})
     yield running
     running.close()
@@ -74,3 +79,16 @@ def test_agents_with_tools(commands: Commands) -> None:
     run_page(commands, "tutorials/agents-with-tools.md", "eagle3.vocab_size=")
     assert (commands.place / "runs/agent/eval/tools/report.html").is_file()
     assert (commands.place / "runs/agent/export/vllm/model.safetensors").is_file()
+
+
+def test_the_demo(commands: Commands) -> None:
+    run_page(commands, "tutorials/demo.md", "datasets=chats.jsonl")
+    assert (commands.place / "runs/demo/eval/tiny/report.html").is_file()
+
+
+def test_your_own_chats(commands: Commands) -> None:
+    # the last command of the page is for a larger model
+    overrides = ("eagle3.vocab_size=", "gradient_accumulation_steps=1", "sequence_len=512")
+    run_page(commands, "tutorials/your-own-chats.md", *overrides)
+    assert (commands.place / "runs/mine/eval/questions/report.html").is_file()
+    assert (commands.place / "runs/mine/export/vllm/model.safetensors").is_file()

@@ -124,16 +124,6 @@ _WHY_UNREAD = {
     r".*\.bias$": "a bias that config.json does not name (attention_bias, mlp_bias)",
     "": "not a tensor of an EAGLE-3 draft",
 }
-#: Entries of config.json that speculators has outside of transformer_layer_config.
-_ABOVE_LAYER = {
-    "draft_vocab_size",
-    "tie_word_embeddings",
-    "norm_before_residual",
-    _STATES,
-    "torch_dtype",
-    "target_hidden_size",
-    *EAGLE3_NORMS,
-}
 
 
 # Writing
@@ -145,24 +135,41 @@ def to_eagle3(
     layer: Mapping[str, Any],
     vocab_size: int,
     base_model: str,
+    to: ExportTarget,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and config.json as vLLM reads them; the rows of lm_head in the order of their
-    tokens.
+    """Return tensors and config.json as the server `to` reads them; the rows of lm_head in the order
+    of their tokens.
 
     Args:
         state, settings: of an `Eagle3Draft`.
         layer: config.json of its layer, as of a Llama model.
         vocab_size: V, of the base model. base_model: its name.
+
+    Raises:
+        CheckpointError: the draft has no lm_head, or norms that SGLang does not compute.
     """
     if LM_HEAD_0 not in state:
         raise CheckpointError(
             "the draft has no lm_head of its own, so there is nothing to convert: vLLM and SGLang"
             " take the base model's; serve its files as they are"
         )
-    # 1. Tensors with the same names.
+    is_qwen3 = bool(settings.get("qk_norm"))
+    if to == "sglang":
+        problems = [
+            norm for norm in ("norm_before_residual", "norm_before_fc") if settings.get(norm)
+        ]
+        if is_qwen3:
+            problems.append("norms of queries and keys")
+        if problems:
+            raise CheckpointError(
+                f"SGLang does not compute {problems[0]}; export --to vllm or speculators"
+            )
+    # 1. Tensors with the same names, but for speculators' layer.
     tensors = {}
     for name, tensor in state.items():
         if not name.startswith(("lm_heads.", TOKEN_MAP)):
+            if to == "speculators":
+                name = name.replace(_LAYER, _SPECULATORS_LAYER, 1)
             tensors[name] = tensor
     # 2. lm_head in the order of tokens, and which tokens they are. vLLM rejects that for a draft
     # that has all tokens.
@@ -174,27 +181,49 @@ def to_eagle3(
     if len(ordered) < vocab_size:
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
-    # 3. config.json
+    # 3. config.json: the layer, and the draft
+    of_layer = {
+        "architectures": [EAGLE3_QWEN3 if is_qwen3 else EAGLE3],
+        "model_type": "qwen3" if is_qwen3 else "llama",
+        **entries_in_files(layer),
+        "num_hidden_layers": 1,
+        "vocab_size": vocab_size,
+    }
     norms: dict[str, Any] = {key: True for key in EAGLE3_NORMS if settings.get(key)}
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    has_qk_norm = settings.get("qk_norm")
-    config = {
-        "architectures": [EAGLE3_QWEN3 if has_qk_norm else EAGLE3],
-        "model_type": "qwen3" if has_qk_norm else "llama",
-        **entries_in_files(layer),
-        "num_hidden_layers": 1,
-        "vocab_size": vocab_size,
+    of_draft = {
         "draft_vocab_size": len(ordered),
         "tie_word_embeddings": False,
         "norm_before_residual": bool(settings.get("norm_before_residual")),
         **norms,
         _STATES: list(settings["layers"]),
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
-        "base_model_name_or_path": base_model,
     }
-    return tensors, config
+    named = {"base_model_name_or_path": base_model}
+    if to == "vllm":
+        return tensors, {**of_layer, **of_draft, **named}
+    if to == "sglang":
+        states = [layers - 1 for layers in of_draft.pop(_STATES)]
+        eagle = {_STATES: states, "use_aux_hidden_state": True}
+        return tensors, {**of_layer, **of_draft, **named, "eagle_config": eagle}
+    of_layer["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
+    draft_tokens = min(3, settings.get("num_heads", 3))
+    proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
+    return tensors, {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **of_draft,
+        "transformer_layer_config": of_layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": base_model, "architectures": []},
+        },
+        **named,
+    }
 
 
 def entries_in_files(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,51 +234,6 @@ def entries_in_files(layer: Mapping[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         entries["rope_scaling"] = rope
     return entries
-
-
-def for_target(
-    tensors: dict[str, Tensor], config: dict[str, Any], to: ExportTarget, draft_tokens: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Change what vLLM reads into what `to` reads, where they differ.
-
-    Args:
-        draft_tokens: number of tokens to draft, which speculators' files recommend.
-    """
-    if to == "vllm":
-        return tensors, config
-    if to == "sglang":
-        problems = [norm for norm in ("norm_before_residual", "norm_before_fc") if config.get(norm)]
-        if config.get("model_type") == "qwen3":
-            problems.append("norms of queries and keys")
-        if problems:
-            raise CheckpointError(
-                f"SGLang does not compute {problems[0]}; export --to vllm or speculators"
-            )
-        states = [layers - 1 for layers in config.pop(_STATES)]
-        eagle = {_STATES: states, "use_aux_hidden_state": True}
-        return tensors, {**config, "eagle_config": eagle}
-    # speculators: the layer's tensors have other names, and its entries a mapping of their own
-    renamed = {}
-    for name, tensor in tensors.items():
-        renamed[name.replace(_LAYER, _SPECULATORS_LAYER, 1)] = tensor
-    base_model = config.pop("base_model_name_or_path")
-    layer = {key: value for key, value in config.items() if key not in _ABOVE_LAYER}
-    is_qwen3 = layer["model_type"] == "qwen3"
-    layer["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
-    proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
-    return renamed, {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        **{key: value for key, value in config.items() if key in _ABOVE_LAYER},
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": base_model, "architectures": []},
-        },
-        "base_model_name_or_path": base_model,
-    }
 
 
 # Reading
@@ -350,13 +334,9 @@ def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
     In eagle_config layers are counted from 0 and their outputs are meant, as SGLang, SpecForge and
     Model Optimizer do. vLLM reads these numbers as it reads those at the top.
     """
-    eagle = config.get("eagle_config")
-    if config.get(_STATES) or not isinstance(eagle, Mapping):
+    if config.get(_STATES):
         return None
-    layers = eagle.get(_STATES)
-    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
-        return None
-    return layers or None
+    return _part_of(config, "eagle_config").get(_STATES) or None
 
 
 def _unread_entries(

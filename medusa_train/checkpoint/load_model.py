@@ -16,7 +16,6 @@ from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import resolve_path, user_cache_dir
-from medusa_train.config.types import Quantization
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import CheckpointError, MedusaError, TargetModelError
 from medusa_train.hub import hub_is_unreachable
@@ -63,10 +62,7 @@ class LoadedModel:
         """What to decode with: heads, a draft without training, or both merged; None for plain
         decoding.
         """
-        heads = self.heads
-        if heads is None:
-            return self.lookup
-        return self._with_lookup(heads)
+        return self._with_lookup(self.heads)
 
     @cached_property
     def heads(self) -> Proposer | None:
@@ -84,8 +80,6 @@ class LoadedModel:
     @cached_property
     def fixed_proposer(self) -> Proposer | None:
         """The same with the fixed `tree`."""
-        if self.draft is None:
-            return self.lookup
         return self._with_lookup(self.draft)
 
     @property
@@ -121,9 +115,9 @@ class LoadedModel:
         except TargetModelError as error:
             report(f"{error}\ndecoding with the program for trees of any size")
 
-    def _with_lookup(self, heads: Proposer) -> Proposer:
-        if self.lookup is None:
-            return heads
+    def _with_lookup(self, heads: Proposer | None) -> Proposer | None:
+        if heads is None or self.lookup is None:
+            return self.lookup if heads is None else heads
         return MergedDraft(heads, self.lookup)
 
 
@@ -144,12 +138,9 @@ def load_for_decoding(
         compiled: compile the decoding passes of `rows` rows, see `compile_target_model`.
     """
     # 1. The base model.
-    if paths.adapter is None:
-        target_model = load_target_model_without_adapter(paths, dtype)
-    else:
-        # loaded as in training, quantised or not; merging dequantises
-        target_model = _load_target_model(paths, dtype, paths.quantization)
-        Adapter.load(target_model, paths.adapter).merge()
+    choose_kernels(default_device())
+    target_model = load_trained_target_model(paths, dtype)
+    if paths.adapter is not None:
         target_model = target_model.to_dtype(dtype)
     if prepack:
         prepack_linears(target_model.model)
@@ -192,12 +183,25 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
     return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
-def load_target_model_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -> TargetModel:
-    """Load the base model in the form that it decodes in, but for the adapter's weights.
+def load_trained_target_model(
+    paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
+) -> TargetModel:
+    """Load the base model as in training, quantized or not. An adapter is merged, which dequantizes.
 
     Raises TargetModelError.
     """
-    return _load_target_model(paths, dtype, _quantization_in_decoding(paths))
+    target_model = load_target_model(
+        paths.base_model,
+        dtype=dtype,
+        device=device,
+        quantization=paths.quantization,
+        trust_remote_code=paths.trust_remote_code,
+        special_tokens=paths.special_tokens,
+    )
+    target_model.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
+    if paths.adapter is not None:
+        Adapter.load(target_model, paths.adapter).merge()
+    return target_model
 
 
 def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
@@ -207,13 +211,11 @@ def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
     return auto_dtype_that_fits(
         paths.base_model,
         report,
-        quantization=_quantization_in_decoding(paths),
+        quantization=None
+        if paths.adapter is not None
+        else paths.quantization,  # merging dequantizes
         trust_remote_code=paths.trust_remote_code,
     )
-
-
-def _quantization_in_decoding(paths: ModelPaths) -> Quantization | None:
-    return None if paths.adapter is not None else paths.quantization  # merging dequantizes
 
 
 def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
@@ -316,21 +318,6 @@ def compile_cache_dir() -> Path:
         if value != default_cache_dir():  # torch sets its default there on first use
             return Path(value)
     return user_cache_dir() / "compiled"
-
-
-def _load_target_model(
-    paths: ModelPaths, dtype: str | torch.dtype, quantization: Quantization | None
-) -> TargetModel:
-    choose_kernels(default_device())
-    target_model = load_target_model(
-        paths.base_model,
-        dtype=dtype,
-        quantization=quantization,
-        trust_remote_code=paths.trust_remote_code,
-        special_tokens=paths.special_tokens,
-    )
-    target_model.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
-    return target_model
 
 
 def compile_or_report(

@@ -25,13 +25,12 @@ CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 class Datastore:
     """Documents of token ids, sorted by what follows every position.
 
-    Positions are sorted by their next tokens, at least `order` of them, by prefix doubling: about
-    log2(order) sorts of all positions in numpy. All occurrences of an n-gram are then neighbours,
-    found by binary search, and evenly spaced ones among them have its continuations in proportion.
+    Positions are sorted by their next `order` tokens. All occurrences of an n-gram are then
+    neighbours, found by binary search, and evenly spaced ones among them have its continuations in
+    proportion.
 
     Args:
-        documents: token ids. order: number of following tokens by which positions are sorted, at
-            least.
+        documents: token ids. order: number of following tokens by which positions are sorted.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:
@@ -98,25 +97,11 @@ class Datastore:
 
 
 def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
-    """Sort positions by their next `order` tokens or more (prefix doubling; Manber and Myers 1990).
-
-    In numpy: libraries such as pydivsufsort sort faster, but are compiled dependencies, and this
-    runs once per start.
-    """
-    ranks = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    suffixes = np.argsort(ranks, kind="stable")
-    n = len(tokens)
-    sorted_by = 1
-    while sorted_by < order and ranks.max() < n - 1:
-        following = np.zeros(n, dtype=np.int64)  # 0: the end of the text
-        following[: n - sorted_by] = ranks[sorted_by:] + 1
-        keys = ranks * (n + 1) + following
-        suffixes = np.argsort(keys, kind="stable")
-        ordered = keys[suffixes]
-        is_new = ordered[1:] != ordered[:-1]
-        ranks[suffixes] = np.concatenate([[0], np.cumsum(is_new)])
-        sorted_by *= 2
-    return suffixes.astype(np.int32)
+    """Sort positions by their next `order` tokens, compared as big-endian bytes."""
+    padded = np.pad((tokens + 2).astype(">u4"), (0, order))  # 0: the end of the text
+    windows = np.lib.stride_tricks.sliding_window_view(padded, order)[: len(tokens)]
+    keys = np.ascontiguousarray(windows).view(f"S{4 * order}").reshape(-1)
+    return np.argsort(keys, kind="stable").astype(np.int32)
 
 
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:

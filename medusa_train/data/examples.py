@@ -69,25 +69,6 @@ class EncodedDataset(Sequence[Example]):
         """Number of supervised tokens."""
         return sum(int(example.supervised.sum()) for example in self.examples)
 
-    def distinct_share(self, length: int = 8) -> float:
-        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
-        there is none.
-        """
-        # a sequence is known by a hash mod 2**64: the sum of its tokens times these factors
-        generator = torch.Generator().manual_seed(0)
-        factors = torch.randint(1 << 62, (length,), generator=generator)
-        hashes = [factors.new_empty(0)]
-        for example in self.examples:
-            if len(example) < length:
-                continue
-            sequences = example.tokens.long().unfold(0, length, 1)  # [T - length + 1, length]
-            is_supervised = example.supervised.unfold(0, length, 1).all(1)
-            hashes.append((sequences[is_supervised] * factors).sum(1))
-        all_hashes = torch.cat(hashes)
-        if not all_hashes.numel():
-            return 1.0
-        return all_hashes.unique().numel() / all_hashes.numel()
-
     def rows(self, order: Sequence[int]) -> list[list[int]]:
         """Distribute the examples of these indices over rows: packed, or one per row."""
         if self.row_len is None:
@@ -118,6 +99,10 @@ class EncodedDataset(Sequence[Example]):
         self.examples += other.examples
         self.report.add(other.report)
 
+    def __reduce__(self) -> Any:
+        # as tensors that each have all of their storage, pickled examples would be far larger
+        return _unpickle, (self.to_bytes(), self.row_len)
+
     def to_bytes(self) -> bytes:
         """Return the examples and the report as a checksum and a safetensors
         file.
@@ -125,10 +110,8 @@ class EncodedDataset(Sequence[Example]):
         examples = self.examples
         report = self.report
         info = {
-            "sequence_len": report.sequence_len,
-            "counts": report.counts,
-            "skipped": report.skipped,
-            "notes": report.notes,
+            # what is not read is among the notes
+            **{name: value for name, value in vars(report).items() if name != "unread"},
             "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
         }
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
@@ -162,6 +145,12 @@ class EncodedDataset(Sequence[Example]):
         return cls(examples, DataReport(**info))
 
 
+def _unpickle(content: bytes, row_len: int | None) -> EncodedDataset:
+    dataset = EncodedDataset.from_bytes(content)
+    dataset.row_len = row_len
+    return dataset
+
+
 def encode_examples(
     conversation: Conversation, encoder: ChatEncoder, report: DataReport
 ) -> list[Example]:
@@ -173,23 +162,26 @@ def encode_examples(
     """
     counts = report.counts
     # 1. Rows that end with a supervised token, and what of them fits.
-    rows = [row for row in (row.trimmed() for row in encoder.encode(conversation, counts)) if row]
+    rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
     kept = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
     if not kept:
         counts["too_long" if rows else "unsupervised"] += 1
         return []
     # 2. The examples.
-    names: dict[str, Any] = {
-        "key": conversation.first(kept[0].answers[0].message + 1).content_key,
-        "id": conversation.id,
-        "source": conversation.source,
-        "prompt": conversation.first_prompt.content_key,
-    }
-    examples = []
-    for number, row in enumerate(kept):
-        tokens = torch.tensor(row.ids, dtype=torch.int32)
-        supervised = torch.tensor(row.supervised, dtype=torch.bool)
-        examples.append(Example(tokens, supervised, row=number, **names))
+    key = conversation.first(kept[0].answers[0].message + 1).content_key
+    prompt = conversation.first_prompt.content_key
+    examples = [
+        Example(
+            torch.tensor(row.ids, dtype=torch.int32),
+            torch.tensor(row.supervised, dtype=torch.bool),
+            key,
+            conversation.id,
+            conversation.source,
+            number,
+            prompt=prompt,
+        )
+        for number, row in enumerate(kept)
+    ]
     # 3. The counts.
     num_answers = sum(len(row.answers) for row in rows)
     is_complete = num_answers == sum(len(row.answers) for row in kept)
@@ -201,6 +193,4 @@ def encode_examples(
     if len(kept) > 1:
         counts["split"] += 1
         counts["rows"] += len(kept)
-        # the first kept row is apart from nothing
-        counts.update({f"split:{row.split}" for row in kept[1:] if row.split is not None})
     return examples

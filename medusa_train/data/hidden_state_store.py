@@ -1,35 +1,21 @@
-"""Store hidden states of documents on disk: append-only shards of raw values, each entry with a
-checksum.
+"""Store hidden states of documents on disk: a file per document, written atomically.
 
-A shard is two files, named by the time at which a process began to write it:
-
-    NAME.states   the values of its entries, one after the other: [states, T, d] each, without padding
-    NAME.jsonl    a line per entry: {"key": ..., "tokens": T, "offset": in bytes, "crc32": of the values}
-
-An entry's line is written after its values, so a killed process leaves complete entries and at most
-one tail without a line. Shards are never appended to again nor rewritten, so processes that share a
-directory need no locks. Where several shards have an entry for a key, the newest counts.
+KEY.states has the values [states, T, d], without padding, and their CRC-32. Processes that share a
+directory need no locks: each sees the files of the others.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import zlib
 from dataclasses import dataclass
 from hashlib import sha256
-from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from medusa_train.data.batch import Example
-from medusa_train.io import parse_json
-from medusa_train.json_lines import JsonLinesFile, complete_lines
-
-_INDEX, _VALUES = ".jsonl", ".states"
 
 
 @dataclass(frozen=True)
@@ -58,114 +44,67 @@ class StateStore:
     """The hidden states of documents in one directory, by `document_key`.
 
     Args:
-        directory: created by the first `append`.
-        format: of every entry in the directory.
-        rank: of this process, for the names of its shards.
+        directory: created by the first `write`.
+        format: of every document in the directory.
 
     Attributes:
-        damaged: number of entries that could not be read, or did not have the values of their
+        damaged: number of files that could not be read, or did not have the values of their
             checksum.
     """
 
-    def __init__(self, directory: Path, format: StateFormat, rank: int = 0) -> None:
+    def __init__(self, directory: Path, format: StateFormat) -> None:
         self.directory, self.format = directory, format
         self.damaged = 0
-        self._rank = rank
-        self._entries: dict[str, _Entry] = {}
-        self._indexed: dict[Path, int] = {}  # bytes of each index file that were read
-        self._shard: _ShardWriter | None = None
-        self._readers: dict[Path, BufferedReader] = {}
-        self.refresh()
+
+    def path(self, key: str) -> Path:
+        """Return the path of the file of a document."""
+        return self.directory / f"{key}.states"
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
-    def refresh(self) -> None:
-        """Read the entries that other processes have added since the last time."""
-        for path in sorted(self.directory.glob(f"*{_INDEX}")):
-            if self._shard is not None and path == self._shard.index.path:
-                continue
-            for offset, line in complete_lines(path, self._indexed.get(path, 0)):
-                self._indexed[path] = offset + len(line)
-                try:
-                    record = parse_json(line)
-                    numbers = (int(record["tokens"]), int(record["offset"]), int(record["crc32"]))
-                    self._entries[str(record["key"])] = _Entry(path.with_suffix(_VALUES), *numbers)
-                except (ValueError, TypeError, KeyError):
-                    self.damaged += 1
+        return self.path(key).exists()
 
     def read(self, key: str, tokens: int) -> Tensor | None:
         """Return the states [states, tokens, d] of a document, on the CPU; None if there is no
-        intact entry.
+        intact file.
 
-        A damaged entry is counted and forgotten, so that its document can be stored again.
+        A damaged file is counted and deleted, so that its document can be stored again.
         """
-        entry = self._entries.get(key)
-        if entry is None:
+        spec = self.format
+        values = torch.empty(spec.states, tokens, spec.width, dtype=spec.dtype)
+        memory = _memory(values)
+        try:
+            with self.path(key).open("rb") as file:
+                file.readinto(memory)
+                if file.read() == _checksum(memory):
+                    return values
+        except FileNotFoundError:
             return None
-        values = torch.empty(self.format.states, tokens, self.format.width, dtype=self.format.dtype)
-        if entry.tokens == tokens and self._read(entry, values):
-            return values
+        except OSError:
+            pass
         self.damaged += 1
-        del self._entries[key]
+        self.path(key).unlink(missing_ok=True)
         return None
 
-    def append(self, key: str, values: Tensor) -> None:
+    def write(self, key: str, values: Tensor) -> None:
         """Store a document's states, contiguous [states, T, d] on the CPU; an OSError leaves
-        earlier ones intact.
+        other documents intact.
         """
-        if self._shard is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._shard = _ShardWriter(
-                self.directory / f"{time.time_ns()}-{self._rank}-{os.getpid()}"
-            )
-        self._entries[key] = self._shard.append(key, values)
-
-    def _read(self, entry: _Entry, values: Tensor) -> bool:
-        """Read an entry into `values`; return whether it is intact."""
-        content = _bytes_of(values)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        content = _memory(values)
+        temporary = self.path(key).with_suffix(f".{os.getpid()}")
         try:
-            if entry.path not in self._readers:
-                self._readers[entry.path] = entry.path.open("rb")
-            reader = self._readers[entry.path]
-            reader.seek(entry.offset)
-            size = reader.readinto(content)
-        except OSError:
-            return False
-        return size == len(content) and zlib.crc32(content) == entry.crc32
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.write(_checksum(content))
+            temporary.replace(self.path(key))
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    path: Path
-    tokens: int
-    offset: int
-    crc32: int
-
-
-class _ShardWriter:
-    """The shard that this process writes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.with_suffix(_VALUES)
-        self._size = 0
-        self._values: BinaryIO = self.path.open("xb", buffering=0)
-        self.index = JsonLinesFile(path.with_suffix(_INDEX))
-
-    def append(self, key: str, values: Tensor) -> _Entry:
-        content = _bytes_of(values)
-        entry = _Entry(self.path, values.shape[1], self._size, zlib.crc32(content))
-        self._values.seek(self._size)
-        written = 0
-        while written < len(content):
-            written += self._values.write(content[written:])
-        self._size += written
-        self.index.append(
-            {"key": key, "tokens": entry.tokens, "offset": entry.offset, "crc32": entry.crc32}
-        )
-        return entry
-
-
-def _bytes_of(values: Tensor) -> memoryview:
+def _memory(values: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(content: memoryview) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")

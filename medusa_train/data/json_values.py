@@ -29,14 +29,23 @@ def optional_text(values: Mapping[str, Any], key: str) -> str:
     return value or ""
 
 
+def from_json(value: object, problem: str) -> Any:
+    """Return a value, parsed if it is JSON text, as tables hold it; the RecordError of other text
+    begins with `problem`.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise RecordError(f"{problem}: {error}") from None
+
+
 def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
     """Return the list of turns that a record has under `key`; tables may hold it as JSON text."""
     turns = record.get(key)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
-        try:
-            turns = parse_json(turns)
-        except ValueError as error:
-            raise RecordError(f"'{key}' is not valid JSON: {error}") from None
+        turns = from_json(turns, f"'{key}' is not valid JSON")
     if not isinstance(turns, (list, tuple)):
         raise RecordError(f"'{key}' must be a list of turns, it is {found_under(record, key)}")
     return turns

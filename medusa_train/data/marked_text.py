@@ -42,7 +42,7 @@ class MarkedTextTokenizer:
         self._tokenizer = tokenizer
         control = _control_tokens(tokenizer, reasoning_tags)
         self._to_mark = re.compile(f"{control}|{MARK}")
-        self._borders = re.compile(f"{MARK}({control}|{MARK})|{control}")
+        self._borders = re.compile(f"({MARK}(?:{control}|{MARK})|{control})")
         self._known: dict[_Piece, tuple[list[int], list[Span]]] = {}
 
     def mark(self, content: str) -> str:
@@ -51,7 +51,7 @@ class MarkedTextTokenizer:
 
     def unmark(self, text: str) -> str:
         """Return the text without marks."""
-        return "".join(piece.text for piece in self._pieces(text))
+        return self._borders.sub(lambda found: found[0].removeprefix(MARK), text)
 
     def ids(self, text: str, follows: bool = False) -> list[int]:
         """Return the tokens of a text with marks.
@@ -64,51 +64,37 @@ class MarkedTextTokenizer:
             found += self._tokenize(piece)[0]
         return found
 
-    def overlaps(self, text: str, spans: Sequence[Span]) -> list[bool]:
-        """Return for each token of a text with marks whether it overlaps any of the spans of
-        characters [start, end), which are sorted and disjoint.
-        """
-        # 1. The characters of each token, and the spans, in the text without marks.
-        offsets: list[Span] = []
+    def overlaps(self, text: str, is_chosen: Sequence[bool]) -> list[bool]:
+        """Return for each token of a text with marks whether any of its characters is chosen."""
+        # 1. The characters of the text without marks.
+        chosen = list(is_chosen)
+        for border in reversed(list(self._borders.finditer(text))):
+            if border[0].startswith(MARK):
+                del chosen[border.start()]
+        # 2. Those of each token.
+        inside = []
         position = 0
         for piece in self._pieces(text):
-            of_piece = self._tokenize(piece)[1]
-            offsets += [(position + start, position + end) for start, end in of_piece]
+            for start, end in self._tokenize(piece)[1]:
+                # Many tokenizers exclude spaces from offsets: a token of one space has the empty
+                # span after it.
+                first = min(start, end - 1)
+                inside.append(any(chosen[max(0, position + first) : position + end]))
             position += len(piece.text)
-        plain = []
-        for start, end in spans:
-            plain.append((len(self.unmark(text[:start])), len(self.unmark(text[:end]))))
-        # 2. Tokens and spans side by side.
-        inside = []
-        current = 0  # the first span that may still overlap
-        for start, end in offsets:
-            # Many tokenizers exclude spaces from offsets: a token of one space has the empty span
-            # after it.
-            first = start if start < end else end - 1
-            while current < len(plain) and plain[current][1] <= first:
-                current += 1
-            inside.append(current < len(plain) and plain[current][0] < end)
         return inside
 
     def _pieces(self, text: str, follows: bool = False) -> list[_Piece]:
         """Split a text with marks before every control token, and around those that are plain."""
-        pieces = []
-        piece = _Piece("", follows=follows)
-        position = 0
-        for found in self._borders.finditer(text):
-            piece = piece._replace(text=piece.text + text[position : found.start()])
-            position = found.end()
-            marked = found[1]
-            if marked == MARK:
-                piece = piece._replace(text=piece.text + MARK)
-                continue
-            pieces.append(piece)
-            if marked is None:
-                piece = _Piece(found[0])
+        first, *others = self._borders.split(text)
+        pieces = [_Piece(first, follows=follows)]
+        for border, words in zip(others[::2], others[1::2], strict=True):
+            if border == MARK * 2:  # of the text itself
+                pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + MARK + words)
+            elif border.startswith(MARK):
+                plain = _Piece(border.removeprefix(MARK), is_plain=True, follows=True)
+                pieces += [plain, _Piece(words, follows=True)]
             else:
-                pieces.append(_Piece(marked, is_plain=True, follows=True))
-                piece = _Piece("", follows=True)
-        pieces.append(piece._replace(text=piece.text + text[position:]))
+                pieces.append(_Piece(border + words))
         return [piece for piece in pieces if piece.text]
 
     def _tokenize(self, piece: _Piece) -> tuple[list[int], list[Span]]:

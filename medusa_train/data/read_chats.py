@@ -43,50 +43,52 @@ def read_conversations(
         DataError: the file does not exist, has no valid record, or has invalid ones (unless
             `skip_bad`).
     """
-    records = read_file(Path(path))
-    result = parse_records(records, type, name=str(path), skip_bad=skip_bad)
+    parts = [(str(path), read_file(Path(path)))]
+    result = parse_records(parts, DatasetConfig(path=str(path), type=type), skip_bad=skip_bad)
     return with_some(result, str(path))
 
 
 def parse_records(
-    records: Iterable[RawRecord],
-    type: str,
+    parts: Iterable[tuple[str, Iterable[RawRecord]]],
+    entry: DatasetConfig,
     *,
-    name: str,
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
-    fields: DatasetConfig | None = None,
 ) -> ReadResult:
-    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
-    records at once. `variables` and `fields` as in `normalize`.
+    """Parse the records of files or splits, which come with their names; raises as
+    `read_conversations`, for all records of one at once. `variables` as in `normalize`.
 
-    With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
-    records, which is noted.
+    With `skip_bad` all records may be invalid; `with_some` raises then, and for files without
+    records, which are noted.
     """
     conversations: list[Conversation] = []
     report = DataReport()
-    for raw in records:
-        try:
-            if raw.error is not None:
-                raise RecordError(raw.error)
-            conversation = normalize(
-                raw.value,
-                type,
-                source=raw.source,
-                tags=tags,
-                variables=variables,
-                fields=fields,
-                unread=report.unread,
-            )
-        except RecordError as error:
-            report.skipped.append(f"{raw.source}: {error}")
-            continue
-        conversations.append(conversation)
-    if report.skipped and not skip_bad:
-        raise DataError(describe_problems(report.skipped, name))
-    if not conversations and not report.skipped:
-        report.notes.append(f"{name}: no records")
+    for name, records in parts:
+        problems = []
+        earlier = len(conversations)
+        for raw in records:
+            try:
+                if raw.error is not None:
+                    raise RecordError(raw.error)
+                conversation = normalize(
+                    raw.value,
+                    entry.type,
+                    source=raw.source,
+                    tags=tags,
+                    variables=variables,
+                    fields=entry,
+                    unread=report.unread,
+                )
+            except RecordError as error:
+                problems.append(f"{raw.source}: {error}")
+                continue
+            conversations.append(conversation)
+        if problems and not skip_bad:
+            raise DataError(describe_problems(problems, name))
+        report.skipped += problems
+        if not problems and len(conversations) == earlier:
+            report.notes.append(f"{name}: no records")
     return ReadResult(conversations, report)
 
 
@@ -109,12 +111,10 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
             first = list(islice(records, left))
             left -= len(first)
             parse_records(
-                first,
-                entry.type,
-                name=name if left else f"{name}, its first records",
+                [(name if left else f"{name}, its first records", first)],
+                entry,
                 skip_bad=skip_bad or source.is_public,
                 variables=None,  # the tokenizer is not loaded yet
-                fields=entry,
             )
         if left == FIRST_RECORDS:
             raise DataError(f"{entry.path}: no conversation to read: no records")

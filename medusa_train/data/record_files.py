@@ -34,8 +34,9 @@ class RawRecord:
     """One record before it is parsed.
 
     Attributes:
-        source: `file:line`, or `name:number` for rows without lines, for error messages.
-        number: its line or row, counted from 1.
+        source: `file:line`, `file:record N` of an array, or `name:number` of rows, for error
+            messages.
+        number: its line, record or row, counted from 1.
         value: the decoded JSON value.
         error: why it could not be decoded, or None.
     """
@@ -72,7 +73,11 @@ def read_file(path: Path) -> Iterator[RawRecord]:
             )
     data = data.removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
-        yield from _read_array(path, data)
+        values, reason = _decode(data)
+        if reason is not None:
+            raise DataError(f"{path}: {reason}")
+        for number, value in enumerate(values, start=1):
+            yield RawRecord(f"{path}:record {number}", number, value)
     else:
         yield from _read_lines(path, data)
 
@@ -133,10 +138,10 @@ def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
         yield RawRecord(f"{path}:{number}", number, value, error)
 
 
-def _decode(line: bytes) -> tuple[Any, str | None]:
-    """Return the value of a line and None, or None and why it cannot be decoded."""
+def _decode(data: bytes) -> tuple[Any, str | None]:
+    """Return the value of a line or a whole file and None, or None and why it cannot be decoded."""
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=unique_object), None
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_object), None
     except (ValueError, RecursionError) as error:
         return None, _reason(error)
 
@@ -144,58 +149,12 @@ def _decode(line: bytes) -> tuple[Any, str | None]:
 def _reason(error: Exception) -> str:
     """Say why text could not be decoded; valid JSON may exceed a limit of Python."""
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text (byte {error.start + 1} of the line)"
+        return f"not UTF-8 text (byte {error.start + 1})"
     if isinstance(error, RepeatedKeyError):
         return str(error)
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg} (column {error.colno})"
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}"
+        return f"not valid JSON: {error.msg} ({place})"
     if isinstance(error, RecursionError):
         return "not valid JSON: nested too deeply"
     return "not valid JSON: a number has thousands of digits"
-
-
-def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
-    """Yield a JSON array's elements with the line that each starts on; a syntax error ends the
-    file.
-    """
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 text") from None
-    decoder = json.JSONDecoder(object_pairs_hook=unique_object)
-    is_one_line = "\n" not in text.strip()
-    position = _skip_space(text, text.index("[") + 1)
-    number = 0
-    line = 1  # of the characters before `counted`
-    counted = 0
-    while text[position : position + 1] != "]":
-        # 1. One element, and the line that it starts on.
-        line += text.count("\n", counted, position)
-        counted = position
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            error_line = getattr(error, "lineno", line)
-            raise DataError(f"{path}:{error_line}: {_reason(error)}") from None
-        number += 1
-        place = f"record {number}" if is_one_line else line
-        yield RawRecord(f"{path}:{place}", number, value)
-        # 2. The comma after it, or the end of the array.
-        position = _skip_space(text, position)
-        if text[position : position + 1] == ",":
-            position = _skip_space(text, position + 1)
-        elif text[position : position + 1] != "]":
-            line += text.count("\n", counted, position)
-            raise DataError(f"{path}:{line}: not valid JSON: missing ',' or closing ']'")
-    position = _skip_space(text, position + 1)
-    if position < len(text):
-        line += text.count("\n", counted, position)
-        raise DataError(f"{path}:{line}: not valid JSON: text after the closing ']'")
-
-
-def _skip_space(text: str, position: int) -> int:
-    """Return the position of the first character from `position` on that is not white space."""
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position

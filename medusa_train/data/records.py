@@ -257,25 +257,22 @@ def _turns_of(
     # 1. Questions and answers that are no turns.
     column = format.keys[0]
     if name == "alpaca":
-        texts = [_alpaca_prompt(record)]
+        if record.get("history"):
+            raise RecordError("'history' is not supported; write the chat as 'messages'")
+        parts = [_text(record, "instruction"), optional_text(record, "input")]
+        turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
         if "output" in format.keys:
-            texts.append(_text(record, "output"))
-        roles = ("user", "assistant")
-        turns = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=False)]
+            turns.append(_said("assistant", _text(record, "output")))
         return turns, {"instruction", "input", "output", "history"}, TurnKeys()
     if name == "xlam":
-        answer = {"role": "assistant", "content": None, "tool_calls": record["answers"]}
-        turns = [{"role": "user", "content": _text(record, "query")}, answer]
-        return turns, {"query", "answers"}, TurnKeys()
-    if name in _PROMPT_COLUMNS and not isinstance(record[name], (list, tuple)):
-        return [{"role": "user", "content": _text(record, name)}], {name}, TurnKeys()
-    found = as_list(record, column)
+        answer = {**_said("assistant", None), "tool_calls": record["answers"]}
+        return [_said("user", _text(record, "query")), answer], {"query", "answers"}, TurnKeys()
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
-        prompts: list[Any] = [
-            turn if isinstance(turn, Mapping) else {"role": "user", "content": turn}
-            for turn in found
-        ]
-        return prompts, {column}, TurnKeys()
+        is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
+        prompts = as_list(record, column) if is_list else [_text(record, name)]
+        turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
+        return turns, {column}, TurnKeys()
+    found = as_list(record, column)
     # 2. Turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
         format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)
@@ -333,11 +330,8 @@ def _is_list_of_turns(record: object) -> bool:
     return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
 
 
-def _alpaca_prompt(record: Mapping[str, Any]) -> str:
-    if record.get("history"):
-        raise RecordError("'history' is not supported; write the chat as 'messages'")
-    parts = [_text(record, "instruction"), optional_text(record, "input")]
-    return "\n\n".join(part for part in parts if part.strip())
+def _said(role: Role, content: object) -> Mapping[str, Any]:
+    return {"role": role, "content": content}
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

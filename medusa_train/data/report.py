@@ -14,15 +14,6 @@ from medusa_train.data.record_files import shown_name
 
 #: Reasons for which records are skipped of which so many are listed.
 _MAX_KINDS = 5
-#: What is said of conversations that became several rows, by `SplitReason`.
-_SPLIT_WORDS: dict[str, str] = {
-    "template": "the chat template changes earlier turns in later prompts",
-    "token_ids": (
-        "the data give tokens of answers (token_ids); in later prompts an answer has the tokens"
-        " of its text"
-    ),
-    "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
-}
 #: What is said of chats with tool calls, with their number.
 _TOOL_WORDS = {
     "results_of_user": (
@@ -97,10 +88,9 @@ class DataReport:
         skipped: `file:line: reason` of invalid records.
         unread: what the records of a data set hold that is not read.
         counts: conversations that are "complete" or "truncated", or have no row since they are
-            "too_long" or "unsupervised"; those "split", into how many "rows", and "split:REASON"
-            for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
-            known to be "cut" off by a length limit, and of how many the given tokens were not used
-            ("ignored_token_ids"); what `_TOOL_WORDS` has.
+            "too_long" or "unsupervised"; those "split", into how many "rows"; "answers" in the kept
+            ones, how many of these are "looping" or known to be "cut" off by a length limit, and of
+            how many the given tokens were not used ("ignored_token_ids"); what `_TOOL_WORDS` has.
         notes: further sentences: on files and on what is not read, which are stored with the
             examples, then on this run.
     """
@@ -157,8 +147,12 @@ class DataReport:
             count = self.counts[outcome]
             if count:
                 sentences.append(f"{count} {words}")
-        if self.counts["split"]:
-            sentences.append(self._describe_rows())
+        if count := self.counts["split"]:
+            conversations = "conversation" if count == 1 else "conversations"
+            sentences.append(
+                f"{count} {conversations} became {self.counts['rows']} rows: their later prompts do"
+                " not begin with the tokens of the row before"
+            )
         if self.counts["ignored_token_ids"]:
             sentences.append(
                 "answers whose token_ids were not used, since they are another text in this"
@@ -170,19 +164,3 @@ class DataReport:
         if count := self.counts["dropped_rows"]:
             sentences.append(f"{count} rows of long chats with tools left out (max_rows_per_chat)")
         return sentences + self.notes
-
-    def _describe_rows(self) -> str:
-        """Say how many conversations became several rows, and for which reasons."""
-        count = self.counts["split"]
-        conversations = "conversation" if count == 1 else "conversations"
-        sentence = f"{count} {conversations} became {self.counts['rows']} rows"
-        found = {reason: self.counts[f"split:{reason}"] for reason in _SPLIT_WORDS}
-        reasons = []
-        for reason, words in _SPLIT_WORDS.items():
-            if found[reason] == count:
-                reasons.append(words)
-            elif found[reason]:
-                reasons.append(f"in {found[reason]} {words}")
-        if not reasons:  # prepared by a version that did not count them
-            return sentence
-        return f"{sentence}: {'; '.join(reasons)}"

@@ -53,8 +53,8 @@ _METADATA = (
     "state.json",
     "metadata.json",
 )
-#: What `save_to_disk` of `datasets` writes, and a key of its content with a list.
-_SAVED = {"dataset_dict.json": "splits", "state.json": "_data_files"}
+#: What `save_to_disk` of `datasets` writes next to files of rows (`.arrow`).
+_SAVED = ("dataset_dict.json", "state.json")
 #: Format names that `datasets` and Axolotl take as `path`, with `data_files` next to it.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
 #: Words of a file's name that say its split, the names of held-out data first.
@@ -101,9 +101,7 @@ class LocalFiles:
         for path in self.paths:
             try:
                 digest.update(os.fsencode(path.resolve()) + f"\0{path.stat().st_size}\0".encode())
-                with path.open("rb") as file:
-                    for block in iter(lambda: file.read(1 << 20), b""):
-                        digest.update(block)
+                digest.update(path.read_bytes())
             except OSError as error:
                 raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
         return digest.hexdigest()
@@ -207,9 +205,9 @@ def _matching_files(root: Path, pattern: str) -> list[Path]:
         root = root / parts.pop(0)
     rest = os.path.join(*parts)
     for inner in (rest, rest.replace("[", "[[]")):
-        matches = sorted(glob.glob(os.path.join(glob.escape(str(root)), inner), recursive=True))
+        matches = sorted(glob.glob(inner, root_dir=root, recursive=True))
         if matches:
-            return [Path(match) for match in matches if os.path.isfile(match)]
+            return [root / match for match in matches if (root / match).is_file()]
     return []
 
 
@@ -269,18 +267,22 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     paths = _files_of_split(candidates, source.split, path)
     # 3. What is left, and what seems to be missing.
     used = {*paths, *map(settings_path, paths)}
-    unread = [entry for entry in entries if entry not in used] + _hidden(path)
-    notes = (*_describe_unread(path, unread), *_missing_shards(paths), *_same_names(paths))
+    # what begins with a dot, apart from the ._NAME that macOS writes next to NAME
+    hidden = sorted(set(path.glob(".*")) - set(path.glob("._*")))
+    unread = [entry for entry in entries if entry not in used] + hidden
+    notes = _missing_shards(paths)
+    if unread:
+        shown = [
+            shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
+        ]
+        if len(unread) > MAX_NAMED:
+            shown[-1] += f" and {len(unread) - MAX_NAMED} more"
+        notes.insert(0, f"{path}: {len(unread)} not read: {', '.join(shown)}")
     return _local_files(paths, source.ds_type, notes)
 
 
 def _visible(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-
-
-def _hidden(path: Path) -> list[Path]:
-    """List what begins with a dot, apart from the ._NAME that macOS writes next to NAME."""
-    return sorted(set(path.glob(".*")) - set(path.glob("._*")))
 
 
 def _data_files(entries: Sequence[Path]) -> list[Path]:
@@ -290,7 +292,7 @@ def _data_files(entries: Sequence[Path]) -> list[Path]:
         for entry in entries
         if entry.name.lower().endswith(_SUFFIXES)
         and not entry.name.endswith(_OF_SELF_DISTILLATION)
-        and not (entry.name in _METADATA and _read_object(entry) is not None)
+        and not (entry.name in _METADATA and _is_object(entry))
         and entry.is_file()
     ]
     names = {file.name for file in files}
@@ -298,24 +300,21 @@ def _data_files(entries: Sequence[Path]) -> list[Path]:
     return [file for file in files if merged[file.name] not in names - {file.name}]
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return the one JSON object that a file holds; None if it holds anything else."""
+def _is_object(path: Path) -> bool:
+    """Return whether a file holds one JSON object."""
     try:
-        found = parse_json(path.read_bytes())
+        return isinstance(parse_json(path.read_bytes()), dict)
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return False
 
 
 def _is_saved(path: Path) -> bool:
-    """Return whether `save_to_disk` wrote a directory, by its content: other programs use the same
-    names of files.
+    """Return whether `save_to_disk` wrote a directory; other programs use the same names of files,
+    without rows.
     """
-    names = [name for name in _SAVED if (path / name).is_file()]
-    if any(isinstance((_read_object(path / n) or {}).get(_SAVED[n]), list) for n in names):
-        return True
-    # a damaged one still has its rows
-    return bool(names) and any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
+    if not any((path / name).is_file() for name in _SAVED):
+        return False
+    return any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
 
 
 def _nested(path: Path) -> str:
@@ -374,18 +373,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     return [file for file in files if names[file][0] in matching]
 
 
-def _describe_unread(path: Path, unread: Sequence[Path]) -> Iterator[str]:
-    """Describe what else than the files that are read is in a directory."""
-    if not unread:
-        return
-    names = [
-        shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
-    ]
-    more = f" and {len(unread) - MAX_NAMED} more" if len(unread) > MAX_NAMED else ""
-    yield f"{path}: {len(unread)} not read: {', '.join(names)}{more}"
-
-
-def _missing_shards(paths: Sequence[Path]) -> Iterator[str]:
+def _missing_shards(paths: Sequence[Path]) -> list[str]:
     """Name numbers that are missing among files such as `train-00000-of-00003.parquet`; older ones
     of the hub have a digest behind them.
     """
@@ -395,27 +383,11 @@ def _missing_shards(paths: Sequence[Path]) -> Iterator[str]:
         if match is not None:
             series = (path.parent, match[1], int(match[3]), match[4])
             found.setdefault(series, set()).add(int(match[2]))
-    for (directory, stem, count, ending), numbers in found.items():
-        if len(numbers) < count:
-            yield (
-                f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending}"
-                " are missing"
-            )
-
-
-def _same_names(paths: Sequence[Path]) -> Iterator[str]:
-    """Name files that differ in their suffixes alone, which may hold the same records."""
-    by_stem: dict[Path, list[str]] = {}
-    for path in paths:
-        suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
-        stem = path.with_name(path.name[: -len(suffix)])
-        by_stem.setdefault(stem, []).append(path.name)
-    for names in by_stem.values():
-        if len(names) > 1:
-            yield (
-                f"{' and '.join(names)}: all are read; name one of them in data_files if they hold"
-                " the same records"
-            )
+    return [
+        f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending} are missing"
+        for (directory, stem, count, ending), numbers in found.items()
+        if len(numbers) < count
+    ]
 
 
 def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
@@ -429,14 +401,7 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
         )
     try:
         saved: Any = datasets.load_from_disk(str(path))
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
+    except Exception as error:  # damaged files raise many unrelated exceptions
         raise DataError(f"{path}: cannot be read by load_from_disk: {error}") from None
     if not isinstance(saved, datasets.DatasetDict):
         if source.split not in (None, "train"):
@@ -606,21 +571,12 @@ def _open_public(source: DatasetConfig, on_progress: OnProgress | None) -> Local
         on_bytes = None
         if on_progress is not None:
             on_bytes = partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
-        file = str(fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes))
+        file = fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes)
     except FetchError as error:
-        reason = str(error)
-    else:
-        return open_source(source.model_copy(update={"path": file}))
-    # 3. Neither: say what to download, and where to put it.
-    jsonl, original = public.local_paths[:2]
-    if public.hub_file is None:
-        what = f"the parquet files of the split {public.split}"
-        where = f"put them into the directory {original}/ (JSON Lines: {jsonl})"
-    else:
-        what = public.hub_file
-        where = f"put it at {original} (one JSON array; JSON Lines: {jsonl})"
-    raise DataError(
-        f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub:"
-        f" {reason}\nDownload {what} of the data set {public.hub_repo} and {where},\nor name"
-        " another file of conversations."
-    )
+        jsonl, original = public.local_paths[:2]
+        raise DataError(
+            f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub:"
+            f" {error}\nDownload {public.origin} to {original} (JSON Lines: {jsonl}),\nor name"
+            " another file of conversations."
+        ) from None
+    return open_source(source.model_copy(update={"path": str(file)}))

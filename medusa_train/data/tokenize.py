@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from medusa_train.data.builtin_templates import template_source
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, RenderedAnswer
@@ -20,16 +20,12 @@ from medusa_train.data.conversation import (
     ReasoningTags,
     Role,
 )
-from medusa_train.data.marked_text import MarkedTextTokenizer, Span
+from medusa_train.data.marked_text import MarkedTextTokenizer
 from medusa_train.data.tool_calls import TOOLS
 from medusa_train.data.tool_rendering import fit_to_template, map_strings
 from medusa_train.errors import DataError
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
-#: Why an answer has a row of its own and does not go on with the row before it, see
-#: `ChatEncoder.encode`: the template changes earlier turns, the data give tokens of an answer, or
-#: the tokenizer splits a prompt otherwise where an answer follows.
-SplitReason = Literal["template", "token_ids", "tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +49,27 @@ class Row:
         ids: token ids [T].
         supervised: the loss mask [T].
         answers: those that are not history in this row, in order.
-        split: why they are not in the row before; None in the first row of a chat.
     """
 
     ids: list[int] = field(default_factory=list)
     supervised: list[bool] = field(default_factory=list)
     answers: list[AnswerSpan] = field(default_factory=list)
-    split: SplitReason | None = None
 
     def append(self, ids: Sequence[int], supervised: Sequence[bool]) -> None:
         """Append tokens and their loss mask."""
         self.ids += ids
         self.supervised += supervised
 
-    def trimmed(self, max_length: int | None = None) -> Row | None:
-        """Drop the tokens after the last supervised one, which no loss depends on.
-
-        With `max_length`, keep as many complete answers as fit. None if nothing is left.
+    def trimmed(self, max_length: int) -> Row | None:
+        """Return the row with as many complete answers as fit, without the tokens after the last
+        supervised one, which no loss depends on. None if nothing is left.
         """
         for count in range(len(self.answers), 0, -1):
-            end = min(self.answers[count - 1].end, len(self.ids))
+            end = self.answers[count - 1].end
             while end and not self.supervised[end - 1]:
                 end -= 1
-            if not end:
-                return None
-            if max_length is None or end <= max_length:
-                return replace(
-                    self,
-                    ids=self.ids[:end],
-                    supervised=self.supervised[:end],
-                    answers=self.answers[:count],
-                )
+            if 0 < end <= max_length:
+                return Row(self.ids[:end], self.supervised[:end], self.answers[:count])
         return None
 
 
@@ -153,7 +139,7 @@ class ChatEncoder:
 
         An answer goes on with the row before it if its prompt begins with the tokens of that row.
         It has a row of its own if the template changes earlier turns, the tokenizer merges characters
-        of a prompt and its answer, or an answer was generated as other tokens than those of its text.
+        of a prompt and its answer, or the data give tokens of an answer.
         Each answer is supervised in one row only, where it is not history, and each other message
         (see `roles`) in the first row that has it. An answer that reached the length limit has no
         end token to learn. Of an answer with tool calls all that is generated is supervised:
@@ -185,32 +171,51 @@ class ChatEncoder:
     ) -> list[Row]:
         """Return the rows of a chat with marked contents; see `encode`."""
         rows: list[Row] = []
-        before: RenderedAnswer | None = None
-        for answer in template.answers(messages, counts):
+        has_given = False  # the answer before has tokens of its own
+        first = 0  # of the messages that are in no row yet
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
             # 1. The tokens of the prompt and of the answer.
-            if answer.token_ids is not None and not self._reads(answer, messages):
-                answer = replace(answer, token_ids=None)
-                counts["ignored_token_ids"] += 1
+            answer = template.answer(messages[: index + 1])
+            if answer is None:
+                if not rows:
+                    raise ChatTemplateError(
+                        f"the chat template renders turn {index + 1} differently after a prompt"
+                    )
+                counts["cut_before_turn"] += 1
+                break
             prompt = self._text.ids(answer.prompt)
-            ids = self._answer_ids(answer, prompt)
-            # 2. The row before goes on, or another one begins.
-            reason: SplitReason | None = None
-            if before is not None:
-                reason = _split_reason(answer, before, prompt, rows[-1].ids)
-            if before is None or reason is not None:
-                rows.append(Row(split=reason))
+            given = message.token_ids
+            if given is not None and not self._reads(given, message, answer):
+                given = None
+                counts["ignored_token_ids"] += 1
+            whole = self._text.ids(answer.prompt + answer.text)
+            if given is not None:
+                # white space before the end token would be among the generated tokens
+                ids = [*given, *self._text.ids(answer.end.lstrip())]
+            elif whole[: len(prompt)] == prompt:
+                ids = whole[len(prompt) :]
+            else:  # the text of both has no border between two tokens there
+                ids = self.tokenize_continuation(answer.text)
+            # 2. The row before goes on, or another one begins; as history, an answer has the tokens
+            # of its text.
+            is_new = not rows or has_given or given is not None
+            if is_new or prompt[: len(rows[-1].ids)] != rows[-1].ids:
+                rows.append(Row())
             row = rows[-1]
             start = len(row.ids)
             # 3. What is new in the prompt, then the answer.
-            first = 0 if before is None else before.index + 1
-            spans = self._trained_spans(answer, messages, template, first, is_new_row=not start)
+            is_chosen = self._trained_characters(
+                messages[:index], answer.prompt, template, first, is_new_row=not start
+            )
             mask = [False] * len(prompt)
-            if spans:
-                mask = self._text.overlaps(answer.prompt, spans)
+            if any(is_chosen):
+                mask = self._text.overlaps(answer.prompt, is_chosen)
             row.append(prompt[start:], mask[start:])
-            row.append(ids, [self._is_trained(messages[answer.index])] * len(ids))
-            row.answers.append(AnswerSpan(answer.index, len(prompt), len(row.ids)))
-            before = answer
+            row.append(ids, [self._is_trained(message)] * len(ids))
+            row.answers.append(AnswerSpan(index, len(prompt), len(row.ids)))
+            has_given, first = given is not None, index + 1
         return rows
 
     def fingerprint(self) -> str:
@@ -278,21 +283,8 @@ class ChatEncoder:
             replace(m, content=mark(m.content), parts=map_strings(m.parts, mark)) for m in messages
         ]
 
-    def _answer_ids(self, answer: RenderedAnswer, prompt: list[int]) -> list[int]:
-        """Return the tokens of an answer: those that it was generated as, if they are known, else
-        those that follow the `prompt` in the text of both. If that text has no border between two
-        tokens there, the answer is tokenized apart.
-        """
-        if answer.token_ids is not None:
-            # white space before the end token would be among the generated tokens
-            return [*answer.token_ids, *self._text.ids(answer.end.lstrip())]
-        whole = self._text.ids(answer.whole)
-        if whole[: len(prompt)] == prompt:
-            return whole[len(prompt) :]
-        return self.tokenize_continuation(answer.text)
-
-    def _reads(self, answer: RenderedAnswer, messages: Sequence[Message]) -> bool:
-        """Return whether this tokenizer reads the text of an answer in the tokens given for it. It
+    def _reads(self, ids: Sequence[int], message: Message, answer: RenderedAnswer) -> bool:
+        """Return whether this tokenizer reads the text of an answer in the `ids` given for it. It
         does not if a model with another one generated them, or the answer was edited.
         """
         # self-distillation stores the text of an answer without most special tokens
@@ -302,9 +294,9 @@ class ChatEncoder:
             return special.sub("", text).strip()
 
         decoded = self.tokenizer.decode(
-            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        stored = self._text.unmark(messages[answer.index].content)
+        stored = self._text.unmark(message.content)
         rendered = self._text.unmark(answer.text.removesuffix(answer.end))
         return plain(decoded) in (plain(stored), plain(rendered))
 
@@ -314,55 +306,28 @@ class ChatEncoder:
             return message.is_target
         return self.train_on_inputs or message.role in self.roles
 
-    def _trained_spans(
+    def _trained_characters(
         self,
-        answer: RenderedAnswer,
-        messages: Sequence[Message],
+        history: Sequence[Message],
+        prompt: str,
         template: ChatTemplate,
         first: int,
         is_new_row: bool,
-    ) -> list[Span]:
-        """Return the characters of a prompt that are trained. Messages before `first` are trained in
-        an earlier row, or earlier in this row.
+    ) -> list[bool]:
+        """Return for each character of a prompt whether it is trained. Messages before `first` are
+        trained in an earlier row, or earlier in this row.
         """
-        history = messages[: answer.index]
-        trained = []
-        untrained = []
-        for index in range(first, answer.index):
-            if self._is_trained(messages[index]):
-                trained.append(index)
-            else:
-                untrained.append(index)
-        if not self.train_on_inputs:
-            return template.content_spans(history, trained)
-        # what the template writes between the contents is trained, too
-        start = 0
-        if first and is_new_row:
-            start = template.content_spans(history, [first])[0][0]
-        return _between(start, template.content_spans(history, untrained), len(answer.prompt))
-
-
-def _split_reason(
-    answer: RenderedAnswer, before: RenderedAnswer, prompt: list[int], row: list[int]
-) -> SplitReason | None:
-    """Return why an answer, whose `prompt` has these tokens, does not go on with the row of the
-    answer `before`; None if it does.
-    """
-    if not answer.prompt.startswith(before.whole):
-        return "template"
-    # as history, an answer has the tokens of its text
-    if before.token_ids is not None or answer.token_ids is not None:
-        return "token_ids"
-    if prompt[: len(row)] != row:
-        return "tokenizer"
-    return None
-
-
-def _between(start: int, omitted: Sequence[Span], end: int) -> list[Span]:
-    """Return what `omitted` spans (sorted, disjoint) leave of the characters [start, end)."""
-    left = []
-    for omitted_start, omitted_end in omitted:
-        left.append((start, omitted_start))
-        start = omitted_end
-    left.append((start, end))
-    return left
+        # what the template writes between the contents is trained with `train_on_inputs`
+        everything = self.train_on_inputs
+        chosen = [everything] * len(prompt)
+        if everything and first and is_new_row:
+            start, _ = template.content_spans(history, prompt, [first])[0]
+            chosen[:start] = [False] * start
+        others = [
+            index
+            for index in range(first, len(history))
+            if self._is_trained(history[index]) != everything
+        ]
+        for start, end in template.content_spans(history, prompt, others):
+            chosen[start:end] = [not everything] * (end - start)
+        return chosen

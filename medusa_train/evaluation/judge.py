@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -43,8 +43,6 @@ _TASK = (
     ' example "[[5]]".'
 )
 _BY_REFERENCE = "; compare it with the reference answer, and point out its mistakes"
-#: Keys of a judgement that are read from the file of an earlier run.
-_READ_KEYS = frozenset(["question_id", "turn", "judge", "user_prompt", "score"])
 _NUMBER = r"(\d+(?:\.\d*)?)"
 _OF_TEN = r"(?:/|\b(?:out )?of(?: an?)?(?: possible| maximum)?\b)"
 #: The scale of a grade, which is no grade: "/ 10" in "[[7]] / [[10]]", "from [[1]] to [[10]]",
@@ -154,12 +152,16 @@ def grade(
     with JsonLinesFile(path) as file:
         # 1. the judgements that are there already
         for line in read_records(path):
-            if not isinstance(line, dict) or not line.keys() >= _READ_KEYS:
-                continue  # unrelated
-            key = (line["question_id"], line["turn"])
-            same_judge = line["judge"] == [judge.model, PROMPT_NAME]
-            if same_judge and texts.get(key) == line["user_prompt"]:
-                judgements[key] = line
+            match line:
+                case {
+                    "question_id": name,
+                    "turn": turn,
+                    "judge": by,
+                    "user_prompt": asked,
+                    "score": _,
+                }:
+                    if by == [judge.model, PROMPT_NAME] and texts.get((name, turn)) == asked:
+                        judgements[name, turn] = line
         # 2. ask for the others
         try:
             asyncio.run(ask_all([key for key in prompts if key not in judgements]))
@@ -169,14 +171,20 @@ def grade(
     # 3. means, and what failed
     categories = {record.question_id: record.category for record in records}
     judged = [judgements[key] for key in prompts if key in judgements]
-    graded = [line for line in judged if line["score"] != NO_SCORE]
-    by_turn = sorted(graded, key=lambda line: line["turn"])
+    turns: dict[str, list[float]] = {}
+    by_category: dict[str, list[float]] = {}
+    graded: list[float] = []
+    for line in sorted(judged, key=lambda line: line["turn"]):
+        if line["score"] != NO_SCORE:
+            graded.append(line["score"])
+            turns.setdefault(str(line["turn"]), []).append(line["score"])
+            by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
     result = {
         "model": judge.model,
         "prompt": PROMPT_NAME,
-        "score": fmean(line["score"] for line in graded) if graded else None,
-        "turns": _means(by_turn, lambda line: str(line["turn"])),
-        "categories": _means(graded, lambda line: categories[line["question_id"]]),
+        "score": fmean(graded) if graded else None,
+        "turns": {name: fmean(scores) for name, scores in turns.items()},
+        "categories": {name: fmean(scores) for name, scores in by_category.items()},
         "graded": len(graded),
         "without_grade": len(judged) - len(graded),
         "failed": len(prompts) - len(judged),
@@ -184,16 +192,6 @@ def grade(
     if result["failed"]:
         result["reason"] = reason
     return result
-
-
-def _means(
-    lines: Iterable[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], str]
-) -> dict[str, float]:
-    """Return the mean grades of groups of judgements, by the name of the group."""
-    groups: dict[str, list[float]] = {}
-    for line in lines:
-        groups.setdefault(name(line), []).append(line["score"])
-    return {group: fmean(scores) for group, scores in groups.items()}
 
 
 def parse_grade(reply: str) -> float:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.conversation import is_looping
-from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, summarize_scores
 from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
@@ -28,7 +27,6 @@ Metrics = dict[str, Any]
 Interval = tuple[float, float]
 
 RESAMPLES = 2000
-PAIRED_RESAMPLES = 10_000
 SEED = 20
 #: Ratios of the tree that have an interval in the report.
 TREE_RATIOS = (
@@ -81,16 +79,24 @@ def metrics(turns: Sequence[Turn]) -> Metrics:
     # 3. the same speedup without answers that loop, which are easy to draft
     without_loops = [turn for turn in turns if not is_looping(turn.answer.tokens)]
 
+    # 4. the tree's answers compared with the plain ones; None if a dtype was not run
+    exact: dict[str, list[Verdict]] = {}
+    for dtype in ("float32", "bfloat16"):
+        exact[dtype] = [turn.exact[dtype] for turn in turns if dtype in turn.exact]
+
+    def count(dtype: str, verdict: Verdict) -> int | None:
+        return exact[dtype].count(verdict) if exact[dtype] else None
+
     return {
         **{name: _number(ratios.get(name)) for name in TREE_RATIOS},
         "baseline_tokens_per_s": baselines[PLAIN]["tokens_per_s"],
         "generate_tokens_per_s": baselines.get(GENERATE, {}).get("tokens_per_s"),
         "answers": len(turns),
-        "equal_answers": _count_verdicts(turns, "float32", Verdict.EQUAL),
-        "compared_answers": _count_compared(turns, "float32"),
-        "tie_answers": _count_verdicts(turns, "float32", Verdict.TIE),
-        "equal_answers_bf16": _count_verdicts(turns, "bfloat16", Verdict.EQUAL),
-        "compared_answers_bf16": _count_compared(turns, "bfloat16"),
+        "equal_answers": count("float32", Verdict.EQUAL),
+        "compared_answers": len(exact["float32"]),
+        "tie_answers": count("float32", Verdict.TIE),
+        "equal_answers_bf16": count("bfloat16", Verdict.EQUAL),
+        "compared_answers_bf16": len(exact["bfloat16"]),
         "scores": summarize_scores(turns),
         "looping_answers": len(turns) - len(without_loops),
         "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
@@ -207,16 +213,6 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
     return [tokens_per_step(traces, Tree.chain(k)) for k in range(1, num_heads + 1)]
 
 
-def _count_verdicts(turns: Iterable[Turn], dtype: str, verdict: Verdict) -> int | None:
-    """Count the answers with `verdict`; None if the dtype was not run."""
-    verdicts = [turn.exact[dtype] for turn in turns if dtype in turn.exact]
-    return verdicts.count(verdict) if verdicts else None
-
-
-def _count_compared(turns: Iterable[Turn], dtype: str) -> int:
-    return sum(dtype in turn.exact for turn in turns)
-
-
 # Intervals
 
 
@@ -292,46 +288,12 @@ class Counts(NamedTuple):
     cost: float
 
 
-def compare_rates(
-    first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
-) -> tuple[float, Interval]:
-    """Return the ratio of the second run's rate (tokens over cost) to the first one's, with its 95
-    % interval.
-
-    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
-    and resampling pairs removes that variance (Efron and Tibshirani, "An Introduction to the
-    Bootstrap"). A rate is a ratio of sums over the drawn questions; the turns of a question are not
-    independent and form one unit.
-
-    Raises:
-        DataError: the questions differ, or both runs made steps in fewer than `LEAST_QUESTIONS`.
-    """
-    if set(first) != set(second):
-        unpaired = sorted(set(first) ^ set(second))[:5]
-        raise DataError(
-            f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
-            " questions"
-        )
-    pairs = []
-    for name in sorted(first):
-        if first[name].cost and second[name].cost:
-            pairs.append((first[name], second[name]))
-    if len(pairs) < LEAST_QUESTIONS:
-        raise DataError(f"comparing two runs needs {LEAST_QUESTIONS} or more questions")
-    rows = _pair_rows(pairs)
-    ratio = _ratio_of_rates(rows.sum(dim=0))
-    drawn_ratios = _ratio_of_rates(resample(rows, resamples))  # [R]
-    bounds = interval(drawn_ratios)
-    assert bounds is not None  # every question has steps
-    return float(ratio), bounds
-
-
-def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
+def pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
     """Return [pairs, 4]: tokens and cost of the first run, then those of the second."""
     return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
 
 
-def _ratio_of_rates(sums: Tensor) -> Tensor:
+def ratio_of_rates(sums: Tensor) -> Tensor:
     """Return the second run's rate over the first one's [...], from sums [..., 4] of pairs."""
     first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
     first_rate = first_tokens / first_cost
@@ -340,7 +302,7 @@ def _ratio_of_rates(sums: Tensor) -> Tensor:
 
 
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
-    """Return the 95 % interval of the ratio of rates in `compare_rates`, from the same blocks of
+    """Return the 95 % interval of the ratio of two runs' rates (tokens over cost), from the same blocks of
     both runs.
 
     What is measured together shares the machine's speed of the moment, so blocks are the
@@ -350,11 +312,11 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     count = len(first)
     if count < LEAST_BLOCKS:
         return None
-    rows = _pair_rows(zip(first, second, strict=True))
+    rows = pair_rows(zip(first, second, strict=True))
     whole = rows.sum(dim=0)
-    log_ratio = _ratio_of_rates(whole).log()
+    log_ratio = ratio_of_rates(whole).log()
     # the jackknife: the same without each block in turn
-    without_one = _ratio_of_rates(whole - rows).log()  # [blocks]
+    without_one = ratio_of_rates(whole - rows).log()  # [blocks]
     error = ((count - 1) * without_one.var(correction=0)).sqrt()
     margin = student_quantile(count - 1) * error
     return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())

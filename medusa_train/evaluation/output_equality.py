@@ -29,15 +29,8 @@ ALL_WITHIN = 60.0
 def compare_timed_answers(turns: Sequence[Turn], target_model: TargetModel, dtype: str) -> None:
     """Compare the answers that were timed in `dtype`; results go to `turn.exact`."""
     for turn in turns:
-        if turn.tree is not None:
-            _compare(turn, target_model, dtype, turn.tree.tokens, turn.plain.tokens)
-
-
-def _compare(
-    turn: Turn, target_model: TargetModel, dtype: str, tree: Sequence[int], plain: Sequence[int]
-) -> None:
-    ties = dtype == "float32"  # in others, rounding swaps more than tied tokens
-    turn.exact[dtype] = compare_answers(target_model, turn.prompt_ids, tree, plain, ties=ties)
+        tree, plain = (answer.tokens for answer in turn.compared.values())
+        turn.exact[dtype] = compare_answers(target_model, turn.prompt_ids, tree, plain, dtype)
 
 
 def compare_regenerated_answers(
@@ -72,7 +65,9 @@ def compare_regenerated_answers(
         trees = tree_decoder.generate_batch(prompts, max_new_tokens)
         plains = plain_decoder.generate_batch(prompts, max_new_tokens)
         for turn, tree, plain in zip(batch, trees, plains, strict=True):
-            _compare(turn, model.target_model, dtype, tree.tokens, plain.tokens)
+            turn.exact[dtype] = compare_answers(
+                model.target_model, turn.prompt_ids, tree.tokens, plain.tokens, dtype
+            )
             on_turn(len(tree.tokens) + len(plain.tokens))
 
 
@@ -81,19 +76,17 @@ def compare_answers(
     prompt_ids: Sequence[int],
     tree: Sequence[int],
     plain: Sequence[int],
-    *,
-    ties: bool,
+    dtype: str,
 ) -> Verdict:
     """Compare two answers to a prompt, as token ids.
 
-    Args:
-        ties: return TIE where the two tokens that first differ both have logits within `TIE_MARGIN`
-            of the best.
+    In float32 they are a TIE where the two tokens that first differ both have logits within
+    `TIE_MARGIN` of the best; in others, rounding swaps more than tied tokens.
     """
     position = first_difference(tree, plain)
     if position is None:
         return Verdict.EQUAL
-    if not ties or position >= min(len(tree), len(plain)):
+    if dtype != "float32" or position >= min(len(tree), len(plain)):
         return Verdict.DIFFERENT
     candidates = (tree[position], plain[position])
     gaps = logit_gaps(target_model, prompt_ids, plain[:position], candidates)

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path, user_cache_dir
 from medusa_train.data.conversation import SURROGATES, Conversation, Message
@@ -38,9 +40,6 @@ FETCH_TIMEOUT = 15  # seconds
 #: What is read of a record in each format; HumanEval's solutions are known to be there.
 _HUMANEVAL_KEYS = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
 _GSM8K_KEYS = ("question", "answer")
-_MT_BENCH_KEYS = ("question_id", "prompt_id", "turns", "prompt", "category", "reference", "system")
-#: Names in the hub's copy, and the usual ones.
-_MT_BENCH_NAMES = {"prompt_id": "question_id", "prompt": "turns"}
 #: Questions of a chat with tools, by whether the recorded answer makes calls: calls repeat names and
 #: ids, so they are easier to draft than text.
 WITH_CALLS, WITHOUT_CALLS = "with calls", "without calls"
@@ -114,11 +113,12 @@ class Bench:
         if limit is None or limit >= len(self.questions):
             return self
         rounds: Counter[str] = Counter()  # over the categories
-        ranked: list[tuple[int, int]] = []
-        for index, question in enumerate(self.questions):
-            ranked.append((rounds[question.category], index))
+        round_of: list[int] = []
+        for question in self.questions:
+            round_of.append(rounds[question.category])
             rounds[question.category] += 1
-        chosen = sorted(index for _, index in sorted(ranked)[:limit])
+        first = sorted(range(len(round_of)), key=round_of.__getitem__)
+        chosen = sorted(first[:limit])
         return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
@@ -162,20 +162,18 @@ def load_bench(
     read. Invalid questions of a bench that is known by its name are skipped and noted.
     """
     path = find_bench(name_or_file, note)
-    is_file = path == _file_of_user(name_or_file)
     unread = Unread()
     skipped: list[str] = []
-    is_public = name_or_file in NAMED_BENCHES
-    questions = read_questions(path, unread, skipped if is_public else None, turns_per_chat)
-    if skipped:
-        lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
-        note("\n  ".join([*lines, *first_problems(skipped)]))
-    if (
-        not is_public or is_file
-    ):  # what public benchmarks have in addition to their questions is known
-        for line in unread.describe(str(path)):
-            note(line)
-    return Bench(_name_of_file(path) if is_file else name_or_file, path, questions)
+    if name_or_file in NAMED_BENCHES:
+        questions = read_questions(path, unread, skipped, turns_per_chat)
+        if skipped:
+            lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
+            note("\n  ".join([*lines, *first_problems(skipped)]))
+        return Bench(name_or_file, path, questions)
+    questions = read_questions(path, unread, None, turns_per_chat)
+    for line in unread.describe(str(path)):  # of public benchmarks it is known
+        note(line)
+    return Bench(_name_of_file(path), path, questions)
 
 
 def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
@@ -223,21 +221,14 @@ def _candidates(name: str) -> list[Path]:
     """List the files in which the questions of a bench may be, in the order in which they count."""
     named = NAMED_BENCHES.get(name)
     folders = (name,) if named is None else named.local_paths
-
-    def in_folders(root: Path) -> list[Path]:
-        return [root / folder / file for folder in folders for file in FILES]
-
+    roots = [PROJECT_ROOT / "data" / "bench", _download_directory()]
+    if bench_dir := os.environ.get(BENCH_DIR_VARIABLE):
+        roots.insert(0, Path(bench_dir).expanduser())
     paths: list[Path] = []
-    bench_dir = os.environ.get(BENCH_DIR_VARIABLE)
-    if bench_dir:
-        root = Path(bench_dir).expanduser()
-        paths += in_folders(root)
+    for root in roots:
+        paths += [root / folder / file for folder in folders for file in FILES]
         paths += [root / f"{folder}.jsonl" for folder in folders]
-    paths += in_folders(PROJECT_ROOT / "data" / "bench")
-    paths += in_folders(_download_directory())
-    if name == "humaneval":
-        paths += _installed_humaneval()
-    return paths
+    return paths + _installed_humaneval() if name == "humaneval" else paths
 
 
 def _installed_humaneval() -> list[Path]:
@@ -364,12 +355,13 @@ def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question
     record = raw.value
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
-    if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
-        unread.count_columns(record, _HUMANEVAL_KEYS)
-        return [_parse_humaneval(record, raw.source)]
-    if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
-        unread.count_columns(record, _GSM8K_KEYS)
-        return [_parse_gsm8k(record, raw.source, raw.number)]
+    match record:
+        case {"task_id": str(), "prompt": str()}:
+            unread.count_columns(record, _HUMANEVAL_KEYS)
+            return [_parse_humaneval(record, raw.source)]
+        case {"question": str(), "answer": str()}:
+            unread.count_columns(record, _GSM8K_KEYS)
+            return [_parse_gsm8k(record, raw.source, raw.number)]
     if _is_prompt(record):
         chat = parse_tool_chat(record, unread=unread)
         if chat is not None:
@@ -378,13 +370,7 @@ def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question
         if not said:  # counted in `unread`
             return []
         return [Question(raw.number, "general", tuple(said), raw.source, system=system)]
-    question = _parse_mtbench(record, raw.source)
-    known = set(_MT_BENCH_KEYS)
-    for name, usual in _MT_BENCH_NAMES.items():
-        if usual in record:  # which is what was read
-            known.discard(name)
-    unread.count_columns(record, known)
-    return [question]
+    return [_parse_mtbench(record, raw.source, unread)]
 
 
 def _parse_answers(chat: Conversation, raw: RawRecord) -> list[Question]:
@@ -418,65 +404,66 @@ def _is_prompt(record: dict[str, Any]) -> bool:
     return "question_id" not in record and "prompt_id" not in record
 
 
-def _parse_mtbench(record: dict[str, Any], source: str) -> Question:
-    # the hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`
-    question_id = record.get("question_id", record.get("prompt_id"))
-    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
-        raise ValueError("question_id is missing or neither a number nor text")
-    turns = record.get("turns", record.get("prompt"))
-    if isinstance(turns, str) and "turns" not in record:
-        turns = [turns]
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("turns is missing or not a list of the user's messages")
-    for position, turn in enumerate(turns, start=1):
-        if not isinstance(turn, str) or not turn.strip():
-            raise ValueError(f"turn {position} is empty or not text")
-        if SURROGATES.search(turn):
-            raise ValueError(
-                f"turn {position} contains half a surrogate pair, which no UTF-8 text can hold"
-            )
-    category = record.get("category", "general")
-    if not isinstance(category, str) or not category.strip():
-        raise ValueError("category is empty or not text")
-    category = " ".join(_printable(category).split())
-    if category == "overall":  # the reports' name for all of them
-        category = "overall (category)"
-    if isinstance(question_id, str):
-        question_id = _printable(question_id)
-    system = record.get("system")
-    if not isinstance(system, str | None):
-        raise ValueError("system is not text")
-    if system is not None and not system.strip():
-        system = None
-    reference = _reference_answers(record.get("reference"))
-    return Question(question_id, category, tuple(turns), source, reference, system=system)
+def _checked(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty")
+    if SURROGATES.search(text):
+        raise ValueError("contains half a surrogate pair, which no UTF-8 text can hold")
+    return text
 
 
-def _printable(text: str) -> str:
-    """Replace halves of surrogate pairs, which no file in UTF-8 can hold."""
-    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+Text = Annotated[str, AfterValidator(_checked)]
 
 
-def _reference_answers(value: object) -> tuple[str, ...]:
-    """Return a reference answer per turn from one text or a list; '' for null.
+class MTBenchRecord(BaseModel, strict=True):
+    """A line of MT-Bench's format.
 
-    A turn's answer may be a list, as Spec-Bench's are for its questions on documents: these are
-    joined.
+    Attributes:
+        reference: answers, one per turn. A turn's answer may be a list, as Spec-Bench's are for its
+            questions on documents: these are joined.
     """
-    if value is None:
-        return ()
-    answers = value if isinstance(value, list) else [value]
-    references = []
-    for answer in answers:
-        parts = answer if isinstance(answer, list) else [answer]
-        texts = []
-        for part in parts:
-            if not isinstance(part, str | None):
-                raise ValueError("reference is neither text nor a list of texts")
-            if part:
-                texts.append(part)
-        references.append("; ".join(texts))
-    return tuple(references)
+
+    question_id: int | str
+    turns: list[Text] = Field(min_length=1)
+    category: Text = "general"
+    system: str | None = None
+    reference: str | list[str | list[str | None] | None] | None = None
+
+
+def _parse_mtbench(record: dict[str, Any], source: str, unread: Unread) -> Question:
+    # 1. the hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`
+    record = dict(record)
+    if "question_id" not in record and "prompt_id" in record:
+        record["question_id"] = record.pop("prompt_id")
+    if "turns" not in record and "prompt" in record:
+        prompt = record.pop("prompt")
+        record["turns"] = [prompt] if isinstance(prompt, str) else prompt
+    for key in ("question_id", "category"):
+        if isinstance(record.get(key), str):  # no file in UTF-8 can hold half a surrogate pair
+            record[key] = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", record[key])
+    # 2. check the types; the first fault counts
+    try:
+        read = MTBenchRecord.model_validate(record)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name, *inside = fault["loc"]
+        place = "".join(f"[{part}]" for part in inside if isinstance(part, int))
+        raise ValueError(f"{name}{place}: {fault['msg'].removeprefix('Value error, ')}") from None
+    unread.count_columns(record, MTBenchRecord.model_fields)
+    # 3. one line, and not the reports' name for all categories
+    category = " ".join(read.category.split())
+    reference = [read.reference] if isinstance(read.reference, str) else read.reference
+    return Question(
+        read.question_id,
+        "overall (category)" if category == "overall" else category,
+        tuple(read.turns),
+        source,
+        tuple(
+            "; ".join(filter(None, one)) if isinstance(one, list) else one or ""
+            for one in reference or ()
+        ),
+        system=read.system if read.system and read.system.strip() else None,
+    )
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

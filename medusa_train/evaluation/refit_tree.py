@@ -60,46 +60,38 @@ def calibrate(
     """
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
+    directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home
     # two would time each other, and replace each other's tree
-    with only_writer(_results_of(cfg, paths)):
-        return _calibrate(cfg, bench, paths, progress)
+    with only_writer(directory):
+        # 1. load the model as benches decode it, but uncompiled unless asked for
+        dtype: str = cfg.dtype
+        if dtype == "auto":
+            dtype = auto_dtype_of(paths, progress.print)
+        if not cfg.compile and is_compiled(cfg, paths):
+            progress.print(
+                f"{paths.tree} was fitted to compiled steps: calibrating uncompiled; compile=true"
+                " fits to compiled steps"
+            )
+        model = load_with_progress(paths, dtype, progress, compiled=cfg.compile)
+        target_model, draft = model.target_model, model.draft
+        assert draft is not None
+        ends = target_model.stop_tokens.describe(target_model.tokenizer)
+        if ends is not None:
+            progress.print(ends)
 
+        # 2. prompts of the run, else those of the benchmark
+        chat = ChatEncoder(target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+        prompts, source = _prompts(cfg, bench, paths, chat)
 
-def _calibrate(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
-) -> list[Path]:
-    # 1. load the model as benches decode it, but uncompiled unless asked for
-    dtype: str = cfg.dtype
-    if dtype == "auto":
-        dtype = auto_dtype_of(paths, progress.print)
-    if not cfg.compile and is_compiled(cfg, paths):
-        progress.print(
-            f"{paths.tree} was fitted to compiled steps: calibrating uncompiled; compile=true fits to"
-            " compiled steps"
-        )
-    model = load_with_progress(paths, dtype, progress, compiled=cfg.compile)
-    assert model.draft is not None
-    ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
-    if ends is not None:
-        progress.print(ends)
-
-    # 2. prompts of the run, else those of the benchmark
-    chat = ChatEncoder(
-        model.target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs
-    )
-    conversations, source = _prompts(cfg, bench, paths, chat)
-
-    # 3. answer them, and choose
-    budget = cfg.calibration_tokens
-    progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
-    traced = answer_prompts(
-        model.target_model, model.draft, conversations, budget, progress, cfg.max_new_tokens
-    )
-    choice = choose_tree(model.target_model, model.draft, traced, progress)
-    progress.console.print(_sizes_table(choice))
-    progress.print(f"chosen: {choice.describe()}")
-    progress.console.print(progress.table())
-    return [choice.save(_results_of(cfg, paths), traced, paths)]
+        # 3. answer them, and choose
+        budget = cfg.calibration_tokens
+        progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
+        traced = answer_prompts(target_model, draft, prompts, budget, progress, cfg.max_new_tokens)
+        choice = choose_tree(target_model, draft, traced, progress)
+        progress.console.print(_sizes_table(choice))
+        progress.print(f"chosen: {choice.describe()}")
+        progress.console.print(progress.table())
+        return [choice.save(directory, traced, paths)]
 
 
 def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> str | None:
@@ -124,10 +116,6 @@ def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> s
         f"{paths.tree} was fitted with other settings ({', '.join(differences)}); another tree may be"
         f" faster here: {shlex.join(words)}"
     )
-
-
-def _results_of(cfg: EvalConfig, paths: ModelPaths) -> Path:
-    return expand_user(cfg.output_dir) if cfg.output_dir else paths.home
 
 
 def is_compiled(cfg: EvalConfig, paths: ModelPaths) -> bool:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +34,14 @@ QUALITY_TOKENS = 20_000  # supervised tokens to measure on
 #: on its weights, in each pass, than on the tokens of one conversation. A longer one is a pass alone.
 _ROWS = 8
 _POSITIONS = 4096
+DTYPE = "float32"
 
 #: Maps a batch to the target model's final hidden states [B, T, d], and the LM head that turns them
 #: into logits.
 Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
-@dataclass(frozen=True)
-class Quality:
+class Quality(NamedTuple):
     """The target model before and after training, over the supervised tokens of a text; in nats per
     token.
     """
@@ -53,7 +53,7 @@ class Quality:
 
 
 def measure_target_model_quality(
-    paths: ModelPaths, dtype: str = "float32", phase: Phase | None = None
+    paths: ModelPaths, phase: Phase | None = None
 ) -> dict[str, Any] | None:
     """Return perplexity before and after joint training, and KL(before || after) in nats per token,
     for the report.
@@ -78,9 +78,9 @@ def measure_target_model_quality(
     conversations, is_held_out, _ = validation
     if phase is not None:
         phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
-    before, after = load_versions(paths, cfg.base_model, dtype)
+    versions = load_versions(paths, cfg.base_model)
     on_batch = (lambda tokens: None) if phase is None else phase.advance
-    quality = compare_target_models(before, after, _batches(conversations), on_batch)
+    quality = compare_target_models(*versions, _batches(conversations), on_batch)
     held_out = "held-out conversations"
     return {
         "tokens": quality.tokens,
@@ -88,7 +88,7 @@ def measure_target_model_quality(
         "perplexity_before": math.exp(quality.loss_before),
         "perplexity_after": math.exp(quality.loss_after),
         "kl": quality.kl,
-        "dtype": dtype,
+        "dtype": DTYPE,
     }
 
 
@@ -153,9 +153,7 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
         yield conversations.batch(rows)
 
 
-def load_versions(
-    paths: ModelPaths, original: str, dtype: str = "float32"
-) -> tuple[Version, Version]:
+def load_versions(paths: ModelPaths, original: str) -> tuple[Version, Version]:
     """Load the target model before and after a run: with the adapter off and on, or the original and
     the trained model.
 
@@ -168,13 +166,13 @@ def load_versions(
     def load(name: str) -> TargetModel:
         return load_target_model(
             name,
-            dtype=dtype,
+            dtype=DTYPE,
             quantization=paths.quantization,
             trust_remote_code=paths.trust_remote_code,
         )
 
     trained = load(paths.base_model)
-    after = _version(trained)
+    after = partial(_states, trained)
     if paths.adapter is not None:
         adapter = Adapter.load(trained, paths.adapter)
 
@@ -183,18 +181,15 @@ def load_versions(
                 return after(batch)
 
         return before, after
-    if paths.base_model == original or Path(paths.base_model).resolve() == Path(original).resolve():
+    if Path(paths.base_model).resolve() == Path(original).resolve():
         return after, after
-    return _version(load(original)), after
+    return partial(_states, load(original)), after
 
 
-def _version(target_model: TargetModel) -> Version:
-    def version(batch: Batch) -> tuple[Tensor, LMHead]:
-        moved = batch.to(target_model.device)
-        run = target_model.run(moved.tokens, positions=moved.positions, segments=moved.segments)
-        return run.final, target_model.lm_head()
-
-    return version
+def _states(target_model: TargetModel, batch: Batch) -> tuple[Tensor, LMHead]:
+    moved = batch.to(target_model.device)
+    run = target_model.run(moved.tokens, positions=moved.positions, segments=moved.segments)
+    return run.final, target_model.lm_head()
 
 
 @torch.no_grad()
@@ -211,21 +206,18 @@ def compare_target_models(
     are computed in chunks, never for a whole batch.
     """
     tokens = 0
-    loss_before = loss_after = kl = 0.0
+    sums = torch.zeros(3, dtype=torch.float64)  # both losses, and KL
     for batch in batches:
         targets = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
         supervised = int((targets != IGNORE_INDEX).sum())
         old, old_head = before(batch)  # [B, T, d]
         new, new_head = after(batch)
         old = old.flatten(0, 1)
-        new = new.flatten(0, 1)
         targets = targets.to(old.device)
         teacher = Teacher(old, old_head, divergence=True)
-        sums = linear_loss(new, new_head, targets, teacher)
-        loss_before += float(linear_loss(old, old_head, targets).ce_sum)
-        loss_after += float(sums.ce_sum)
-        kl += float(sums.kl_sum)
+        losses = linear_loss(new.flatten(0, 1), new_head, targets, teacher)
+        loss_before = linear_loss(old, old_head, targets).ce_sum
+        sums += torch.stack([loss_before, losses.ce_sum, losses.kl_sum]).cpu()
         tokens += supervised
         on_batch(supervised)
-    count = max(tokens, 1)
-    return Quality(tokens, loss_before / count, loss_after / count, kl / count)
+    return Quality(tokens, *(sums / max(tokens, 1)).tolist())

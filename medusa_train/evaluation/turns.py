@@ -144,6 +144,6 @@ def completed_turns(
     completed = {}
     for question in questions:
         found = logged.get(question.question_id, [])
-        if [turn.turn for turn in found] == list(range(1, 1 + len(question.turns))):
+        if [turn.turn for turn in found] == [*range(1, 1 + len(question.turns))]:
             completed[question.question_id] = found
     return completed

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, PackageLoader, Template
+from jinja2 import Template
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.medusa_layouts import HeadTensors
@@ -130,8 +130,17 @@ def card(
     used = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
     settings = [[f"`{key}`", _without_directory(str(value))] for key, value in used.items()]
     # 3. The page.
-    text = _template().render(
+    template = Template(
+        Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    text = template.render(
         facts,
+        number=number,
+        mode_of=mode_of,
+        joined=lambda arguments: shlex.join(map(_without_directory, arguments)),
+        without_directories=partial(_DIRECTORY.sub, ""),
         tag=tag,
         to=to,
         header=header.to_yaml(),
@@ -147,21 +156,6 @@ def card(
         licence=licence,
     )
     return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def _template() -> Template:
-    """Return card.md.jinja with the functions that it calls."""
-    environment = Environment(loader=PackageLoader("medusa_train.export", ""), trim_blocks=True)
-    environment.keep_trailing_newline = True
-    environment.filters |= {
-        "number": number,
-        "thousands": "{:,}".format,
-        "cell": lambda value: str(value).replace("|", r"\|"),
-        "described": _describe,
-        "speeds": lambda report: _speed_table(report).markdown(),
-        "advice": _advice,
-    }
-    return environment.get_template("card.md.jinja")
 
 
 def _is_default(report: Mapping[str, Any]) -> bool:
@@ -211,79 +205,9 @@ def _licence_of(base: str) -> str | None:
     return card.data.license if isinstance(card.data.license, str) else None
 
 
-# What heads give in a server, from the reports of `medusa-eval --serve`
-
-
-def _speed_table(report: Json) -> Table:
-    """Return a row per concurrency: tokens/s without heads, their ratio for every N, and what to
-    serve; what was not measured is empty.
-    """
-    plain = {figures["concurrency"]: figures["tokens_per_s"] for figures in report["plain"]}
-    ratios = {}
-    for figures in report["cells"]:
-        if figures.get("ratio") is not None:
-            ratio = number(figures["ratio"], 2, "x", figures["ratio_interval"])
-            ratios[figures["concurrency"], _setting(figures)] = ratio
-    settings = sorted({setting for _, setting in ratios}, key=lambda name: (len(name), name))
-    rows = []
-    for entry in report["recommendation"]:
-        concurrency = entry["concurrency"]
-        rate = f"{plain[concurrency]:.1f}" if concurrency in plain else ""
-        measured = [ratios.get((concurrency, setting), "") for setting in settings]
-        rows.append([str(concurrency), rate, *measured, _choice(entry)])
-    return Table(["concurrency", "plain tokens/s", *settings, "serve"], rows)
-
-
-def _advice(report: Json) -> str:
-    """Return what to serve by concurrency: equal choices of adjacent concurrencies in one clause."""
-    clauses = []
-    for chosen, entries in groupby(report["recommendation"], _choice):
-        numbers = ", ".join(str(entry["concurrency"]) for entry in entries)
-        clauses.append(f"concurrency {numbers}: {chosen}")
-    return "; ".join(clauses)
-
-
-def _choice(entry: Json) -> str:
-    """Return the setting that an entry of `recommendation` advises, or off."""
-    return _setting(entry) if entry["use"] else "off"
-
-
-def _setting(figures: Json) -> str:
-    """Return the number of draft tokens as in the card; a server without vLLM's counters does not
-    tell it.
-    """
-    tokens = figures.get("num_speculative_tokens")
-    return "heads" if tokens is None else f"N = {tokens}"
-
-
-def _describe(report: Json) -> str:
-    """Say what was measured in one sentence, and what to know of it; directories of this machine
-    stay out.
-    """
-    meta = report["meta"]
-    server = str(meta.get("server") or "an OpenAI-compatible server")
-    arguments = meta.get("arguments")
-    if arguments:
-        server += f", `{shlex.join(map(_without_directory, arguments))}`"
-    parts = [f"{server}, {str(meta.get('date', ''))[:10]}."]
-    mode = mode_of(meta)
-    if mode["acceptance"] == "greedy":
-        decoding = "greedy"
-    else:
-        decoding = f"temperature {mode['temperature']:g}"
-    asked = (
-        f"{meta['questions']} questions, {decoding}, at most {meta['max_new_tokens']} new tokens"
-    )
-    parts.append(f"Bench {meta['bench']}, {asked}.")
-    parts += [f"Note: {_DIRECTORY.sub('', note)}." for note in meta.get("notes", ())]
-    return " ".join(parts)
-
-
 def _without_directory(argument: str) -> str:
     """Return an argument with only the last part of a local path in it."""
     option, equals, value = argument.rpartition("=")
     if value.startswith(("/", "~")):
-        name = Path(value).name
-    else:
-        name = _DIRECTORY.sub("", value)
-    return option + equals + name
+        return option + equals + Path(value).name
+    return option + equals + _DIRECTORY.sub("", value)

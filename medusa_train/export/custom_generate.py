@@ -173,38 +173,26 @@ class Heads:
     def __init__(
         self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str
     ) -> None:
-        # 1. (weight, bias) of every block of every head, and of every head's own matrix.
-        self.blocks: list[list[tuple[Tensor, Tensor]]] = []
-        self.matrices: list[tuple[Tensor, Tensor | None]] = []
-        for head in range(count):
-            layers = []
-            for block in range(blocks):
-                name = f"{head}.{block}.linear"
-                layers.append((tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
-            self.blocks.append(layers)
-            name = f"{head}.{blocks}"
-            if f"{name}.weight" in tensors:
-                self.matrices.append((tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
+        self.tensors = tensors
+        self.count = count
+        self.blocks = blocks
         self.token_map = tensors.get("token_map")
-        # 2. Whether they are this model's.
+        # 1. Whether they are this model's.
         vocabulary, hidden_size = lm_head.weight.shape
         predicted = vocabulary
         if self.token_map is not None:
             predicted = len(self.token_map)
-        self.first_weight = (self.blocks[0] or self.matrices)[0][0]  # all are on its device
-        width = self.first_weight.shape[1]
-        if width != hidden_size or any(len(weight) != predicted for weight, _ in self.matrices):
+        shapes = {tuple(tensor.shape) for tensor in tensors.values() if tensor.dim() == 2}
+        if not shapes <= {(hidden_size, hidden_size), (predicted, hidden_size)}:
             raise refusal(
                 f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary}"
                 " tokens)"
             )
-        # 3. The rows of lm_head that heads with a reduced vocabulary share.
-        if self.token_map is not None and not self.matrices:
-            weight = lm_head.weight[self.token_map]
-            bias = getattr(lm_head, "bias", None)
-            if bias is not None:
-                bias = bias[self.token_map]
-            self.matrices = [(weight, bias)] * count
+        # 2. The rows of lm_head that heads with a reduced vocabulary share.
+        if self.token_map is not None and f"0.{blocks}.weight" not in tensors:
+            for kind, tensor in lm_head.named_parameters():
+                rows = tensor[self.token_map]
+                tensors |= {f"{head}.{blocks}.{kind}": rows for head in range(count)}
 
     def guess(self, hidden: Tensor, lm_head: Any, tree: Tree) -> Tensor:
         """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last
@@ -213,14 +201,14 @@ class Heads:
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
-        hidden = hidden.to(self.first_weight.device)  # a model may be spread over several devices
+        hidden = hidden.to(lm_head.weight.device)  # a model may be spread over several devices
         for head in range(tree.depth):
             state = hidden  # [d]
-            for weight, bias in self.blocks[head]:
-                state = state + silu(linear(state, weight, bias))
-            if self.matrices:
-                weight, matrix_bias = self.matrices[head]
-                logits = linear(state, weight, matrix_bias)  # [V], or [N]
+            for block in range(self.blocks):
+                state = state + silu(self._linear(f"{head}.{block}.linear", state))
+            matrix = f"{head}.{self.blocks}"
+            if f"{matrix}.weight" in self.tensors:
+                logits = self._linear(matrix, state)  # [V], or [N]
             else:
                 logits = lm_head(state)
             best.append(logits.topk(tree.width).indices)
@@ -229,6 +217,9 @@ class Heads:
         if self.token_map is None:
             return tokens
         return self.token_map[tokens]
+
+    def _linear(self, name: str, states: Tensor) -> Tensor:
+        return linear(states, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
 
 @torch.no_grad()
@@ -268,10 +259,9 @@ def decode(
     own loop.
     """
     check_supported(model, logits_processor, generation_config, model_kwargs)
-    if tree.depth > len(heads.blocks):
+    if tree.depth > heads.count:
         raise refusal(
-            f"tree.json: the tree is {tree.depth} deep, but there are only {len(heads.blocks)}"
-            " heads"
+            f"tree.json: the tree is {tree.depth} deep, but there are only {heads.count} heads"
         )
     prompt = unpadded_prompt(
         input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")

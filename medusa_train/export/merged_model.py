@@ -6,19 +6,20 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from medusa_train.checkpoint.load_model import load_trained_target_model
 from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import CheckpointError
-from medusa_train.io import WRITE_ERRORS, make_readable, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.finite import describe_not_finite
-from medusa_train.models.loading import load_target_model, resolve_target_model
-from medusa_train.models.lora import Adapter
+from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.model_files import model_directory
 from medusa_train.models.target_model import TargetModel
 
@@ -46,62 +47,41 @@ def load_for_export(paths: ModelPaths) -> TargetModel:
     first: merged into the original weights it would give another model.
     """
     _, config = resolve_target_model(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    quantization = None
-    if paths.adapter is not None:
-        quantization = paths.quantization
-    target_model = load_target_model(
-        paths.base_model,
-        dtype=getattr(config, "dtype", None) or "float32",
-        device="cpu",  # a GPU may have no room for the unquantised weights
-        quantization=quantization,
-        trust_remote_code=paths.trust_remote_code,
-        special_tokens=paths.special_tokens,
-    )
-    target_model.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
-    if paths.adapter is not None:
-        Adapter.load(target_model, paths.adapter).merge()
+    if paths.adapter is None:
+        paths = replace(paths, quantization=None)
+    # a GPU may have no room for the unquantised weights
+    dtype = getattr(config, "dtype", None) or "float32"
+    target_model = load_trained_target_model(paths, dtype, device="cpu")
     problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
         raise CheckpointError(f"{paths.base_model}: the merged model cannot be used: {problem}")
     return target_model
 
 
-def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> str:
-    """Write the trained target model, adapter merged, its tokenizer and its card atomically; return what
-    was written, in words.
+def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) -> str:
+    """Write the trained target model, adapter merged, its tokenizer and its card; return what was
+    written, in words.
     """
-    target = target.resolve()  # "." has no name
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         # 1. The model and its tokenizer.
         if (model := paths.trained_model) is not None:
-            shutil.copytree(model, temporary, dirs_exist_ok=True)
-            original = read_mapping(paths.home / CONFIG).get("base_model")
-            if isinstance(original, str):
-                _copy_tokenizer(model_directory(original), temporary)
-                _set_special_tokens(temporary, paths.special_tokens)
+            shutil.copytree(model, directory, dirs_exist_ok=True)
             content = f"copy of {model}: the target model itself was trained"
+            original = read_mapping(paths.home / CONFIG).get("base_model")
         else:
-            content = _save_merged_adapter(paths, temporary)
-            _copy_tokenizer(model_directory(paths.base_model), temporary)
-            _set_special_tokens(temporary, paths.special_tokens)
-        # 2. The chat template of training, and the card.
-        if paths.chat_template is not None:
-            _set_chat_template(temporary, get_template(paths.chat_template).source)
+            content = _save_merged_adapter(paths, directory)
+            original = paths.base_model
+        if isinstance(original, str):
+            _copy_tokenizer(model_directory(original), directory)
+        template = paths.chat_template and get_template(paths.chat_template).source
+        _set_tokenizer(directory, paths.special_tokens, template)
+        # 2. The card.
         if card is not None:
-            replace_text(temporary / "README.md", card)
-        # 3. The directory gets its name when it is complete.
-        make_readable(temporary)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
+            replace_text(directory / "README.md", card)
     except WRITE_ERRORS as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(write_failure("the merged target model", target, error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)  # before the free space is measured
+        raise CheckpointError(write_failure("the merged target model", directory, error)) from error
     return content
 
 
@@ -119,26 +99,22 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _set_special_tokens(directory: Path, special_tokens: Mapping[str, str]) -> None:
-    if not special_tokens:
-        return
-    path = directory / TOKENIZER_CONFIG
-    config = {**read_json(path), **special_tokens}
-    replace_text(path, json.dumps(config, indent=2) + "\n")
-
-
-def _set_chat_template(directory: Path, template: str) -> None:
-    """Write a chat template where all versions of transformers read it: in its file, and in
-    tokenizer_config.json for those that do not know that.
+def _set_tokenizer(
+    directory: Path, special_tokens: Mapping[str, str], template: str | None
+) -> None:
+    """Write the special tokens and the chat template of training. The template is written where all
+    versions of transformers read it: in its file, and in tokenizer_config.json for those that do
+    not know that.
     """
+    entries = dict(special_tokens)
+    if template is not None:
+        entries["chat_template"] = template
+        replace_text(directory / CHAT_TEMPLATE, template)
+        (directory / "chat_template.json").unlink(missing_ok=True)
     path = directory / TOKENIZER_CONFIG
-    config = {}
-    if path.is_file():
-        config = read_json(path)
-    config["chat_template"] = template
-    replace_text(path, json.dumps(config, indent=2) + "\n")
-    replace_text(directory / CHAT_TEMPLATE, template)
-    (directory / "chat_template.json").unlink(missing_ok=True)
+    if entries:
+        config = read_json(path) if path.is_file() else {}
+        replace_text(path, json.dumps({**config, **entries}, indent=2) + "\n")
 
 
 def untie_config(target_model: TargetModel) -> None:

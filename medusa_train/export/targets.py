@@ -16,7 +16,7 @@ from medusa_train.checkpoint.run_directory import TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.io import replace_text
 from medusa_train.models.architecture import describe_without_trees
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.network import check_network
@@ -77,9 +77,9 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
     )
 
 
-def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
+def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path, target: Path) -> str:
     """Write the decoding code that transformers' `generate` loads, and its tree; return how to use
-    it, in words.
+    it at `target`, in words.
     """
     problem = None
     with suppress(TargetModelError):  # the target model need not be on this machine
@@ -96,13 +96,8 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
             " was fitted, so the heads would not be used; fit it on the machine that will decode"
             " (medusa-eval --calibrate)"
         )
-    try:
-        tree.save(directory / TREE)
-        code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
-        replace_text(directory / "custom_generate" / "generate.py", code)
-        replace_text(
-            directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS
-        )
-    except WRITE_ERRORS as error:
-        raise CheckpointError(write_failure("custom_generate", directory, error)) from error
-    return f'decode with model.generate(..., custom_generate="{directory}", trust_remote_code=True)'
+    tree.save(directory / TREE)
+    code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
+    replace_text(directory / "custom_generate" / "generate.py", code)
+    replace_text(directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS)
+    return f'decode with model.generate(..., custom_generate="{target}", trust_remote_code=True)'

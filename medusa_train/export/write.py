@@ -15,7 +15,6 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import (
     VLLM_WEIGHTS,
-    read_draft,
     read_heads,
     write_heads,
     write_weights,
@@ -36,14 +35,13 @@ from medusa_train.checkpoint.resolve import (
     heads_kind,
     holds_merged,
 )
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE, other_files
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
-from medusa_train.export.dflash_draft import write_dflash
-from medusa_train.export.eagle3_draft import write_eagle3
 from medusa_train.export.merged_model import MERGED, load_for_export, write_merged
+from medusa_train.export.server_drafts import BIAS_IGNORED, write_server_draft
 from medusa_train.export.targets import (
     check_vllm_config,
     medusa_choices,
@@ -51,18 +49,12 @@ from medusa_train.export.targets import (
     write_custom_generate,
 )
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, describe_size, make_readable, replace_text, write_failure
 from medusa_train.models.loading import resolve_target_model
-from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.network import check_network
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
-
-BIAS_IGNORED = (
-    "the heads' lm_head matrices have a bias, which the layout cannot store: without it the heads"
-    " guess worse; every guess is still verified by the target model"
-)
 
 CARD = "README.md"
 CHOICES = "medusa_choices.json"
@@ -70,17 +62,21 @@ CHOICES = "medusa_choices.json"
 WHOLE_LM_HEADS = ("vllm", "reference", "trtllm")
 #: Matrices that take as many bytes are announced before they are written.
 ANNOUNCED = 256 * 2**20
-#: Marks a directory whose export is not complete.
+#: Within the directory of an export, where its files are until all of them are complete.
 UNFINISHED = ".unfinished-export"
 
 
 @dataclass
 class Exported:
-    """The directory that was written, lines that describe it, and what the target program will not
-    do with it.
+    """The directory of an export, lines that describe it, and what the target program will not do
+    with it.
+
+    Attributes:
+        files: where they are written, to be moved to `target` when all are complete.
     """
 
     target: Path
+    files: Path
     facts: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -105,12 +101,11 @@ def export_run(
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
     check_export(paths.heads, to)
-    exported = Exported(target or paths.home / "export" / to)
+    place = target or paths.home / "export" / to
     if target is not None:
         _check_target(paths, to, target)
-    elif to == MERGED and any(other_files(exported.target)):
-        raise _holds_others(exported.target)
-    with _repeatable(exported.target):
+    with _published(place) as files:
+        exported = Exported(place, files)
         _write(paths, to, exported, base_model, licence, announce)
     return exported
 
@@ -124,30 +119,21 @@ def _write(
     announce: Callable[[str], object],
 ) -> None:
     """Write the files of an export, and add facts and warnings to `exported`."""
-    # 1. A DFlash or an EAGLE-3 draft.
+    # 1. A draft of another kind, which servers run.
     assert paths.heads is not None
-    if heads_kind(paths.heads) == "dflash":
-        base = base_model or _target_model_name(paths)
-        exported.facts += write_dflash(paths, paths.heads, to, exported.target, base, licence)
-        if base_model is None:
-            exported.warnings += stop_warnings(paths)
-        return
-    if heads_kind(paths.heads) == "eagle3":
-        base = base_model or _target_model_name(paths)
-        exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
-        state, _ = read_draft(paths.heads, "eagle3")
-        if "lm_heads.0.bias" in state:
-            exported.warnings.append(BIAS_IGNORED)
-        if to in ("vllm", "speculators"):
-            _, config = resolve_target_model(
-                paths.base_model, trust_remote_code=paths.trust_remote_code
-            )
-            exported.warnings += vllm_eagle3_warnings(config)
+    kind = heads_kind(paths.heads)
+    named = base_model or _target_model_name(paths)
+    if kind != "medusa":
+        facts, warnings = write_server_draft(
+            paths, kind, to, exported.files, exported.target, named, licence
+        )
+        exported.facts += facts
+        exported.warnings += warnings
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
     # 2. Medusa heads, or the target model that was trained with them.
-    heads = replace(read_heads(paths.heads), base_model=base_model or _target_model_name(paths))
+    heads = replace(read_heads(paths.heads), base_model=named)
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
     if to in WHOLE_LM_HEADS:
@@ -167,52 +153,43 @@ def _write(
         exported.warnings += target_model_warnings(paths)
         if to != "transformers":  # whose code reads them
             exported.warnings += stop_warnings(paths)
-    replace_text(exported.target / CARD, card)
+    replace_text(exported.files / CARD, card)
     if paths.tree is not None:
-        replace_text(exported.target / TREE, paths.tree.read_text(encoding="utf-8"))
+        replace_text(exported.files / TREE, paths.tree.read_text(encoding="utf-8"))
 
 
 @contextmanager
-def _repeatable(target: Path) -> Iterator[None]:
-    """Let an export be repeated that fails or is killed within the block.
+def _published(target: Path) -> Iterator[Path]:
+    """Yield a new directory, whose files replace those of `target` at the end of the block, and all
+    of its model*.safetensors.
 
-    A directory that was new or empty is empty again after a failure. A file marks it until the
-    export is complete: after a kill it tells the unfinished export from files of others.
+    An export that fails or is killed leaves the files of an earlier one as they were.
 
     Raises:
         CheckpointError: a write failed; the message names the directory and the free space.
     """
-    mark = target / UNFINISHED
+    temporary = target / UNFINISHED  # on the same disk
     absent = [path for path in (target, *target.parents) if not path.exists()]
-    is_new = bool(absent) or not any(target.iterdir())
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
-        if is_new:
-            target.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        for unfinished in target.glob(".*.tmp"):  # of a process that was killed
-            unfinished.unlink()
-        yield
-        mark.unlink(missing_ok=True)
-    except BaseException as error:
-        if is_new:
-            _empty(target)
+        temporary.mkdir(parents=True)
+        yield temporary
+        make_readable(temporary)
+        names = [path.name for path in temporary.iterdir()]
+        for name in names:
+            shutil.rmtree(target / name, ignore_errors=True)  # files are replaced at once
+            (temporary / name).replace(target / name)
+        for path in target.glob("model*.safetensors"):  # of an earlier model of more shards
+            if path.name not in names:
+                path.unlink()
+    except WRITE_ERRORS as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # before the free space is measured
+        raise CheckpointError(write_failure("the export", target, error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         for path in absent:
-            with suppress(OSError):  # it could not be created
+            with suppress(OSError):  # it holds the export
                 path.rmdir()
-        if isinstance(error, WRITE_ERRORS):
-            raise CheckpointError(write_failure("the export", target, error)) from error
-        raise
-
-
-def _empty(directory: Path) -> None:
-    """Delete what is in a directory, not itself: it may be a link."""
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
@@ -223,21 +200,18 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     if paths.heads is not None:
         own.append(paths.heads.resolve())
     if target.resolve() in own or _holds_other_files(target, to):
-        raise _holds_others(target)
-
-
-def _holds_others(target: Path) -> CheckpointError:
-    return CheckpointError(
-        f"output_dir: {target} holds other files that would be overwritten; name a new directory"
-    )
+        raise CheckpointError(
+            f"output_dir: {target} holds other files that would be overwritten; name a new directory"
+        )
 
 
 def _holds_other_files(target: Path, to: ExportTarget) -> bool:
     """Return whether a directory holds anything but an earlier export of the same kind."""
-    is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
-    if to == MERGED:  # replaces the whole directory
-        return not is_new and (not holds_merged(target) or any(other_files(target)))
-    if not is_new and find_heads(target).layout in (None, "model"):
+    if not target.exists() or all(path.name == UNFINISHED for path in target.iterdir()):
+        return False
+    if to == MERGED:
+        return not holds_merged(target)
+    if find_heads(target).layout in (None, "model"):
         return True
     if target.name == HEADS and (target.parent / CONFIG).is_file():  # another run's
         return True
@@ -380,7 +354,6 @@ def _write_heads(
     paths: ModelPaths, heads: HeadTensors, to: ExportTarget, exported: Exported
 ) -> None:
     """Write Medusa heads in a layout whose names are the public code's."""
-    target = exported.target
     # 1. What the layout has no place for.
     if to == "reference-v2" and not heads.shared:
         raise CheckpointError(
@@ -393,7 +366,9 @@ def _write_heads(
         config = tensorrt_config(paths, heads.num_heads)
         choices, warning = medusa_choices(paths, heads.num_heads)
     elif to == "transformers":
-        exported.facts.append(write_custom_generate(paths, heads.num_heads, target))
+        exported.facts.append(
+            write_custom_generate(paths, heads.num_heads, exported.files, exported.target)
+        )
         added = added_stop_tokens(paths)
         if added:
             config["stop_token_ids"] = list(added)
@@ -403,16 +378,16 @@ def _write_heads(
             "target format cannot share lm_head: a copy of that lm_head for each head"
         )
         heads = with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
-    write_heads(heads, target, pickled=to != "transformers", config=config)
+    write_heads(heads, exported.files, pickled=to != "transformers", config=config)
     # 4. The tree, for TensorRT-LLM.
     if to != "trtllm":
         return
     if warning:
-        (target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
+        (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
         exported.warnings.append(warning)
     else:
-        replace_text(target / CHOICES, choices + "\n")
-        exported.facts.append(f'tree: --medusa_choices="$(cat {target / CHOICES})"')
+        replace_text(exported.files / CHOICES, choices + "\n")
+        exported.facts.append(f'tree: --medusa_choices="$(cat {exported.target / CHOICES})"')
 
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
@@ -421,7 +396,7 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
         shared_weight, _ = _lm_head(paths, heads, exported)
     tensors, config = to_vllm(heads, shared_weight)
     check_vllm_config(config)
-    write_weights(exported.target, VLLM_WEIGHTS, tensors, config)
+    write_weights(exported.files, VLLM_WEIGHTS, tensors, config)
     exported.facts.append(
         "vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to"
         f" {heads.num_heads}, as measured on your server; it is fixed while the server runs"
@@ -470,7 +445,7 @@ def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
             f"{paths.home}: this run did not train the target model, so there is nothing to merge: use"
             f" {paths.base_model}"
         )
-    exported.facts.append(write_merged(paths, exported.target, card))
+    exported.facts.append(write_merged(paths, exported.files, card))
 
 
 # Upload

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
@@ -22,47 +22,42 @@ AUTO = "auto"
 #: Used by several processes if `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
 
-_SWITCH = "true or false"
-_NUMBER = "a number"
-#: Entries that may be given, with what is expected; all but `optimizer.type` are passed on. A dot
-#: separates a section and its entry.
-_PASSED_ON: Mapping[str, str] = {
-    "steps_per_print": _NUMBER,
-    "wall_clock_breakdown": _SWITCH,
-    "memory_breakdown": _SWITCH,
-    "dump_state": _SWITCH,
-    "disable_python_gc": _SWITCH,
-    "log_level": "text",
-    "communication_data_type": "text",
-    "prescale_gradients": _SWITCH,
-    "gradient_predivide_factor": _NUMBER,
-    "flops_profiler.enabled": _SWITCH,
-    "flops_profiler.recompute_fwd_factor": _NUMBER,
-    "flops_profiler.profile_step": _NUMBER,
-    "flops_profiler.module_depth": _NUMBER,
-    "flops_profiler.top_modules": _NUMBER,
-    "flops_profiler.detailed": _SWITCH,
-    "flops_profiler.output_file": "text",
-    "comms_logger.enabled": _SWITCH,
-    "comms_logger.prof_all": _SWITCH,
-    "comms_logger.prof_ops": "a list",
-    "comms_logger.verbose": _SWITCH,
-    "comms_logger.debug": _SWITCH,
-    "timers.throughput.enabled": _SWITCH,
-    "timers.throughput.synchronized": _SWITCH,
-    "data_types.grad_accum_dtype": "one of fp32, fp16, bf16",
-    "data_types.param_dtype": "one of fp32, fp16, bf16",
-    "data_types.buffer_dtype": "one of fp32, fp16, bf16",
-    "data_types.keep_in_fp32_modules": "a list",
-    "optimizer.type": "one of adam, adamw",
-    "zero_optimization.stage": "one of 0, 1, 2, 3",
-    "zero_optimization.offload_param.device": "one of cpu, none",
-    "zero_optimization.offload_optimizer.device": "one of cpu, none",
+#: Entries that are passed on to DeepSpeed, with what is expected; `optimizer.type` is only checked. A
+#: dot separates a section and its entry, a tuple lists the values.
+_PASSED_ON: Mapping[str, Any] = {
+    "steps_per_print": float,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "disable_python_gc": bool,
+    "log_level": str,
+    "communication_data_type": str,
+    "prescale_gradients": bool,
+    "gradient_predivide_factor": float,
+    "flops_profiler.enabled": bool,
+    "flops_profiler.recompute_fwd_factor": float,
+    "flops_profiler.profile_step": float,
+    "flops_profiler.module_depth": float,
+    "flops_profiler.top_modules": float,
+    "flops_profiler.detailed": bool,
+    "flops_profiler.output_file": str,
+    "comms_logger.enabled": bool,
+    "comms_logger.prof_all": bool,
+    "comms_logger.prof_ops": list,
+    "comms_logger.verbose": bool,
+    "comms_logger.debug": bool,
+    "timers.throughput.enabled": bool,
+    "timers.throughput.synchronized": bool,
+    "data_types.grad_accum_dtype": ("fp32", "fp16", "bf16"),
+    "data_types.param_dtype": ("fp32", "fp16", "bf16"),
+    "data_types.buffer_dtype": ("fp32", "fp16", "bf16"),
+    "data_types.keep_in_fp32_modules": list,
+    "optimizer.type": ("adam", "adamw"),
+    "zero_optimization.stage": ("0", "1", "2", "3"),
+    "zero_optimization.offload_param.device": ("cpu", "none"),
+    "zero_optimization.offload_optimizer.device": ("cpu", "none"),
 }
-_QUANTIZE = "set load_in_4bit: true or load_in_8bit: true in the YAML"
-_OF_DATA = "data are read by the YAML's datasets"
-_OF_CHECKPOINTS = "checkpoints are written by save_steps, in a format of their own"
-_STAGE_3 = "use ZeRO stage 3 to partition weights"
+_EXPECTED = {bool: "true or false", float: "a number", str: "text", list: "a list"}
 #: Sections and entries without an effect here, with what to do instead. Accepted is what asks for
 #: nothing: false, and a section with `enabled: false`.
 _NOT_USED: Mapping[str, str] = {
@@ -72,37 +67,22 @@ _NOT_USED: Mapping[str, str] = {
     "bfloat16": "set bf16: true in the YAML",
     "tensorboard": "set use_tensorboard: true in the YAML",
     "wandb": "set wandb_project in the YAML",
-    "comet": "set use_tensorboard: true or wandb_project in the YAML",
     "csv_monitor": "output_dir/metrics.jsonl has the metrics",
     "aio": "it is for offloading to nvme, which is not supported; offload to cpu",
-    "checkpoint": _OF_CHECKPOINTS,
-    "datastates_ckpt": _OF_CHECKPOINTS,
-    "nebula": _OF_CHECKPOINTS,
+    "checkpoint": "checkpoints are written by save_steps, in a format of their own",
     "compile": "set torch_compile: true in the YAML",
-    "graph_harvesting": "set torch_compile: true in the YAML",
-    "data_efficiency": _OF_DATA,
-    "curriculum_learning": _OF_DATA,
-    "quantize_training": _QUANTIZE,
-    "weight_quantization": _QUANTIZE,
-    "compression_training": _QUANTIZE,
+    "data_efficiency": "data are read by the YAML's datasets",
+    "curriculum_learning": "data are read by the YAML's datasets",
+    "compression_training": "set load_in_4bit: true or load_in_8bit: true in the YAML",
     "autotuning": "set micro_batch_size in the YAML; --inspect estimates the memory",
     "elasticity": "a run resumes on another number of processes without it",
-    "tensor_parallel": _STAGE_3,
-    "expert_parallel": _STAGE_3,
+    "tensor_parallel": "use ZeRO stage 3 to partition weights",
     "sparse_attention": "set flash_attention in the YAML",
-    "hybrid_engine": "remove it",
-    "pipeline": "remove it",
-    "seq_parallel_communication_data_type": "a sequence is not split over processes; remove it",
-    "use_data_before_expert_parallelism": "remove it",
-    "disable_allgather": "remove it",
-    "vocabulary_size": "it follows from the base model; remove it",
-    "sparse_gradients": "gradients here are dense; remove it",
-    "progressive_layer_drop": "remove it",
-    "eigenvalue": "remove it",
     "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory: true in offload_optimizer",
     "zero_optimization.zenflow": "write offload_optimizer: {device: cpu}",
+    # DeepSpeed's own check accepts these
     "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without it",
     "zero_optimization.legacy_stage1": "remove it",
     "zero_optimization.pipeline_loading_checkpoint": "remove it",
@@ -112,10 +92,6 @@ _NOT_USED: Mapping[str, str] = {
 _FIXED: Mapping[str, Any] = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    "gradient_allreduce_op": "mean",
-    "managed_gradient_accumulation": True,
-    "dataloader_drop_last": False,
-    "sequence_parallel_size": 1,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": True,
     "zero_optimization.load_from_fp32_weights": True,
@@ -124,29 +100,6 @@ _FIXED: Mapping[str, Any] = {
     "zero_optimization.offload_optimizer.ratio": 1,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.8,
-    # of torch's AdamW
-    "optimizer.legacy_fusion": False,
-    "optimizer.params.torch_adam": True,
-    "optimizer.params.adam_w_mode": True,
-    "optimizer.params.bias_correction": True,
-    "optimizer.params.amsgrad": False,
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_min_ratio": 0,
-    "scheduler.params.warmup_type": "linear",
-    "scheduler.params.last_batch_iteration": -1,
-    # loss scaling as by torch's GradScaler; weights and optimizer states in float32
-    "fp16.auto_cast": True,
-    "fp16.loss_scale": 0,
-    "fp16.initial_scale_power": 16,
-    "fp16.loss_scale_window": 2000,
-    "fp16.hysteresis": 1,
-    "fp16.consecutive_hysteresis": False,
-    "fp16.min_loss_scale": 1,
-    "fp16.fp16_master_weights_and_grads": False,
-    "bf16.bf16_master_weights_and_grads": False,
-    "bf16.bf16_optimizer_states": False,
-    "bf16.immediate_grad_update": False,
-    "bf16.check_grad_overflow": True,
 }
 #: Entries that repeat a key of the run.
 _REPEATED: Mapping[str, str] = {
@@ -162,35 +115,14 @@ _REPEATED: Mapping[str, str] = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
+#: Sections of which "auto" is accepted for every entry: the run's keys answer the first four, and
+#: DeepSpeed itself checks `zero_optimization`.
+_ANSWERED = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization")
 #: Our schedules under DeepSpeed's names.
 _SCHEDULES = {
     "constant_with_warmup": "WarmupLR",
     "linear": "WarmupDecayLR",
     "cosine": "WarmupCosineLR",
-}
-#: Mappings whose entries are checked one by one.
-_SECTIONS = (
-    "optimizer",
-    "optimizer.params",
-    "scheduler",
-    "scheduler.params",
-    "fp16",
-    "bf16",
-    "zero_optimization",
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
-    "flops_profiler",
-    "comms_logger",
-    "timers",
-    "timers.throughput",
-    "data_types",
-)
-#: What a type means in `_PASSED_ON`.
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    _SWITCH: (bool,),
-    _NUMBER: (int, float),
-    "text": (str,),
-    "a list": (list,),
 }
 
 
@@ -263,38 +195,60 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
     if cfg.fp16:  # in the place of `bf16: auto`
         cfg = cfg.model_copy(update={"bf16": False})
     wanted = _values_of_run(cfg, processes)
-    known = [*wanted, *_NOT_USED, *_PASSED_ON, *_SECTIONS]
+    known = [*wanted, *_NOT_USED, *_PASSED_ON]
     # entries of a precision that the run does not compute in have no effect anywhere
     idle = [name for name in ("fp16", "bf16") if getattr(cfg, name) is False]
-    for name, value in _entries(config):
+    for name, value in _entries(config, known):
         section, _, entry = name.partition(".")
-        if name in _SECTIONS:
+        is_idle = section in idle and entry != "enabled"
+        is_auto = value == AUTO and (name in known or section in _ANSWERED)
+        if _is_section(name, known):
             yield f"{name}: expected a mapping, got {value!r}"
         elif name in _NOT_USED:
             if not _is_off(value):
                 yield f"{name} is not used: {_NOT_USED[name]}"
-        elif name not in known:
-            # of this section DeepSpeed itself checks the entries
-            if section != "zero_optimization":
-                yield unknown_entry(name, known)
-        elif value == AUTO or (section in idle and entry != "enabled"):
+        elif is_idle or is_auto:
             continue
         elif name in wanted:
             expected, reason = wanted[name]
             if value != expected:
                 yield f'{name}: {format_value(value)}, but {reason}; remove it, or set it to "auto"'
-        elif not _fits(value, _PASSED_ON[name]):
-            yield f"{name}: expected {_PASSED_ON[name]}, got {value!r}"
+        elif name in _PASSED_ON:
+            yield from _check_value(name, value, _PASSED_ON[name])
+        elif section != "zero_optimization":  # of which DeepSpeed itself checks the others
+            yield unknown_entry(name, known)
 
 
-def _entries(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _is_off(value: Any) -> bool:
+    """Return whether a section or entry asks for nothing."""
+    if isinstance(value, Mapping):
+        return value.get("enabled", bool(value)) is False
+    return value is False
+
+
+def _is_section(name: str, known: Iterable[str]) -> bool:
+    return any(entry.startswith(f"{name}.") for entry in known)
+
+
+def _entries(
+    section: Mapping[str, Any], known: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every entry, of sections those that they have."""
     for key, value in section.items():
         name = prefix + key
-        if name in _SECTIONS and isinstance(value, Mapping):
-            yield from _entries(value, f"{name}.")
+        if isinstance(value, Mapping) and _is_section(name, known):
+            yield from _entries(value, known, f"{name}.")
         else:
             yield name, value
+
+
+def _check_value(name: str, value: Any, expected: Any) -> Iterator[str]:
+    """Compare a value with its type in `_PASSED_ON`, or with the values that are listed there."""
+    if isinstance(expected, tuple):
+        if str(value).lower() not in expected:
+            yield f"{name}: expected one of {', '.join(expected)}, got {value!r}"
+    elif type(value) is not expected and not (expected is float and type(value) is int):
+        yield f"{name}: expected {_EXPECTED[expected]}, got {value!r}"
 
 
 def _values_of_run(cfg: TrainConfig, processes: int) -> dict[str, tuple[Any, str]]:
@@ -310,10 +264,8 @@ def _values_of_run(cfg: TrainConfig, processes: int) -> dict[str, tuple[Any, str
     betas = [cfg.adam_beta1, cfg.adam_beta2]
     values["optimizer.params.betas"] = (betas, f"adam_beta1, adam_beta2 are {betas}")
     product = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps} x {processes}"
-    for name, size in _batch_sizes(cfg, processes).items():
-        reason = f"micro_batch_size x gradient_accumulation_steps x processes are {product}"
-        values[name] = (size, reason)
-    return values
+    reason = f"micro_batch_size x gradient_accumulation_steps x processes are {product}"
+    return values | {name: (size, reason) for name, size in _batch_sizes(cfg, processes).items()}
 
 
 def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
@@ -324,25 +276,11 @@ def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
     }
 
 
-def _fits(value: Any, expected: str) -> bool:
-    """Return whether a value is as a word of `_PASSED_ON` says."""
-    if expected in _TYPES:
-        return type(value) in _TYPES[expected]
-    return str(value).lower() in expected.removeprefix("one of ").split(", ")
-
-
-def _is_off(value: Any) -> bool:
-    """Return whether a section or entry asks for nothing."""
-    if isinstance(value, Mapping):
-        return value.get("enabled", bool(value)) is False
-    return value is False
-
-
 def unknown_entry(name: str, known: Iterable[str]) -> str:
     """Say that an entry is unknown, with the nearest one that is known."""
     for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65):
         return f"{name}: unknown key; did you mean {nearest}?"
-    return f"{name}: unknown key; remove it"
+    return f"{name}: unknown key, or one that is not used here; remove it"
 
 
 def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ resumed on another number of processes, with another ZeRO stage, or without Deep
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -31,7 +32,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import stage_of, unknown_entry
 from medusa_train.training.distributed import DistributedContext
-from medusa_train.training.optimizer import LossScale, StepResult, Strategy
+from medusa_train.training.optimizer import LossScale, Strategy
 
 T = TypeVar("T")
 
@@ -101,7 +102,6 @@ class DeepSpeedStrategy(Strategy):
         if self._stage == 3:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
-        self._set_loss_scale()
 
     def forward_backward(
         self, compute: Callable[..., ObjectiveOutput], *args: Any
@@ -145,17 +145,6 @@ class DeepSpeedStrategy(Strategy):
         self._engine = None
         self._root = None
 
-    def step(self) -> StepResult:
-        """Clip by the global norm, step optimizer and schedule, drop the gradients."""
-        result = super().step()
-        self._set_loss_scale()
-        return result
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore rank 0's `state_dict`, or one of `LocalStrategy`."""
-        super().load_state_dict(state)
-        self._set_loss_scale()
-
     def _drop_gradients(self) -> None:
         if self._pending:
             self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
@@ -182,15 +171,15 @@ class DeepSpeedStrategy(Strategy):
         step.
         """
         poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-        scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
+        scale = 1.0
+        if self.loss_scale is not None and self._stage == 0:
+            scale = self.loss_scale.value
+        elif self.loss_scale is not None:
+            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
         self._engine.backward(loss * (poison * scale * self._distributed.size), scale_wrt_gas=False)
         self._pending = self._engine.is_gradient_accumulation_boundary()
         if not self._pending:
             self._engine.step()  # only counts the micro-batch
-
-    def _set_loss_scale(self) -> None:
-        if self.loss_scale is not None and self._stage > 0:
-            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
 
     def _update(self) -> float:
         self._pending = False
@@ -236,16 +225,14 @@ class DeepSpeedStrategy(Strategy):
         states = list(self.optimizer.state.values())
         if not states:
             return {}  # before the first step
-        elementwise = [key for key, value in states[0].items() if _is_elementwise(value)]
-        counters = {key: value for key, value in states[0].items() if key not in elementwise}
+        elementwise, counters = _split(states[0])
         self._link_optimizer_state()
         gathered: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(self.parameters):
-            entry = {key: _counter(value, None) for key, value in counters.items()}
+            gathered[number] = copy.deepcopy(counters)
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                entry[key] = full.cpu() if self._distributed.is_main else None
-            gathered[number] = entry
+                gathered[number][key] = full.cpu() if self._distributed.is_main else None
         return gathered if self._distributed.is_main else {}
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -271,17 +258,14 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}"
             )
-        entry = saved[0]
-        elementwise = [key for key, value in entry.items() if _is_elementwise(value)]
         # 1. A state of zeros for each flat tensor; fused optimizers want their counters on its device.
-        fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
+        elementwise, counters = _split(saved[0])
+        is_fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for flat in self._flat_groups():
-            state = {}
-            for key, value in entry.items():
-                if key in elementwise:
-                    state[key] = torch.zeros_like(flat)
-                else:
-                    state[key] = _counter(value, flat if fused else None)
+            state = copy.deepcopy(counters)
+            if is_fused:
+                state = {key: value.to(flat.device) for key, value in state.items()}
+            state.update({key: torch.zeros_like(flat) for key in elementwise})
             self.optimizer.state[flat] = state
         # 2. The values of each parameter, in its slice of a flat tensor.
         self._link_optimizer_state()
@@ -317,21 +301,15 @@ class DeepSpeedStrategy(Strategy):
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
 
-def _is_elementwise(value: Any) -> bool:
-    """Return whether an entry of an optimizer's state has one number per weight, which ZeRO
-    partitions in the same way.
+def _split(entry: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Split the state of a parameter: the names of tensors with one number per weight, which ZeRO
+    partitions in the same way, and the counters.
     """
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _counter(value: Any, like: Tensor | None) -> Any:
-    """Return a copy of a counter of the optimizer, on the device of `like` if given."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.clone()
-    if like is None:
-        return copy
-    return copy.to(like.device)
+    elementwise = [
+        key for key, value in entry.items() if isinstance(value, Tensor) and value.dim() > 0
+    ]
+    counters = {key: value for key, value in entry.items() if key not in elementwise}
+    return elementwise, counters
 
 
 def check_zero(config: Mapping[str, Any]) -> None:

@@ -15,42 +15,10 @@ from medusa_train.losses.linear_loss import gpu_bytes
 from medusa_train.models.loading import auto_dtype_that_fits, resolve_target_model
 from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
-from medusa_train.training.estimate import Estimate, device_overhead
+from medusa_train.training.estimate import Estimate
 
 #: Of a GPU's memory, what a run may take by the estimate, which is a few percent off for large models.
 USABLE = 0.9
-
-
-def choose_checkpointing(
-    cfg: TrainConfig,
-    device: torch.device,
-    needed: Callable[[], int],
-    before: bool | None = None,
-) -> tuple[TrainConfig, str | None]:
-    """Decide whether activations are recomputed in the backward pass, if `gradient_checkpointing`
-    is auto: yes on a GPU if a joint run would not fit into its memory without.
-
-    Args:
-        needed: returns the bytes that the run takes without gradient checkpointing.
-        before: what the run that is resumed decided. It is kept, whatever a later version would
-            decide, so that the run goes on as without an interruption.
-
-    Returns:
-        The configuration with true or false in place of `auto`, and a line about the choice.
-    """
-    if cfg.gradient_checkpointing != "auto":
-        return cfg, None
-    recomputed = bool(before)
-    note = None
-    memory = gpu_bytes(device)
-    if before is None and cfg.recipe == "medusa2" and memory:
-        size = needed()
-        recomputed = size > USABLE * memory
-        note = (
-            f"gradient_checkpointing: auto: {str(recomputed).lower()}, without it about"
-            f" {describe_size(size)} are needed, and the GPU has {describe_size(memory)}"
-        )
-    return cfg.model_copy(update={"gradient_checkpointing": recomputed}), note
 
 
 def precision_of_run(
@@ -79,40 +47,27 @@ def decide_auto(
     train: EncodedDataset,
     report: Callable[[str], None],
     distributed: DistributedContext = SINGLE_PROCESS,
-    before: bool | None = None,
 ) -> tuple[TrainConfig, Precision]:
     """Return in what a run computes, and its configuration with true or false in place of
-    `gradient_checkpointing: auto`; `before` as in `choose_checkpointing`.
-
-    It is the same in every process, however much memory each finds.
+    `gradient_checkpointing: auto`: true on a GPU if a joint run would not fit into its memory
+    without. The dtype is the same in every process, however much memory each finds.
     """
     device = distributed.device
     dtype = distributed.run_on_main(lambda: precision_of_run(cfg, device, report).dtype)
     precision = Precision(device, dtype)
-
-    def needed() -> int:
-        return memory_without_checkpointing(cfg, train, precision)
-
-    decided, note = choose_checkpointing(cfg, device, needed, before)
-    if note is not None:
-        report(note)
-    return decided, precision
-
-
-def memory_without_checkpointing(
-    cfg: TrainConfig, train: EncodedDataset, precision: Precision
-) -> int:
-    """Estimate the bytes that a training step takes if it keeps all activations, from the base
-    model's shape.
-    """
-    _, model_config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    if cfg.gradient_checkpointing != "auto":
+        return cfg, precision
     kept = cfg.model_copy(update={"gradient_checkpointing": False})
-    device = precision.device.type
-    memory = Estimate(kept, model_config).memory(
-        rows=min(cfg.micro_batch_size, len(train)),
-        width=train.row_len or max(map(len, train.examples)),
-        dtype=precision.dtype,
-        device=device,
-    )
-    overhead = device_overhead(device, deepspeed=cfg.deepspeed is not None)
-    return memory.total + sum(overhead.values())
+    memory = gpu_bytes(device)
+    recomputes = False
+    if cfg.recipe == "medusa2" and memory:
+        _, model_config = resolve_target_model(
+            cfg.base_model, trust_remote_code=cfg.trust_remote_code
+        )
+        needed = Estimate(kept, model_config).memory_of_run(train, precision).total
+        recomputes = needed > USABLE * memory
+        report(
+            f"gradient_checkpointing: auto: {str(recomputes).lower()}, without it about"
+            f" {describe_size(needed)} are needed, and the GPU has {describe_size(memory)}"
+        )
+    return cfg.model_copy(update={"gradient_checkpointing": recomputes}), precision

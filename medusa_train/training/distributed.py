@@ -5,7 +5,9 @@ all of them.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -33,6 +35,8 @@ _LOST = (
     "broken pipe",
     "connection refused",
 )
+#: A string of JSON with a slash: the name of a file, which may differ between machines.
+_PATH = re.compile(r'"[^"]*/[^"]*"')
 _BACK_ENDS = ("gloo", "nccl", "socket")
 
 
@@ -101,6 +105,13 @@ class DistributedContext:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value in every process."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
     def run_on_main(self, action: Callable[[], T]) -> T:
         """Call `action` in rank 0 and return its result in every process; if it fails, the others
         raise PeerError.
@@ -109,7 +120,7 @@ class DistributedContext:
         with self.failing_together():
             if self.is_main:
                 result = action()
-        return cast(T, self.gather(result)[0])
+        return cast(T, self.broadcast(result))
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -125,13 +136,6 @@ class DistributedContext:
         for rank, exit_code in enumerate(exit_codes):
             if exit_code is not None:
                 raise error if error is not None and rank == self.rank else PeerError(exit_code)
-
-    def node_main(self) -> int:
-        """Return the lowest rank on this process's machine."""
-        if self.size == 1:
-            return 0
-        hosts = self.gather(socket.gethostname())
-        return hosts.index(hosts[self.rank])
 
     def error_on_main(self, error: MedusaError) -> MedusaError:
         """Return what to raise for an error that occurs in all processes: `error` in rank 0,
@@ -202,11 +206,8 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
     Raises:
         ConfigError: in rank 0, with the keys that differ; the others raise PeerError.
     """
-    # 1. What each process has, by rank.
-    leaves = None
-    if values is not None:
-        leaves = dict(_leaves("", values))
-    of_ranks = distributed.gather((socket.gethostname(), leaves))
+    # 1. What each process has, by rank. Paths are left out.
+    of_ranks = distributed.gather((socket.gethostname(), _without_paths(values)))
     # 2. Compare with rank 0.
     expected = of_ranks[0][1] or {}
     lines = []
@@ -214,11 +215,9 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue
-        keys = [
-            key
-            for key in sorted(expected.keys() | found.keys())
-            if _differ(expected.get(key), found.get(key))
-        ]
+        keys = sorted(
+            key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
+        )
         if keys:
             lines.append(
                 f"process {rank} on {host} has other values than process 0 of: {', '.join(keys)}."
@@ -228,27 +227,10 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         raise distributed.error_on_main(ConfigError(lines))
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the name and value of each entry within mappings and lists."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            inner_name = str(key)
-            if name:
-                inner_name = f"{name}.{key}"
-            yield from _leaves(inner_name, inner)
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _leaves(f"{name}.{number}", inner)
-    else:
-        yield name, value
-
-
-def _differ(first: object, second: object) -> bool:
-    """Return whether two values differ in more than the place of a file."""
-    if first == second:
-        return False
-    are_paths = all(isinstance(value, str) and "/" in value for value in (first, second))
-    return not are_paths
+def _without_paths(values: Mapping[str, Any] | None) -> dict[str, str] | None:
+    if values is None:
+        return None
+    return {key: _PATH.sub('"path"', json.dumps(value)) for key, value in values.items()}
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:

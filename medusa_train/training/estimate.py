@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.data.examples import EncodedDataset
 from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
@@ -35,37 +36,30 @@ GPUS = {
 
 
 class Rate(NamedTuple):
-    """How much of a GPU's rate a recipe reaches.
+    """How much of a GPU's rate a recipe reached on one H100 at 7B shape (benchmarks/results/gpu.json).
 
     Attributes:
-        recipe: in words.
+        measured: the recipe, in words.
         share: of `GPUS`.
-        tokens: per second, measured on one H100 at 7B shape (benchmarks/results/gpu.json); None: this
-            recipe was not measured, and the share is that of the nearest one that was.
+        tokens: per second.
     """
 
-    recipe: str
+    measured: str
     share: float
-    tokens: int | None = None
+    tokens: int
 
     def describe(self) -> str:
         """Say in a line what it is and where it comes from."""
-        measured = "not measured: that of the nearest recipe"
-        if self.tokens is not None:
-            measured = f"measured on an H100 at 7B shape, {self.tokens:,} tokens/s"
-        return f"{self.recipe}: {self.share:.0%} of the matrix rate, {measured}"
+        return (
+            f"{self.share:.0%} of the matrix rate, as measured with {self.measured} on an H100 at 7B"
+            f" shape: {self.tokens:,} tokens/s"
+        )
 
 
-_FROZEN = Rate("Medusa-1", 0.38, 20_898)
-_QLORA = Rate("Medusa-2 with QLoRA", 0.27, 5_846)
-#: By recipe, see `rate_of`.
-RATES = {
-    "medusa1": _FROZEN,
-    "medusa1 quantized": Rate("Medusa-1 on a quantized base model", _FROZEN.share),
-    "other draft": Rate("drafts other than Medusa", _FROZEN.share),
-    "qlora": _QLORA,
-    "lora": Rate("Medusa-2 with LoRA", _QLORA.share),
-    "layers": Rate("Medusa-2 with trained layers", _QLORA.share),
+#: By the key `recipe`; what was not measured is assumed to reach what the nearest recipe did.
+RATES: Mapping[str | None, Rate] = {
+    "medusa1": Rate("Medusa-1", 0.38, 20_898),
+    "medusa2": Rate("Medusa-2 with QLoRA", 0.27, 5_846),
 }
 
 # Bytes per parameter
@@ -92,15 +86,18 @@ class Memory:
     Attributes:
         parts: bytes by purpose, in display order.
         frozen, trained: numbers of parameters.
-        weights: bytes of the trained weights. checkpoint: of a checkpoint, optimizer states
-            included.
+        checkpoint: bytes of a checkpoint: trained weights and optimizer states.
     """
 
     parts: dict[str, int]
     frozen: int
     trained: int
-    weights: int
     checkpoint: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the trained weights."""
+        return self.trained * _TRAINED
 
     @property
     def total(self) -> int:
@@ -124,31 +121,28 @@ class Estimate:
         lm_head = model.get_output_embeddings()
         self._cfg = cfg
         self._text = text
-        self._section = cfg.draft_config
-        self._cost = self._section.cost
-        self._settings = self._section.settings
+        self._cost = cfg.draft_config.cost
+        self._settings = settings = cfg.draft_config.settings
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
-        self._draft_vocab: int = self._settings.get("vocab_size") or self._vocab
+        self._draft_vocab: int = settings.get("vocab_size") or self._vocab
         # 1. Weights that quantization applies to, and those that every token is multiplied by: of
         # experts, the ones that it is sent to. Layers are the longest list: `layers`, Falcon's `h`.
-        linear = [
-            m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not lm_head
-        ]
-        self._linear = _count(linear)
+        linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        self._linear = _count(part.weight for part in linear if part is not lm_head)
         lists = [part for part in decoder_of(model).children() if isinstance(part, nn.ModuleList)]
+        experts = getattr(text, "num_experts_per_tok", None) or 0
         self._in_layers = 0.0
         for weight in max(lists, key=len).parameters():
-            experts = getattr(text, "num_experts_per_tok", None) or 0
             is_expert = weight.dim() == 3 and experts
             self._in_layers += weight.numel() * (experts / len(weight) if is_expert else 1)
         # 2. The draft, and the draft without embeddings that are looked up.
         target_model = TargetModel(model.requires_grad_(False), None)
         count = DRAFTS[cfg.draft].count_parameters
-        self._draft = count(target_model, **self._settings)
+        self._draft = count(target_model, **settings)
         self._multiplied = self._draft
-        if self._settings.get("markov_rank"):
-            self._multiplied = count(target_model, **{**self._settings, "markov_rank": 0})
+        if settings.get("markov_rank"):
+            self._multiplied = count(target_model, **{**settings, "markov_rank": 0})
         # 3. What the recipe trains of the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
@@ -158,6 +152,20 @@ class Estimate:
         )
         self._trained_base = _count(recipe.parameters.values())
         self.trained = self._draft + self._trained_base
+
+    def memory_of_run(self, train: EncodedDataset, precision: Precision) -> Memory:
+        """Estimate the peak memory of a training step on these data, with what a GPU's libraries
+        take: assumed, not measured.
+        """
+        device = precision.device.type
+        rows = min(self._cfg.micro_batch_size, len(train))
+        width = train.row_len or max(map(len, train.examples))
+        memory = self.memory(rows=rows, width=width, dtype=precision.dtype, device=device)
+        if device == "cuda":
+            memory.parts["left for CUDA's context and libraries, assumed"] = _CUDA_CONTEXT
+            if self._cfg.deepspeed is not None:
+                memory.parts["left for NCCL's buffers, assumed"] = _NCCL_BUFFERS
+        return memory
 
     def memory(self, *, rows: int, width: int, dtype: torch.dtype, device: str) -> Memory:
         """Estimate the peak memory of a training step on one device, without ZeRO.
@@ -184,14 +192,8 @@ class Estimate:
             f"optimizer states ({cfg.optimizer})": states,
             "activations (estimate)": self._activations(rows * width, item, device),
         }
-        trained_bytes = self.trained * _TRAINED
-        return Memory(
-            {name: size for name, size in parts.items() if size},
-            frozen,
-            self.trained,
-            trained_bytes,
-            trained_bytes + states,
-        )
+        parts = {name: size for name, size in parts.items() if size}
+        return Memory(parts, frozen, self.trained, self.trained * _TRAINED + states)
 
     def operations(self, *, tokens: int, supervised: int, width: int, epochs: float) -> float:
         """Estimate the floating-point operations of a run.
@@ -235,7 +237,7 @@ class Estimate:
         `operations`.
         """
         text = self._text
-        section, cost = self._section, self._cost
+        cost = self._cost
         # 1. Layers and blocks, without matrices that give logits.
         outputs = cost.repeats * cost.output_matrices
         own_outputs = cost.output_matrices - cost.shared_lm_heads
@@ -260,7 +262,7 @@ class Estimate:
         # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.
         per_logit = (4 if cost.shared_lm_heads else 6) * self._hidden
         per_logit += 6 * self._settings.get("markov_rank", 0)
-        if section.heads_loss.soft_targets:
+        if self._cfg.draft_config.heads_loss.soft_targets:
             per_logit += 2 * self._hidden
         return inner_operations + per_logit * self._draft_vocab * targets
 
@@ -272,7 +274,7 @@ class Estimate:
         or nothing if they are frozen. After them come the draft and the largest loss.
         """
         cfg = self._cfg
-        section, cost = self._section, self._cost
+        section, cost = cfg.draft_config, self._cost
         states = tokens * self._hidden * item
         # 1. The draft, a head at a time or all of them, and its loss.
         at_once = 1 if DRAFTS[cfg.draft].independent_heads else section.num_heads
@@ -302,14 +304,10 @@ class Estimate:
         """Estimate the buffers of a loss: a chunk of logits, of the teacher's too, float32 blocks of
         them, and the output matrix in the compute dtype.
         """
-        chunk = chunk_size(vocab, device, item, gpu_bytes(torch.device(device)))
+        chunk = min(chunk_size(vocab, device, item, gpu_bytes(torch.device(device))), tokens)
         block = min(block_size(vocab, device), tokens)
-        blocks = (4 if taught else 2) * block * _TRAINED
-        logits = (2 if taught else 1) * min(chunk, tokens) * item
-        matrix = 0
-        if item < _TRAINED:
-            matrix = self._hidden * item
-        return vocab * (logits + blocks + matrix)
+        matrix = self._hidden * item if item < _TRAINED else 0
+        return vocab * ((2 if taught else 1) * (chunk * item + 2 * block * _TRAINED) + matrix)
 
     @property
     def _has_teacher(self) -> bool:
@@ -327,8 +325,8 @@ class Estimate:
         """Return the bytes of a quantized weight, by the configuration or in a quantized
         checkpoint; None if none is.
         """
-        if self._cfg.quantization is not None:
-            return _NF4 if self._cfg.quantization == "nf4" else 1.0
+        if (chosen := self._cfg.quantization) is not None:
+            return _NF4 if chosen == "nf4" else 1.0
         stored = quantization_of(self._text)
         if stored is None:
             return None
@@ -336,31 +334,5 @@ class Estimate:
         return float(bits / 8)
 
 
-def device_overhead(device: str, *, deepspeed: bool) -> dict[str, int]:
-    """Return what is left for others than tensors, by purpose: assumed, not measured."""
-    if device != "cuda":
-        return {}
-    parts = {"left for CUDA's context and libraries, assumed": _CUDA_CONTEXT}
-    if deepspeed:
-        parts["left for NCCL's buffers, assumed"] = _NCCL_BUFFERS
-    return parts
-
-
 def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def rate_of(cfg: TrainConfig) -> Rate:
-    """Return how much of a GPU's rate a run reaches; `cfg` must be resolved."""
-    if cfg.recipe == "medusa2" and cfg.adapter is None:
-        return RATES["layers"]
-    if cfg.recipe == "medusa2":
-        return RATES["lora" if cfg.quantization is None else "qlora"]
-    if cfg.draft != "medusa":
-        return RATES["other draft"]
-    return RATES["medusa1" if cfg.quantization is None else "medusa1 quantized"]
-
-
-def estimate_hours(operations: float, recipe: Rate, rate: float) -> float:
-    """Return the hours that a GPU of `rate` operations per second takes for a recipe."""
-    return operations / (rate * recipe.share) / 3600

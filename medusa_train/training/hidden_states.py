@@ -67,9 +67,6 @@ class HiddenStateCache:
         """
         documents = list(self._documents(batch))
         states, missing = self._read(batch, documents)
-        if missing and self.distributed.size > 1:  # other processes may have stored them meanwhile
-            self.store.refresh()
-            states, missing = self._read(batch, documents)
         if not self.distributed.any(bool(missing)):
             self.read += len(documents)
             first, *aux = states.to(self.device, non_blocking=True)  # [B, T, d] each
@@ -94,7 +91,7 @@ class HiddenStateCache:
         """Return what all processes read and computed, in one sentence; each of them calls this."""
         of_each = distributed.gather((self.read, self.computed, self.store.damaged))
         read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
-        noted = f"; {damaged} entries were damaged" if damaged else ""
+        noted = f"; {damaged} files were damaged" if damaged else ""
         return (
             f"states of {read:,} documents read, {computed:,} computed{noted}"
             f" ({self.store.directory})"
@@ -129,7 +126,7 @@ class HiddenStateCache:
         if self.store.damaged and not self._warned:
             self._warned = True
             self.warn(
-                f"cache_hidden_states: damaged entries in {self.store.directory} are computed again"
+                f"cache_hidden_states: damaged files in {self.store.directory} are computed again"
             )
         return states, missing
 
@@ -144,7 +141,7 @@ class HiddenStateCache:
             for document in documents:
                 if document.key not in self.store:  # twice in one batch
                     values = torch.stack([state[document.row, document.part] for state in states])
-                    self.store.append(document.key, values)
+                    self.store.write(document.key, values)
         except OSError as error:
             self._writable = False
             reason = write_failure("hidden states", self.store.directory, error)
@@ -197,21 +194,9 @@ def open_hidden_states(
                 aux_layers=aux_layers,
             )
         )
-    store = StateStore(
-        directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), distributed.rank
-    )
+    store = StateStore(directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype))
 
-    def check() -> str:
-        line = _check_space(store, distinct_documents(examples))
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cache_hidden_states: {write_failure('hidden states', directory, error)}"
-            ) from error
-        return line
-
-    line = distributed.run_on_main(check)
+    line = distributed.run_on_main(lambda: _prepare(store, distinct_documents(examples)))
     console.print(f"hidden states: {line}")
     return HiddenStateCache(
         store,
@@ -255,9 +240,9 @@ def target_model_fingerprint(
     return digest.hexdigest()
 
 
-def _check_space(store: StateStore, documents: dict[str, int]) -> str:
-    """Describe the size of the states of `documents`; ConfigError if those not stored yet do not
-    fit on the disk.
+def _prepare(store: StateStore, documents: dict[str, int]) -> str:
+    """Create the directory, and describe the size of the states of `documents`; ConfigError if those
+    not stored yet do not fit on the disk.
     """
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
@@ -269,6 +254,11 @@ def _check_space(store: StateStore, documents: dict[str, int]) -> str:
             f" ({describe_states(spec, tokens)}), {describe_size(free)} are free. Set"
             " dataset_prepared_path to a directory on a larger disk, or cache_hidden_states: false"
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = write_failure("hidden states", directory, error)
+        raise ConfigError(f"cache_hidden_states: {reason}") from error
     return (
         f"{describe_states(spec, tokens)} = {describe_size(spec.size(tokens))} in {directory}, "
         f"{describe_size(needed)} of them still to be computed"

@@ -5,7 +5,7 @@ No weights are loaded. With `tokens=60M` no data are read either: they need not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -20,25 +20,15 @@ from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Example
-from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import DraftVocabulary
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.loading import load_tokenizer, resolve_target_model
 from medusa_train.progress import LoadingProgress, RunProgress, duration
-from medusa_train.training.device_choices import (
-    decide_auto,
-    memory_without_checkpointing,
-)
+from medusa_train.training.device_choices import decide_auto
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.estimate import (
-    GPUS,
-    Estimate,
-    device_overhead,
-    estimate_hours,
-    rate_of,
-)
+from medusa_train.training.estimate import GPUS, RATES, Estimate, Memory
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData, assumed_data
 from medusa_train.training.preflight import check_run
@@ -65,44 +55,39 @@ class _Stage:
     def __init__(
         self, cfg: TrainConfig, data: TrainingData, model_config: Any, processes: int = 1
     ) -> None:
-        loader, self.schedule = plan_steps(cfg, data.train, processes=processes)
         self.data = data
         self.model_config = model_config
-        self.loader = loader
         self.processes = processes
+        self.loader, self.schedule = plan_steps(cfg, data.train, processes=processes)
         # 1. What `auto` means here.
-        notes: list[str] = []
-        cfg, precision = decide_auto(cfg, data.train, notes.append)
-        self.device = precision.device
-        self.dtype = precision.dtype
-        advice = few_steps_advice(cfg, self.schedule, loader.batches_per_epoch, processes)
-        self.notes = [line for line in (*notes, advice) if line is not None]
-        self.cfg = cfg
+        self.notes: list[str] = []
+        self.cfg, self.precision = decide_auto(cfg, data.train, self.notes.append)
+        advice = few_steps_advice(cfg, self.schedule)
+        if advice is not None:
+            self.notes.append(advice)
         # 2. Memory, operations and disk.
-        estimate = Estimate(cfg, model_config)
-        self.memory = estimate.memory(
-            rows=min(cfg.micro_batch_size, loader.rows_per_epoch),
-            width=data.train.row_len or max(map(len, data.train.examples)),
-            dtype=self.dtype,
-            device=self.device.type,
-        )
-        epoch = {
-            "tokens": loader.positions_per_epoch,
-            "supervised": data.train.supervised_tokens,
-            "width": round(loader.positions_per_epoch / loader.rows_per_epoch),
-        }
-        epochs = self.schedule.epoch(self.schedule.total_steps)
-        self.operations = estimate.operations(**epoch, epochs=epochs)
+        self.memory, self.operations = self._costs(self.cfg)
         # until the next checkpoint two evaluations may be kept: the best one so far, and that of
         # the last checkpoint
         self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
         # 3. The same without gradient checkpointing: bytes, and the share of operations it saves.
         self.without_checkpointing: tuple[int, float] | None = None
-        if cfg.recipe == "medusa2" and cfg.gradient_checkpointing:
-            kept = Estimate(cfg.model_copy(update={"gradient_checkpointing": False}), model_config)
-            saved = 1 - kept.operations(**epoch, epochs=epochs) / self.operations
-            size = memory_without_checkpointing(cfg, data.train, precision)
-            self.without_checkpointing = (size, saved)
+        if cfg.recipe == "medusa2" and self.cfg.gradient_checkpointing:
+            kept = self.cfg.model_copy(update={"gradient_checkpointing": False})
+            memory, operations = self._costs(kept)
+            self.without_checkpointing = (memory.total, 1 - operations / self.operations)
+
+    def _costs(self, cfg: TrainConfig) -> tuple[Memory, float]:
+        """Return the memory of a step and the operations of the stage."""
+        estimate = Estimate(cfg, self.model_config)
+        loader = self.loader
+        operations = estimate.operations(
+            tokens=loader.positions_per_epoch,
+            supervised=self.data.train.supervised_tokens,
+            width=round(loader.positions_per_epoch / loader.rows_per_epoch),
+            epochs=self.schedule.epoch(self.schedule.total_steps),
+        )
+        return estimate.memory_of_run(self.data.train, self.precision), operations
 
 
 def inspect_run(
@@ -123,12 +108,11 @@ def inspect_run(
         MedusaError: an error of configuration or data, also one of so many processes.
     """
     first = stage_one_config(cfg)
-    configs = [cfg]
-    if first is not None:
-        configs = [first, cfg]
+    configs = [cfg] if first is None else [first, cfg]
     if processes > 1:
         for config in configs:
             check_run(config, processes)
+    # 1. The data, and what they cost.
     if tokens is None:
         with LoadingProgress(RunProgress(console)) as shown:
             loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
@@ -141,48 +125,41 @@ def inspect_run(
         _Stage(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
-    for title, stage in zip(TITLES, stages, strict=False):
-        if first is not None:
-            results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
+    tokenizer = None
+    if tokens is None:
         tokenizer = load_tokenizer(
             resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
         )
-        if tokens is None and (stage is stages[0] or stage.data is not stages[0].data):
-            legend = (
-                "supervised tokens are ",
-                ("«green»", SUPERVISED),
-                ", context is ",
-                ("dim", CONTEXT),
-                "\n",
-            )
-            results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
-        data = _grid()
-        if tokens is None:
-            _describe_data(stage, tokenizer, data)
-        else:
-            data.add_row(
-                "training", f"{_describe_tokens(stage.data.train)}: assumed, none are read"
-            )
-        _describe_steps(stage, data)
-        results.print(
-            Group(Padding(data, (0, 0, 1, 0)), _memory_table(stage), _time_table([stage]))
-        )
-    if first is not None:  # one after the other
-        table = _grid()
-        table.add_row(
-            "steps",
-            f"{sum(stage.schedule.total_steps for stage in stages):,} in all on {_devices(processes)}",
-        )
-        table.add_row(
-            "memory",
-            f"{describe_size(max(stage.memory.total for stage in stages))}, of the larger stage",
-        )
-        table.add_row("disk", f"at most {describe_size(sum(stage.disk for stage in stages))}")
-        results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(stages)))
+    # 2. A page for each stage.
+    for title, stage in zip(TITLES, stages, strict=False):
+        if first is not None:
+            results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
+        train = stage.data.train
+        described = [("training", f"{_describe_tokens(train)}: assumed, none are read")]
+        if tokenizer is not None:
+            if stage is stages[0] or stage.data is not stages[0].data:
+                results.print(Group(*_samples(train, tokenizer)))
+            described = list(_describe_data(stage, tokenizer))
+        steps = _grid([*described, *_describe_steps(stage)])
+        results.print(Group(steps, "", _memory_table(stage), _time_table([stage])))
+    # 3. Both together, one after the other.
+    if first is not None:
+        total = sum(stage.schedule.total_steps for stage in stages)
+        memory = describe_size(max(stage.memory.total for stage in stages))
+        disk = describe_size(sum(stage.disk for stage in stages))
+        rows = [
+            ("steps", f"{total:,} in all on {_devices(processes)}"),
+            ("memory", f"{memory}, of the larger stage"),
+            ("disk", f"at most {disk}"),
+        ]
+        heading = Text("\nboth stages\n", "bold underline")
+        results.print(Group(heading, _grid(rows), _time_table(stages)))
     return 0
 
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
+    green = ("«green»", SUPERVISED)
+    yield Text.assemble("supervised tokens are ", green, ", context is ", ("dim", CONTEXT), "\n")
     for example in _chosen(train.examples):
         supervised = int(example.supervised.sum())
         place = example.source
@@ -233,80 +210,73 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     return text
 
 
-def _describe_data(stage: _Stage, tokenizer: Any, table: Table) -> None:
-    """Add rows on the data that were read."""
-    cfg = stage.cfg
-    train = stage.data.train
-    validation = stage.data.validation
+def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Yield rows on the data that were read."""
+    cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
+    yield "training", _describe_tokens(train)
+    if len(cfg.datasets) > 1:
+        for number, entry in enumerate(cfg.datasets):
+            examples = [example for example in train.examples if example.dataset == number]
+            described = "nothing"  # what is held out is not counted
+            if examples:
+                described = _describe_tokens(EncodedDataset(examples, train.report))
+            yield "", f"{entry.path}: {described}"
     lengths = [len(example) for example in train.examples]
-    table.add_row("training", _describe_tokens(train))
-    for line in _describe_datasets(cfg, train):
-        table.add_row("", line)
-    table.add_row(
-        "lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}"
-    )
-    table.add_row("answers", _describe_answers(train))
+    span = f"{min(lengths):,} to {max(lengths):,}"
+    yield "lengths", f"{span} tokens, median {median(lengths):,.0f}"
+    yield "answers", _describe_answers(train)
     if len(validation):
-        table.add_row("held out", _describe_tokens(validation))
+        yield "held out", _describe_tokens(validation)
     if cfg.test_datasets is not None:
-        table.add_row("", _describe_answers(validation))
-    for title, line in _describe_vocabulary(stage, tokenizer):
-        table.add_row(title, line)
-    if cfg.cache_hidden_states:
-        table.add_row("hidden states", _describe_hidden_states(stage))
+        yield "", _describe_answers(validation)
+    text_config = stage.model_config.get_text_config()
+    vocabulary = _draft_vocabulary(cfg, train, tokenizer, int(text_config.vocab_size))
+    if vocabulary is not None:
+        yield from zip(("vocabulary", ""), vocabulary.describe(train, validation), strict=False)
+    if cfg.cache_hidden_states:  # those that are stored already are included
+        states = 1 + len(cfg.draft_config.aux_layers(text_config.num_hidden_layers))
+        spec = StateFormat(states, text_config.hidden_size, stage.precision.dtype)
+        tokens = sum(distinct_documents([*train, *validation]).values())
+        size = f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))}"
+        yield "hidden states", f"{size} in {cfg.dataset_prepared_path}"
 
 
-def _describe_steps(stage: _Stage, table: Table) -> None:
-    """Add rows on the loss, and on the rows and steps of an epoch."""
-    cfg = stage.cfg
-    schedule = stage.schedule
-    table.add_row("loss", cfg.describe_loss())
-    table.add_row("rows", _describe_rows(stage.data.train, stage.loader))
-    batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
-    if stage.processes > 1:
-        batch += f" x {stage.processes}"
-    table.add_row(
-        "steps",
-        f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each), {schedule.total_steps:,} in all on"
-        f" {_devices(stage.processes)}",
-    )
-
-
-def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Describe a reduced vocabulary: that of the heads in `lora_model_dir`, or the one that new
-    heads get.
-    """
-    cfg = stage.cfg
-    vocab_size = int(stage.model_config.get_text_config().vocab_size)
-    vocabulary = None
+def _draft_vocabulary(
+    cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int
+) -> DraftVocabulary | None:
+    """Return the reduced vocabulary of the heads in `lora_model_dir`, or the one that new heads get."""
     heads = None
     if cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
         heads = find_initial_heads(cfg.initial_run)
     if heads is None:
-        vocabulary = DraftVocabulary.choose(
-            cfg.draft_config, stage.data.train, tokenizer, vocab_size
-        )
-    elif (tokens := read_token_map(heads)) is not None:
-        vocabulary = DraftVocabulary(tokens, vocab_size)
-    if vocabulary is not None:
-        lines = vocabulary.describe(stage.data.train, stage.data.validation)
-        yield from zip(("vocabulary", ""), lines, strict=False)
+        return DraftVocabulary.choose(cfg.draft_config, train, tokenizer, vocab_size)
+    tokens = read_token_map(heads)
+    return None if tokens is None else DraftVocabulary(tokens, vocab_size)
+
+
+def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
+    """Yield rows on the loss, and on the rows and steps of an epoch."""
+    cfg, train, schedule = stage.cfg, stage.data.train, stage.schedule
+    yield "loss", cfg.describe_loss()
+    rows = stage.loader.rows_per_epoch
+    if train.row_len is not None:
+        full = train.tokens / (rows * train.row_len)
+        kind = f"{rows:,} packed rows of {train.row_len:,} tokens per epoch, {full:.1%} full"
+    elif train.conversations == len(train):
+        kind = "one conversation each"
+    else:
+        kind = "one row of a conversation each"
+    padding = 1 - train.tokens / stage.loader.positions_per_epoch
+    yield "rows", f"{kind}; {padding:.1%} of the computed positions are padding"
+    batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
+    if stage.processes > 1:
+        batch += f" x {stage.processes}"
+    of_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
+    yield "steps", f"{of_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}"
 
 
 def _devices(count: int) -> str:
     return "one device" if count == 1 else f"{count} devices"
-
-
-def _describe_datasets(cfg: TrainConfig, train: EncodedDataset) -> Iterator[str]:
-    """Describe each of several data sets in a line; what is held out is not counted."""
-    if len(cfg.datasets) < 2:
-        return
-    for number, entry in enumerate(cfg.datasets):
-        examples = [example for example in train.examples if example.dataset == number]
-        described = "nothing"
-        if examples:
-            described = _describe_tokens(EncodedDataset(examples, train.report))
-        yield f"{entry.path}: {described}"
 
 
 def _describe_tokens(dataset: EncodedDataset) -> str:
@@ -315,105 +285,57 @@ def _describe_tokens(dataset: EncodedDataset) -> str:
 
 
 def _describe_answers(dataset: EncodedDataset) -> str:
-    """Describe the answers in the reports of `dataset`, and how much of its supervised text is new."""
+    """Describe the answers in the report of `dataset`."""
     counts, share = dataset.report.counts, dataset.report.looping_share
     cut = counts["cut"] / max(1, counts["answers"])
     return (
         f"{counts['answers']:,}, of which {share:.1%} loop and {cut:.1%} are known to be cut off by"
-        f" a length limit; {dataset.distinct_share():.1%} of the 8-grams of supervised tokens are"
-        " distinct"
-    )
-
-
-def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
-    tokens, rows = train.tokens, loader.rows_per_epoch
-    if train.row_len is not None:
-        full = tokens / (rows * train.row_len)
-        kind = f"{rows:,} packed rows of {train.row_len:,} tokens per epoch, {full:.1%} full"
-    elif train.conversations == len(train):
-        kind = "one conversation each"
-    else:
-        kind = "one row of a conversation each"
-    return (
-        f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are"
-        " padding"
-    )
-
-
-def _describe_hidden_states(stage: _Stage) -> str:
-    """Describe the size on disk of the base model's hidden states, those that are stored already
-    included.
-    """
-    text_config = stage.model_config.get_text_config()
-    aux_layers = stage.cfg.draft_config.aux_layers(text_config.num_hidden_layers)
-    spec = StateFormat(1 + len(aux_layers), text_config.hidden_size, stage.dtype)
-    tokens = sum(distinct_documents([*stage.data.train, *stage.data.validation]).values())
-    return (
-        f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))} in"
-        f" {stage.cfg.dataset_prepared_path}"
+        " a length limit"
     )
 
 
 def _memory_table(stage: _Stage) -> Table:
-    table = _grid()
-    table.add_column(justify="right")
     memory, cfg = stage.memory, stage.cfg
-    overhead = device_overhead(stage.device.type, deepspeed=cfg.deepspeed is not None)
-    parts = {**memory.parts, **overhead}
-    table.add_row(
-        "memory",
-        Text("needed on one device", "bold"),
-        Text(describe_size(sum(parts.values())), "bold"),
-    )
-    for name, size in parts.items():
-        table.add_row("", name, describe_size(size))
-    table.add_row(
-        "",
-        f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen",
-        "",
-    )
+    title = Text("needed on one device", "bold")
+    rows: list[tuple[RenderableType, ...]] = [
+        ("memory", title, Text(describe_size(memory.total), "bold"))
+    ]
+    rows += [("", name, describe_size(size)) for name, size in memory.parts.items()]
+    trained, frozen = memory.trained / 1e6, memory.frozen / 1e6
+    rows.append(("", f"{trained:,.1f}M parameters trained, {frozen:,.1f}M frozen"))
     if cfg.deepspeed:
-        table.add_row(
-            "",
-            "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices",
-            "",
-        )
-    for note in stage.notes:
-        table.add_row("", note)
+        parts = "optimizer states (2: and gradients, 3: and weights)"
+        rows.append(("", f"ZeRO partitions {parts} over the devices"))
+    rows += [("", note) for note in stage.notes]
     if stage.without_checkpointing is not None:
         size, saved = stage.without_checkpointing
-        table.add_row(
-            "",
-            f"with gradient_checkpointing: false, which saves {saved:.0%} of the operations",
-            describe_size(size),
-        )
+        described = f"with gradient_checkpointing: false, which saves {saved:.0%} of the operations"
+        rows.append(("", described, describe_size(size)))
     checkpoints = f"{cfg.save_total_limit} checkpoint{'' if cfg.save_total_limit == 1 else 's'}"
     kept = (
         f"{checkpoints} of {describe_size(memory.checkpoint)}, one being written, and weights of"
         " two evaluations"
     )
-    table.add_row("disk", f"at most: {kept}", describe_size(stage.disk))
+    rows.append(("disk", f"at most: {kept}", describe_size(stage.disk)))
+    table = _grid(rows)
+    table.columns[2].justify = "right"
     return table
 
 
 def _time_table(stages: Sequence[_Stage]) -> Table:
-    def duration_at(rate: float) -> str:
-        hours = 0.0
-        for stage in stages:
-            hours += estimate_hours(stage.operations, rate_of(stage.cfg), rate)
-        return duration(3600 * hours)
-
-    table = _grid()
     total = sum(stage.operations for stage in stages)
-    table.add_row("time", f"{total:.1e} operations. One GPU takes, for small models longer:")
-    table.add_row("", ", ".join(f"{duration_at(rate)} ({gpu})" for gpu, rate in GPUS.items()))
-    for line in dict.fromkeys(rate_of(stage.cfg).describe() for stage in stages):
-        table.add_row("", line)
-    return table
+    times = []
+    for gpu, rate in GPUS.items():
+        seconds = sum(stage.operations / (rate * RATES[stage.cfg.recipe].share) for stage in stages)
+        times.append(f"{duration(seconds)} ({gpu})")
+    lines = [f"{total:.1e} operations. One GPU takes, for small models longer:", ", ".join(times)]
+    lines += dict.fromkeys(RATES[stage.cfg.recipe].describe() for stage in stages)
+    return _grid(zip(("time", *[""] * len(lines)), lines, strict=False))
 
 
-def _grid() -> Table:
+def _grid(rows: Iterable[Sequence[RenderableType]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", min_width=LABEL_WIDTH)
-    table.add_column()
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,32 +65,9 @@ def load_data(
     """Check the configuration against the base model's config and tokenize the data; no weights are
     loaded.
 
-    One process of each machine tokenizes, the others read what it wrote. If it fails in one process
-    it raises in all.
+    Rank 0 tokenizes, and the other processes get what it read. If it fails, it raises in all.
     """
-    if distributed.size == 1:
-        return _load_data(cfg, console, 1, on_progress)
-    node_main = distributed.node_main()
-    tokenizes = distributed.rank == node_main
-    with _node_cache(cfg, distributed, node_main) as cfg:
-        # 1. One process of each machine tokenizes and writes the file.
-        with distributed.failing_together():
-            data = None
-            if tokenizes:
-                data = _load_data(cfg, console, distributed.size, on_progress)
-        # 2. The others read it; each tokenizes for itself if it could not be written.
-        with distributed.failing_together():
-            if data is None:
-                alone = cfg.model_copy(update={"dataset_processes": 1})
-                data = _load_data(alone, console, distributed.size)
-    # 3. All have to have read the same.
-    fingerprint = data.train.fingerprint() + data.validation.fingerprint()
-    if len(set(distributed.gather(fingerprint))) > 1:
-        reason = "a file changed in the meantime, or differs between the machines"
-        raise distributed.error_on_main(
-            DataError(f"datasets: the processes have read different data: {reason}")
-        )
-    return data
+    return distributed.run_on_main(lambda: _load_data(cfg, console, distributed.size, on_progress))
 
 
 def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
@@ -109,28 +84,6 @@ def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console
     train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
     nothing = EncodedDataset([], report)
     return TrainingData(train, nothing, train, cfg.sequence_len)
-
-
-@contextmanager
-def _node_cache(
-    cfg: TrainConfig, distributed: DistributedContext, node_main: int
-) -> Iterator[TrainConfig]:
-    """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is
-    configured.
-    """
-    if cfg.dataset_prepared_path is not None:
-        yield cfg
-        return
-    created = None
-    if distributed.rank == node_main:
-        with suppress(OSError):  # the disk is full: every process tokenizes
-            created = tempfile.mkdtemp(prefix="medusa-train-")
-    path = distributed.gather(created)[node_main]
-    try:
-        yield cfg.model_copy(update={"dataset_prepared_path": path})
-    finally:
-        if created is not None:
-            shutil.rmtree(created, ignore_errors=True)
 
 
 def _load_data(
@@ -163,21 +116,18 @@ def _load_data(
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
     # 4. Drop what the base model cannot read.
-    dropped = _drop_unknown_tokens([train, validation], text_config.vocab_size, tokenizer, cfg)
-    train_answers, validation_answers = answers
-    if train_answers is not train:
-        _drop_unknown_tokens(answers, text_config.vocab_size, tokenizer, cfg)
+    parts = [train, validation, *answers]
+    dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
         console.print(
             f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
             f" {dropped[0]}",
         )
     # 5. A tree needs some conversations: training data, if too few are held out.
-    held_out_chats = len({example.prompt for example in validation_answers})
-    is_enough = held_out_chats >= MIN_CONVERSATIONS
-    prompts = train_answers
+    prompts, held_out_prompts = answers
+    is_enough = len({example.prompt for example in held_out_prompts}) >= MIN_CONVERSATIONS
     if is_enough:
-        prompts = validation_answers
+        prompts = held_out_prompts
     return TrainingData(
         train, validation, prompts, cfg.sequence_len, encoder.template_name, is_enough
     )
@@ -185,10 +135,10 @@ def _load_data(
 
 def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
     """Set Axolotl's template for ShareGPT where there is no other."""
-    all_sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
+    if cfg.chat_template or tokenizer.chat_template:
+        return cfg
     all_have_template = all(entry.conversation for entry in cfg.all_datasets)
-    has_template = all_have_template or cfg.chat_template or tokenizer.chat_template
-    if has_template or not all_sharegpt:
+    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
         return cfg
     console.print(
         f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
@@ -253,19 +203,17 @@ def _drop_unknown_tokens(
     if not problems:
         return []
     found = list(problems.values())
-    remedy = (
-        f"has no embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
-        " another chat_template"
+    more = f" (and {len(found) - 1} more conversations)" if len(found) > 1 else ""
+    problem = (
+        f"{found[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings, or"
+        f" set another chat_template{more}"
     )
-    more = ""
-    if len(found) > 1:
-        more = f" (and {len(found) - 1} more conversations)"
     if not cfg.skip_bad_records:
-        raise DataError(f"{found[0]} {remedy}{more}")
+        raise DataError(problem)
     for part in parts:
         part.examples[:] = [row for row in part.examples if row.source not in problems]
     if not parts[0].examples:
-        raise DataError(f"no conversation to train on is left: {found[0]} {remedy}{more}")
+        raise DataError(f"no conversation to train on is left: {problem}")
     return found
 
 

@@ -10,7 +10,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -28,28 +27,6 @@ T = TypeVar("T")
 _NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
 #: The entries of bitsandbytes' state that its paged optimizers keep in paged memory.
 _MOMENTS = ("state1", "state2")
-
-
-class StepOutcome(Enum):
-    """What became of the gradients of a training step."""
-
-    APPLIED = "applied"
-    #: They overflowed float16 because of the loss scale, which was then halved: weights stay.
-    OVERSCALED = "overscaled"
-    #: The loss or a gradient is NaN or infinite: weights stay.
-    NOT_FINITE = "not finite"
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What `Strategy.step` did.
-
-    Attributes:
-        grad_norm: norm of the gradients before clipping; 0 where they were not applied.
-    """
-
-    outcome: StepOutcome
-    grad_norm: float = 0.0
 
 
 class Strategy(ABC):
@@ -111,10 +88,12 @@ class Strategy(ABC):
         """
         self.optimizer.state.clear()
 
-    def step(self) -> StepResult:
+    def step(self) -> tuple[float, bool]:
         """Clip the gradients, step optimizer and schedule, and zero the gradients.
 
-        Where their norm is not finite, neither weights nor schedule change: `skip` follows.
+        Returns: The norm of the gradients before clipping, and whether they overflowed float16
+            because of the loss scale, which is halved then. If the norm is NaN/Inf, neither weights
+            nor schedule changed: `skip` follows.
         """
         norm = self._update()
         is_finite = math.isfinite(norm)
@@ -123,10 +102,7 @@ class Strategy(ABC):
             was_overscaled = self.loss_scale.update(overflowed=not is_finite)
         if is_finite:
             self.scheduler.step()
-            return StepResult(StepOutcome.APPLIED, norm)
-        if was_overscaled:
-            return StepResult(StepOutcome.OVERSCALED)
-        return StepResult(StepOutcome.NOT_FINITE)
+        return norm, was_overscaled
 
     def skip(self) -> None:
         """Drop the gradients and step the schedule alone, after a `step` that did not apply them or
@@ -164,22 +140,16 @@ class Strategy(ABC):
         # 2. The step of the schedule, with this run's learning rates.
         scheduler = self.scheduler
         done = int(state["scheduler"]["last_epoch"])
-        peaks = list(scheduler.base_lrs)
-        rates = []
-        for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True):
-            rates.append(peak * factor(done))
+        factors = [factor(done) for factor in scheduler.lr_lambdas]
+        rates = [peak * by for peak, by in zip(scheduler.base_lrs, factors, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        current = {
-            "lr_lambdas": scheduler.state_dict()["lr_lambdas"],
-            "base_lrs": peaks,
-            "_last_lr": rates,
-        }
+        current = {"base_lrs": scheduler.base_lrs, "_last_lr": rates}
+        current["lr_lambdas"] = scheduler.state_dict()["lr_lambdas"]
         scheduler.load_state_dict({**state["scheduler"], **current})
         # 3. The loss scale, which is absent if it was trained in another precision.
         if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.value = float(state["loss_scale"]["value"])
-            self.loss_scale.good = int(state["loss_scale"]["good"])
+            self.loss_scale = LossScale(**state["loss_scale"])
 
     @abstractmethod
     def _update(self) -> float:
@@ -292,27 +262,14 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
     The moments are copied to buffers as the first step would create them: of a CPU and a GPU that
     share them, so that they need not fit into the GPU's memory.
     """
-    rest: dict[Any, dict[str, Any]] = {}
-    moments: dict[Any, dict[str, Tensor]] = {}
-    # 1. Everything else, as usual. bitsandbytes hides the moments in a dict of their own.
-    for number, entry in saved["state"].items():
-        flat: dict[str, Any] = {}
-        nested: dict[str, Any] = {}
+    optimizer.load_state_dict(saved, move_to_device=False)
+    for parameter, entry in optimizer.state.items():
         for name, value in entry.items():
-            if isinstance(value, dict):
-                nested.update(value)
-            else:
-                flat[name] = value
-        flat |= nested
-        moments[number] = {name: flat.pop(name) for name in _MOMENTS if name in flat}
-        rest[number] = flat
-    optimizer.load_state_dict({**saved, "state": rest})
-    # 2. The moments of each parameter.
-    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        for number, parameter in zip(saved_group["params"], group["params"], strict=True):
-            for name, value in moments.get(number, {}).items():
+            if name in _MOMENTS:
                 buffer = optimizer.get_state_buffer(parameter, dtype=value.dtype)
-                optimizer.state[parameter][name] = buffer.copy_(value)
+                entry[name] = buffer.copy_(value)
+            elif isinstance(value, Tensor):
+                entry[name] = value.to(parameter.device)
 
 
 # Optimizer and schedule
@@ -342,19 +299,11 @@ def parameter_groups(
     """
     groups: list[ParameterGroup] = []
     for parameters, lr in ((heads, heads_lr), (target_model, base_model_lr)):
-        matrices = []
-        vectors = []
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
-            if len(full_shape(parameter)) >= 2:
-                matrices.append(parameter)
-            else:
-                vectors.append(parameter)
-        if matrices:
-            groups.append({"params": matrices, "lr": lr, "weight_decay": weight_decay})
-        if vectors:
-            groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0})
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for are_matrices, decay in ((True, weight_decay), (False, 0.0)):
+            kind = [p for p in trained if (len(full_shape(p)) >= 2) == are_matrices]
+            if kind:
+                groups.append({"params": kind, "lr": lr, "weight_decay": decay})
     return groups
 
 

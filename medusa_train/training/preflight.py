@@ -4,7 +4,7 @@ and of what transformers reads of the base model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.data.read_chats import check_first_records
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.io import describe_size
 from medusa_train.models.hf_config import check_exit_layer, quantization_of
 from medusa_train.models.model_files import find_target_model, read_adapter_config
 from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
@@ -70,7 +69,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
         check_zero(deepspeed)
-    check_8bit_states(cfg, config, stage_of(deepspeed), processes)
+    check_8bit_states(cfg, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this base model.
     check_without_trees(cfg, config)
@@ -126,21 +125,18 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
         raise ConfigError(f"draft: {cfg.draft}: {problem}. Set draft: medusa or eagle3")
 
 
-def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:
+def check_8bit_states(cfg: TrainConfig, stage: int, processes: int) -> None:
     """Reject an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
-    from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
     from medusa_train.training.optimizer import EIGHT_BIT
 
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
-    trained = Estimate(cfg, model_config).trained
     default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
         f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states."
-        " Set optimizer: adamw_torch, whose partitioned float32 states take"
-        f" {describe_size(trained * ADAM // processes)} in each of {processes} processes, or"
-        " zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states:"
-        f" {describe_size(round(trained * ADAM_8BIT))}"
+        " Set optimizer: adamw_torch, whose float32 states take 8 bytes for each trained parameter,"
+        " partitioned over the processes, or zero_optimization.stage: 0 in deepspeed, where every"
+        " process has all 8-bit states, 2 bytes for each"
     )
 
 
@@ -181,6 +177,17 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
         )
 
 
+def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
+    """Check that what a run starts from was trained with its settings: a key, the value with which
+    it was trained, and the configured one.
+    """
+    different = [setting for setting in settings if setting[1] != setting[2]]
+    if different:
+        trained = ", ".join(f"{key}: {value}" for key, value, _ in different)
+        wanted = ", ".join(f"{key}: {value}" for key, _, value in different)
+        raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {wanted}")
+
+
 def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
     # 1. The adapter's, under the names of keys.
@@ -201,23 +208,15 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
     # 2. What the user set otherwise.
-    trained = []
-    wanted = []
-    for key, stored_value in stored.items():
-        value = getattr(cfg, key)
-        if isinstance(value, list):
-            value = sorted(value)
+    settings = []
+    for key, value in stored.items():
+        wanted = getattr(cfg, key)
+        if isinstance(wanted, list):
+            wanted = sorted(wanted)
         is_overridden = key == "lora_target_modules" and cfg.lora_target_linear
-        if key not in cfg.model_fields_set or value is None or is_overridden:
-            continue
-        if value != stored_value:
-            trained.append(f"{key}: {stored_value}")
-            wanted.append(f"{key}: {value}")
-    if trained:
-        raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} has {', '.join(trained)}, the"
-            f" configuration {', '.join(wanted)}"
-        )
+        if key in cfg.model_fields_set and wanted is not None and not is_overridden:
+            settings.append((key, value, wanted))
+    check_same_settings(f"the adapter in {directory} has", settings)
     # 3. Layers that it lacks, where all are to be trained.
     if cfg.lora_target_linear and config is not None:
         from medusa_train.models.loading import model_without_weights

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,52 +28,29 @@ from medusa_train.config.paths import absolute_name
 from medusa_train.config.schema import WEIGHT_KEYS, TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.schedule import TrainingSchedule
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    load_snapshot,
-    rng_states,
-)
-
-#: Keys whose `auto` a run decides once; config.yaml then has true or false.
-CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
-
-
-@dataclass(frozen=True)
-class StageStart:
-    """What one stage starts from.
-
-    Attributes:
-        checkpoint: what is restored before the next step; None: the stage begins with step 1.
-        changed: `key: was A, now B` of the settings behind the checkpoint's weights.
-        choices: what the run that is resumed did on its device, by key.
-    """
-
-    checkpoint: Path | None = None
-    changed: tuple[str, ...] = ()
-    choices: Mapping[str, bool] = field(default_factory=dict)
-
-
-NEW_STAGE = StageStart()
+from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, rng_states
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What a run goes on from.
+    """What a run goes on from, in the stage that trains first; a stage after it is new.
 
     Attributes:
-        start: of the stage that trains first; a stage after it is new.
+        checkpoint: what is restored before the next step; None: the stage begins with step 1.
+        changed: `key: was A, now B` of the settings behind the checkpoint's weights.
         stage_one_is_finished: the run begins with stage two.
-        replaces: files of an earlier run in `output_dir` are deleted.
         note: what the user asked for and did not get, or what is not known, in words.
     """
 
-    start: StageStart = NEW_STAGE
+    checkpoint: Path | None = None
+    changed: tuple[str, ...] = ()
     stage_one_is_finished: bool = False
-    replaces: bool = False
     note: str | None = None
+
+
+NEW_STAGE = ResumePlan()
 
 
 def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
@@ -85,7 +62,7 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
         ConfigError: stage one is finished, with other settings.
     """
     if cfg.resume_from_checkpoint is None:
-        return ResumePlan(replaces=True)
+        return NEW_STAGE
 
     # 1. A checkpoint of the run itself, which is stage two where there are two stages.
     named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
@@ -132,11 +109,9 @@ def _resume_from(
             f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since"
             f" {checkpoint} is not known"
         )
-        return ResumePlan(StageStart(checkpoint), stage_one_is_finished, note=note)
-    choices = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
-    decided = {key: value for key, value in choices.items() if isinstance(value, bool)}
-    start = StageStart(checkpoint, tuple(changed_weight_keys(cfg, before)), decided)
-    return ResumePlan(start, stage_one_is_finished)
+        return ResumePlan(checkpoint, stage_one_is_finished=stage_one_is_finished, note=note)
+    changed = tuple(changed_weight_keys(cfg, before))
+    return ResumePlan(checkpoint, changed, stage_one_is_finished)
 
 
 def config_of(run: Path) -> TrainConfig | None:
@@ -185,18 +160,7 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
     return True
 
 
-# Loading
-
-
-def load_checkpoint(
-    path: Path,
-    changed: Sequence[str],
-    store: CheckpointStore,
-    distributed: DistributedContext = SINGLE_PROCESS,
-) -> LoadedCheckpoint:
-    """Load the checkpoint that a stage starts from, in every process."""
-    snapshot = load_snapshot(store, path, distributed)
-    return LoadedCheckpoint(path, snapshot, changed)
+# Describing
 
 
 def check_target_model(
@@ -264,19 +228,6 @@ def describe_differences(
             " the batch, change gradient_accumulation_steps along with the number of processes",
             style="yellow",
         )
-
-
-def describe_other_choices(cfg: TrainConfig, start: StageStart) -> Iterator[str]:
-    """Say where this run rounds in another way than the one that it resumes, because the
-    configuration asks for it.
-    """
-    for key, before in start.choices.items():
-        now = getattr(cfg, key)
-        if now != before and key not in cfg.ineffective_keys:
-            yield (
-                f"note: {key}: was {json.dumps(before)} up to the checkpoint, now {json.dumps(now)}:"
-                " losses may differ by rounding from those of an uninterrupted run"
-            )
 
 
 def forget_incomparable_best(

@@ -63,19 +63,20 @@ def plan_steps(
         ConfigError: the learning rate is 0 in all steps.
     """
     loader = BatchLoader(train, cfg.micro_batch_size, cfg.seed, rank=rank, size=processes)
-    return loader, make_schedule(cfg, loader.batches_per_epoch, processes)
+    return loader, make_schedule(cfg, loader.batches_per_epoch / processes)
 
 
-def make_schedule(
-    cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
-) -> TrainingSchedule:
+def make_schedule(cfg: TrainConfig, micro_batches_per_epoch: float) -> TrainingSchedule:
     """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
     otherwise.
+
+    Args:
+        micro_batches_per_epoch: of each process.
 
     Raises:
         ConfigError: the learning rate is 0 in all of them.
     """
-    per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
+    per_epoch = micro_batches_per_epoch / cfg.gradient_accumulation_steps
     total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
     warmup = cfg.warmup_steps
     if warmup is None:
@@ -87,7 +88,7 @@ def make_schedule(
         key = "warmup_ratio" if cfg.warmup_steps is None else "warmup_steps"
         more = f"max_steps: {FEW_STEPS}"
         if cfg.max_steps is None:
-            more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+            more = _keys_for_more_steps(cfg, per_epoch)
         raise ConfigError(
             f"{key}: {getattr(cfg, key)}: the learning rate is 0 in the only step of the run, so"
             f" nothing would be trained. Set {more}, or {key}: 0"
@@ -111,25 +112,23 @@ def make_schedule(
     )
 
 
-def few_steps_advice(
-    cfg: TrainConfig, schedule: TrainingSchedule, micro_batches_per_epoch: int, processes: int
-) -> str | None:
+def few_steps_advice(cfg: TrainConfig, schedule: TrainingSchedule) -> str | None:
     """Return what to change if a run has few steps that nobody asked for by `max_steps`."""
     if cfg.max_steps is not None or schedule.total_steps >= FEW_STEPS:
         return None
-    more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+    more = _keys_for_more_steps(cfg, schedule.steps_per_epoch)
     return (
         f"note: {schedule.total_steps} steps in all are few to train a draft; for more set {more}"
     )
 
 
-def _keys_for_more_steps(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int) -> str:
+def _keys_for_more_steps(cfg: TrainConfig, steps_per_epoch: float) -> str:
     """Return values of keys with which the run has `FEW_STEPS` steps: a smaller batch and, if that
     is not enough, more epochs.
     """
-    per_epoch = micro_batches_per_epoch / processes
-    accumulation = max(1, int(cfg.num_epochs * per_epoch / FEW_STEPS))
-    epochs = math.ceil(FEW_STEPS * accumulation / per_epoch - ROUNDING)
+    micro_batches = steps_per_epoch * cfg.gradient_accumulation_steps  # of an epoch
+    accumulation = max(1, int(cfg.num_epochs * micro_batches / FEW_STEPS + ROUNDING))
+    epochs = math.ceil(FEW_STEPS * accumulation / micro_batches - ROUNDING)
     changed = []
     if accumulation < cfg.gradient_accumulation_steps:
         changed.append(f"gradient_accumulation_steps: {accumulation}")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
 
 from medusa_train.checkpoint.digest import digest_base_model
 from medusa_train.checkpoint.heads import load_draft
@@ -32,6 +31,7 @@ from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, 
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_target_model
+from medusa_train.models.lora import Adapter
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.models.target_model import TargetModel
@@ -50,15 +50,14 @@ from medusa_train.training.optimizer import (
     build_scheduler,
     parameter_groups,
 )
+from medusa_train.training.preflight import check_same_settings
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.resume import (
     NEW_STAGE,
-    StageStart,
+    ResumePlan,
     check_target_model,
     describe_differences,
-    describe_other_choices,
     forget_incomparable_best,
-    load_checkpoint,
 )
 from medusa_train.training.schedule import (
     TrainingSchedule,
@@ -69,6 +68,7 @@ from medusa_train.training.schedule import (
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
+    load_snapshot,
     restore_state,
     restore_weights,
 )
@@ -81,14 +81,16 @@ class Stage:
     """What a stage is built from.
 
     Attributes:
+        cfg: with what `gradient_checkpointing: auto` means on this device.
         start: what it goes on from. store: its checkpoints.
     """
 
     cfg: TrainConfig
+    precision: Precision
     data: TrainingData
     progress: RunProgress
     distributed: DistributedContext
-    start: StageStart
+    start: ResumePlan
     store: CheckpointStore
 
     def print(self, line: str | None, style: str | None = None) -> None:
@@ -102,12 +104,10 @@ class Models:
     """The models of a stage, with the weights from which it trains on.
 
     Attributes:
-        cfg: the configuration, with what `gradient_checkpointing: auto` means on this device.
         checkpoint: what is resumed: its weights are restored, its counters and optimizer not yet.
         fingerprint: of the base model's weights; None where there are no files.
     """
 
-    cfg: TrainConfig
     draft: Draft
     recipe: TargetModelRecipe
     checkpoint: LoadedCheckpoint | None
@@ -119,26 +119,24 @@ def build_trainer(
     data: TrainingData,
     progress: RunProgress,
     distributed: DistributedContext = SINGLE_PROCESS,
-    start: StageStart = NEW_STAGE,
+    start: ResumePlan = NEW_STAGE,
 ) -> Trainer:
     """Build everything that trains, and restore what the stage starts from.
 
     Each function returns what a later one takes. So a strategy partitions or copies weights that
     are restored, and nothing is written to the run directory before all else succeeded.
     """
+    cfg, precision = decide_auto(cfg, data.train, progress.print, distributed)
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    stage = Stage(cfg, data, progress, distributed, start, store)
+    stage = Stage(cfg, precision, data, progress, distributed, start, store)
     models = load_models(stage)
-    loader, schedule = plan_stage(stage, models)
+    loader, schedule = plan_stage(stage)
     with progress.phase(_strategy_phase(cfg, distributed), ticking=True):
-        strategy = build_strategy(
-            models.cfg, models.draft, models.recipe, schedule, distributed, progress.console
-        )
-    objective = build_objective(models.cfg, models.draft, models.recipe.joint)
+        strategy = build_strategy(stage, models, schedule)
+    objective = build_objective(cfg, models.draft)
     state = restore_run(stage, models, loader, schedule, strategy, objective)
-    loggers = open_run(stage, models, state, schedule)
     return Trainer(
-        cfg=models.cfg,
+        cfg=cfg,
         recipe=models.recipe,
         draft=models.draft,
         objective=objective,
@@ -147,7 +145,7 @@ def build_trainer(
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
         schedule=schedule,
         store=store,
-        loggers=loggers,
+        loggers=open_run(stage, models, state, schedule),
         state=state,
         distributed=distributed,
         progress=progress,
@@ -164,16 +162,10 @@ def load_models(stage: Stage) -> Models:
     cfg, distributed, start = stage.cfg, stage.distributed, stage.start
     limit_kernel_cache()
     choose_kernels(distributed.device)
-    # 1. What `auto` means here.
-    before = start.choices.get("gradient_checkpointing")
-    report = stage.progress.print
-    cfg, precision = decide_auto(cfg, stage.data.train, report, distributed, before)
-    for line in describe_other_choices(cfg, start):
-        stage.print(line)
-    # 2. The models.
+    # 1. The models.
     with stage.progress.phase("loading the model", ticking=True):
         with distributed.failing_together():
-            recipe, draft = _load_model(stage, cfg, precision)
+            recipe, draft = _load_model(stage)
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
             recipe.cache = open_hidden_states(
                 cfg.prepared_dir,
@@ -184,26 +176,26 @@ def load_models(stage: Stage) -> Models:
                 stage.progress.console,
                 cfg.tf32,
             )
-    _describe_models(stage, cfg, draft, recipe)
-    # 3. The weights of the checkpoint.
+    _describe_models(stage, draft, recipe)
+    # 2. The weights of the checkpoint.
     fingerprint = distributed.run_on_main(lambda: digest_base_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
-            checkpoint = load_checkpoint(start.checkpoint, start.changed, stage.store, distributed)
+            snapshot = load_snapshot(stage.store, start.checkpoint, distributed)
+            checkpoint = LoadedCheckpoint(start.checkpoint, snapshot, start.changed)
             check_target_model(checkpoint, cfg.base_model, fingerprint, stage.progress.console)
             with distributed.failing_together():
                 restore_weights(checkpoint, draft, recipe, distributed)
-    return Models(cfg, draft, recipe, checkpoint, fingerprint)
+    return Models(draft, recipe, checkpoint, fingerprint)
 
 
-def _load_model(
-    stage: Stage, cfg: TrainConfig, precision: Precision
-) -> tuple[TargetModelRecipe, Draft]:
+def _load_model(stage: Stage) -> tuple[TargetModelRecipe, Draft]:
     """Load the base model, build the draft, and make trainable what the recipe trains.
 
     Several processes that train with ZeRO-3 load their part of the base model only.
     """
+    cfg, precision = stage.cfg, stage.precision
     seed_all(cfg.seed)
     torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     if cfg.fp16 and precision.dtype != torch.float16:
@@ -241,55 +233,46 @@ def build_heads(
     section = cfg.draft_config
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
+        # 1. New heads.
         settings = dict(section.settings)
         vocabulary = DraftVocabulary.choose(
             section, data.train, target_model.tokenizer, target_model.vocab_size
         )
         if vocabulary is not None:
-            _print_vocabulary(vocabulary, data, console)
             settings["token_map"] = vocabulary.tokens
-        return DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
-
-    draft = load_draft(initial, target_model, torch.float32)
-    name = draft_name(draft)
-    if name != cfg.draft:
-        raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
-    # a key that is not set takes what the heads have, except for the vocabulary, where it means all
-    # tokens
-    trained = []
-    wanted = []
-    for key, value in draft.settings.items():
-        configured = section.settings.get(key)
-        takes_any = configured is None and key != "vocab_size"
-        if key not in section.settings or takes_any or value == configured:
-            continue
-        trained.append(f"{section.prefix}{key}: {value}")
-        wanted.append(f"{section.prefix}{key}: {configured}")
-    if trained:
-        raise ConfigError(
-            f"lora_model_dir: the heads in {initial} have {', '.join(trained)}, the configuration"
-            f" {', '.join(wanted)}"
+        draft = DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
+    else:
+        # 2. Those of a run. A key that is not set takes what they have, except for the vocabulary,
+        # where it means all tokens.
+        draft = load_draft(initial, target_model, torch.float32)
+        if (name := draft_name(draft)) != cfg.draft:
+            raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
+        check_same_settings(
+            f"the heads in {initial} have",
+            [
+                (section.prefix + key, value, section.settings[key])
+                for key, value in draft.settings.items()
+                if key in section.settings
+                and (key == "vocab_size" or section.settings[key] is not None)
+            ],
         )
-    console.print(f"initializing the heads from {initial}")
-    token_map = draft.lm_head(1).token_map
-    if token_map is not None:
-        _print_vocabulary(DraftVocabulary(token_map.cpu(), target_model.vocab_size), data, console)
+        console.print(f"initializing the heads from {initial}")
+        tokens = draft.lm_head(1).token_map
+        vocabulary = None
+        if tokens is not None:
+            vocabulary = DraftVocabulary(tokens.cpu(), target_model.vocab_size)
+    # 3. How much of the data a reduced vocabulary covers.
+    if vocabulary is not None:
+        line, *warnings = vocabulary.describe(data.train, data.validation)
+        console.print(f"draft vocabulary: {line}")
+        for warning in warnings:
+            console.print(warning, style="yellow")
     return draft
 
 
-def _print_vocabulary(vocabulary: DraftVocabulary, data: TrainingData, console: Console) -> None:
-    """Print how much of the data a reduced vocabulary covers, and a warning if that is little."""
-    line, *warnings = vocabulary.describe(data.train, data.validation)
-    console.print(f"draft vocabulary: {line}")
-    for warning in warnings:
-        console.print(warning, style="yellow")
-
-
-def _describe_models(
-    stage: Stage, cfg: TrainConfig, draft: Draft, recipe: TargetModelRecipe
-) -> None:
+def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> None:
     """Print what is trained on, what is trained and frozen, and what differs from usual."""
-    train, validation = stage.data.train, stage.data.validation
+    cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
     stage.print(
         f"data: {train.describe_count()} for training ({train.tokens:,} tokens,"
         f" {train.supervised_tokens:,} of them supervised), {validation.describe_count()}"
@@ -329,9 +312,9 @@ def _describe_models(
 # 2. The steps
 
 
-def plan_stage(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSchedule]:
+def plan_stage(stage: Stage) -> tuple[BatchLoader, TrainingSchedule]:
     """Return this process's batches and the schedule of the run, and print the latter."""
-    cfg, data, size = models.cfg, stage.data, stage.distributed.size
+    cfg, data, size = stage.cfg, stage.data, stage.distributed.size
     loader, schedule = plan_steps(cfg, data.train, stage.distributed.rank, size)
     unit = "rows"
     if cfg.sample_packing:
@@ -339,7 +322,7 @@ def plan_stage(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSched
     elif data.train.conversations == len(data.train):
         unit = "conversations"
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
-    if models.recipe.joint:
+    if cfg.recipe == "medusa2":
         rates += f" (base model {cfg.learning_rate:g})"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * size
     stage.print(
@@ -347,7 +330,7 @@ def plan_stage(stage: Stage, models: Models) -> tuple[BatchLoader, TrainingSched
         f" ({schedule.epoch(schedule.total_steps):.2f} epochs), {rates} after"
         f" {schedule.warmup_steps} warmup steps, {cfg.lr_scheduler} schedule"
     )
-    stage.print(few_steps_advice(cfg, schedule, loader.batches_per_epoch, size), "yellow")
+    stage.print(few_steps_advice(cfg, schedule), "yellow")
     stage.print(warmup_warning(schedule.warmup_steps, schedule.total_steps), "yellow")
     return loader, schedule
 
@@ -362,14 +345,7 @@ def _strategy_phase(cfg: TrainConfig, distributed: DistributedContext) -> str:
     return "starting DeepSpeed"
 
 
-def build_strategy(
-    cfg: TrainConfig,
-    draft: nn.Module,
-    recipe: TargetModelRecipe,
-    schedule: TrainingSchedule,
-    distributed: DistributedContext,
-    console: Console,
-) -> Strategy:
+def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> Strategy:
     """Build optimizer, schedule and strategy; print a line where they differ from the
     configuration.
 
@@ -377,6 +353,8 @@ def build_strategy(
     ZeRO stage 3 the weights are partitioned from here on and must be read as in
     `models.partitioned`.
     """
+    cfg, distributed = stage.cfg, stage.distributed
+    draft, recipe = models.draft, models.recipe
     trained = list(recipe.parameters.values())
     groups = parameter_groups(
         draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
@@ -388,8 +366,7 @@ def build_strategy(
         betas=(cfg.adam_beta1, cfg.adam_beta2),
         epsilon=cfg.adam_epsilon,
     )
-    if notice:
-        console.print(notice)
+    stage.print(notice)
     lr_scheduler = build_scheduler(
         cfg.lr_scheduler,
         optimizer,
@@ -397,9 +374,7 @@ def build_strategy(
         schedule.total_steps,
         cfg.cosine_min_lr_ratio,
     )
-    loss_scale = None
-    if recipe.precision.dtype == torch.float16:
-        loss_scale = LossScale()
+    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
     if distributed.size == 1 and cfg.deepspeed is None:
         return LocalStrategy(optimizer, lr_scheduler, cfg.max_grad_norm, loss_scale)
 
@@ -407,12 +382,8 @@ def build_strategy(
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     target_model = recipe.target_model
     config = engine_config(cfg, distributed.size, target_model.hidden_size)
-    default = ""
-    if cfg.deepspeed is None:
-        default = " (default, deepspeed is not set)"
-    console.print(
-        f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}"
-    )
+    default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
+    stage.print(f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     read_directly = [*draft.parameters(), *target_model.output_embeddings.parameters()]
     return DeepSpeedStrategy(
         draft,
@@ -426,11 +397,11 @@ def build_strategy(
     )
 
 
-def build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
+def build_objective(cfg: TrainConfig, draft: Draft) -> Objective:
     """Build the loss of the draft, and of the base model where it is trained, too."""
     loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
-    if joint:
+    if cfg.recipe == "medusa2":
         keys = {
             "lm": "kl" if cfg.medusa_self_distillation else "ce",
             "rho": cfg.medusa_distillation_regularization,
@@ -457,7 +428,7 @@ def restore_run(
     distributed, store, console = stage.distributed, stage.store, stage.progress.console
     if not distributed.is_main:
         # other dropout masks per process, now that weights are equal
-        torch.manual_seed(hash((models.cfg.seed, distributed.rank)))
+        torch.manual_seed(hash((stage.cfg.seed, distributed.rank)))
     state = TrainState()
     if models.checkpoint is not None:
         with distributed.failing_together():
@@ -469,9 +440,9 @@ def restore_run(
     forget_incomparable_best(
         state,
         stage.data.validation.fingerprint(),
-        {**objective.terms, "quantization": models.cfg.quantization},
+        {**objective.terms, "quantization": stage.cfg.quantization},
         store,
-        models.cfg.early_stopping_patience,
+        stage.cfg.early_stopping_patience,
         distributed,
         console,
     )
@@ -489,7 +460,7 @@ def open_run(
     """Prepare the run directory, write the configuration as it was used, and open the logs; only
     rank 0 has any.
     """
-    cfg = _as_used(models, stage.data)
+    cfg = _as_used(stage, models.recipe.adapter)
     out = cfg.run_dir
     console = stage.progress.console
     stage.distributed.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
@@ -518,18 +489,16 @@ def open_run(
         return MetricLoggers([file, shown, *boards])
 
 
-def _as_used(models: Models, data: TrainingData) -> TrainConfig:
+def _as_used(stage: Stage, adapter: Adapter | None) -> TrainConfig:
     """Return the configuration with what was found in data and adapter."""
-    cfg, adapter = models.cfg, models.recipe.adapter
+    cfg = stage.cfg
     used: dict[str, Any] = {
-        "chat_template": data.chat_template,
-        "sequence_len": data.sequence_len,
+        "chat_template": stage.data.chat_template,
+        "sequence_len": stage.data.sequence_len,
     }
     if adapter is not None:
         lora = adapter.peft.peft_config["default"]
-        used["lora_r"] = lora.r
-        used["lora_alpha"] = lora.lora_alpha
-        used["lora_dropout"] = lora.lora_dropout
+        used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
         if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
             used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
             if not cfg.lora_target_linear:

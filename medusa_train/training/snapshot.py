@@ -20,7 +20,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import Strategy
 from medusa_train.training.step_metrics import Window
 from medusa_train.training.target_model_recipe import TargetModelRecipe
@@ -83,13 +83,15 @@ class TrainState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
         """Restore `dataclasses.asdict`, also after a round trip through a JSON file."""
-        names = {f.name for f in fields(cls)} - {"window"}
-        present = {name: values[name] for name in names if name in values}
-        return cls(**present, window=Window(**values.get("window", {})))
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        window = known.pop("window", {})
+        if "sums" not in window:  # of an earlier version, which had other sums
+            return cls(**known)
+        return cls(**known, window=Window(**window))
 
 
 def take_weights(
-    draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext = SINGLE_PROCESS
+    draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext
 ) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
@@ -104,7 +106,7 @@ def take_snapshot(
     recipe: TargetModelRecipe,
     strategy: Strategy,
     state: TrainState,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> dict[str, Any]:
     """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes
     on.
@@ -143,12 +145,10 @@ def load_snapshot(
         parts: as for `CheckpointStore.load`.
     """
     snapshot: dict[str, Any] = {}
-    with distributed.failing_together():
-        if distributed.is_main:
-            snapshot = store.load(path, parts=parts)
-    with distributed.failing_together():
-        if not distributed.is_main:
-            snapshot = store.load(path, verify=False, parts=parts)
+    for reads in (distributed.is_main, not distributed.is_main):
+        with distributed.failing_together():
+            if reads:
+                snapshot = store.load(path, verify=distributed.is_main, parts=parts)
     return snapshot
 
 
@@ -156,7 +156,7 @@ def restore_weights(
     checkpoint: LoadedCheckpoint,
     draft: Draft,
     recipe: TargetModelRecipe,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> None:
     """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.
 
@@ -173,7 +173,7 @@ def restore_weights(
 def restore_state(
     checkpoint: LoadedCheckpoint,
     strategy: Strategy,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    distributed: DistributedContext,
 ) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 

@@ -28,7 +28,7 @@ from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
-from medusa_train.training.resume import ResumePlan, plan_resume
+from medusa_train.training.resume import plan_resume
 from medusa_train.training.schedule import TrainingSchedule, plan_steps
 from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
@@ -83,15 +83,15 @@ def train_stages(
 
         # 3. Training: one stage, or both.
         if first is None:
-            return train(cfg, data[0], progress, results, distributed, plan.start)
+            return train(cfg, data[0], progress, results, distributed, plan)
 
         for line in _describe_stages(stages, schedules):
             console.print(line)
-        distributed.run_on_main(lambda: _begin(cfg, plan))
+        distributed.run_on_main(lambda: _begin(cfg))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         code = train(
-            first, data[0], progress, results, distributed, plan.start, parent_run_dir=cfg.run_dir
+            first, data[0], progress, results, distributed, plan, parent_run_dir=cfg.run_dir
         )
         if code != 0:
             return code
@@ -161,12 +161,12 @@ def _describe_stages(
     return lines
 
 
-def _begin(cfg: TrainConfig, plan: ResumePlan) -> None:
+def _begin(cfg: TrainConfig) -> None:
     """Delete the run that this one overwrites, its stage one included, and write the configuration
     of both stages.
     """
     out = cfg.run_dir
-    if plan.replaces:
+    if cfg.resume_from_checkpoint is None:
         prepare_output_dir(out, 0)
     out.mkdir(parents=True, exist_ok=True)
     write_config(cfg, out)

@@ -1,6 +1,4 @@
-"""Sum the metrics of a training step over micro-batches and processes, and over the steps between
-two log lines.
-"""
+"""Sum the metrics of a training step over micro-batches, and over the steps between two log lines."""
 
 from __future__ import annotations
 
@@ -14,107 +12,52 @@ from torch import Tensor
 
 from medusa_train.data.batch import Batch
 from medusa_train.losses.objective import ObjectiveOutput
-from medusa_train.training.distributed import DistributedContext
 
 
-@dataclass(frozen=True)
-class MicroBatchResult:
-    """The metrics of one micro-batch, without its graph.
+def metrics_row(batch: Batch, output: ObjectiveOutput) -> Tensor:
+    """Return the metrics of a micro-batch as float64 [5 + 3 K], which can be summed over
+    micro-batches and processes; nothing is transferred from the device.
 
-    Attributes:
-        records: where its conversations come from, "file:line".
-        loss: scalar, its share of the step's loss.
-        row: float64 [5 + 3 K], the fields of `StepTotals` in their order, which can be summed.
+    They are its share of the step's loss, tokens read, the base model's cross-entropy and KL in
+    nats and its targets (0 if it is frozen), and of each of the K heads the top-1 hits, then of each
+    the valid targets, then of each those of them in the head's vocabulary.
     """
-
-    records: list[str]
-    loss: Tensor
-    row: Tensor
-
-    @classmethod
-    def from_output(cls, batch: Batch, output: ObjectiveOutput) -> MicroBatchResult:
-        """Detach what the objective returned for `batch`; nothing is transferred from the device."""
-        loss = output.loss.detach()
-        tokens = (batch.segments >= 0).sum()
-        target_model = [torch.zeros_like(loss)] * 3
-        if output.lm is not None:
-            target_model = [output.lm.ce, output.lm.kl, output.lm.count]
-        heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
-        values = [loss, tokens, *target_model, *heads]
-        row = torch.cat([value.double().flatten() for value in values])
-        return cls(batch.records, loss, row)
+    loss = output.loss.detach()
+    tokens = (batch.segments >= 0).sum()
+    target_model = [torch.zeros_like(loss)] * 3
+    if output.lm is not None:
+        target_model = [output.lm.ce, output.lm.kl, output.lm.count]
+    heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
+    values = [loss, tokens, *target_model, *heads]
+    return torch.cat([value.double().flatten() for value in values])
 
 
 @dataclass
-class StepTotals:
-    """Sums over a global batch: all micro-batches of all processes.
-
-    Attributes:
-        loss: the step's loss.
-        tokens: tokens read.
-        lm_ce, lm_kl, lm_count: cross-entropy and KL of the base model in nats, and its targets; 0 if
-            it is frozen.
-        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary,
-            per head.
-    """
-
-    loss: float = 0.0
-    tokens: int = 0
-    lm_ce: float = 0.0
-    lm_kl: float = 0.0
-    lm_count: int = 0
-    correct: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
-
-    @classmethod
-    def reduce(
-        cls, results: Sequence[MicroBatchResult], distributed: DistributedContext
-    ) -> StepTotals:
-        """Sum this process's micro-batches, then all processes."""
-        rows = torch.stack([result.row for result in results])  # [micro-batches, 5 + 3 K]
-        loss, tokens, ce, kl, targets, *heads = distributed.sum(rows.sum(dim=0)).tolist()
-        counted = [int(number) for number in heads]
-        k = len(counted) // 3
-        return cls(
-            loss,
-            int(tokens),
-            ce,
-            kl,
-            int(targets),
-            correct=counted[:k],
-            counts=counted[k : 2 * k],
-            known=counted[2 * k :],
-        )
-
-
-@dataclass
-class Window(StepTotals):
+class Window:
     """Sums over the optimizer steps since the last log line.
 
-    It is saved in checkpoints, so that a resumed run logs the same. `lr` is the learning rate of
-    the last step. `overscaled` counts steps skipped because float16 gradients overflowed; they
-    count as steps and have no norm.
+    It is saved in checkpoints, so that a resumed run logs the same.
+
+    Attributes:
+        sums: of the rows of `metrics_row`; empty before the first step.
+        lr: the learning rate of the last step.
+        overscaled: steps skipped because float16 gradients overflowed; they count as steps and have
+            no norm.
     """
 
+    sums: list[float] = field(default_factory=list)
     steps: int = 0
     grad_norm: float = 0.0
     lr: float = 0.0
     seconds: float = 0.0
     overscaled: int = 0
 
-    def add(self, totals: StepTotals, grad_norm: float, seconds: float) -> None:
-        """Add one optimizer step."""
+    def add(self, sums: Sequence[float], grad_norm: float, seconds: float) -> None:
+        """Add one optimizer step; `sums` are those of its global batch."""
+        self.sums = [sum(pair) for pair in zip_longest(self.sums, sums, fillvalue=0.0)]
         self.steps += 1
         self.grad_norm += grad_norm
         self.seconds += seconds
-        for name, value in vars(totals).items():
-            total = getattr(self, name)
-            if isinstance(value, list):  # one entry per head; none yet in a new window
-                pairs = zip_longest(total, value, fillvalue=0)
-                setattr(self, name, [before + more for before, more in pairs])
-            else:
-                setattr(self, name, total + value)
 
     def means(self) -> dict[str, Any]:
         """Return the window's metrics, for a training record in metrics.jsonl.
@@ -123,18 +66,22 @@ class Window(StepTotals):
         are left out where the base model is frozen; `outside_vocabulary`, the share of targets that a
         reduced draft vocabulary lacks, and `overscaled_steps` where they are zero.
         """
-        pairs = zip(self.correct, self.counts, strict=True)
+        loss, tokens, lm_ce, lm_kl, lm_count, *heads = self.sums
+        k = len(heads) // 3
+        correct, counts, in_vocab = heads[:k], heads[k : 2 * k], heads[2 * k :]
         means: dict[str, Any] = {
-            "loss": self.loss / self.steps,
-            "head_top1": [correct / max(count, 1) for correct, count in pairs],
+            "loss": loss / self.steps,
+            "head_top1": [
+                hits / max(count, 1) for hits, count in zip(correct, counts, strict=True)
+            ],
             "grad_norm": self.grad_norm / max(self.steps - self.overscaled, 1),
             "lr": self.lr,
-            "tokens_per_s": self.tokens / max(self.seconds, 1e-9),
+            "tokens_per_s": tokens / max(self.seconds, 1e-9),
         }
-        if self.lm_count:
-            means |= {"lm_loss": self.lm_ce / self.lm_count, "lm_kl": self.lm_kl / self.lm_count}
-        if sum(self.known) < sum(self.counts):
-            means["outside_vocabulary"] = 1.0 - sum(self.known) / sum(self.counts)
+        if lm_count:
+            means |= {"lm_loss": lm_ce / lm_count, "lm_kl": lm_kl / lm_count}
+        if sum(in_vocab) < sum(counts):
+            means["outside_vocabulary"] = 1.0 - sum(in_vocab) / sum(counts)
         if self.overscaled:
             means["overscaled_steps"] = self.overscaled
         return means

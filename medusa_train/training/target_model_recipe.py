@@ -26,7 +26,7 @@ from medusa_train.models.partitioned import full_shape, gathered, is_partitioned
 from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
+from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.hidden_states import HiddenStateCache
 
 
@@ -97,9 +97,7 @@ class TargetModelRecipe:
             return list(self.target_model.model.parameters())
         return list(self.parameters.values())
 
-    def load_state_dict(
-        self, state: dict[str, Tensor], distributed: DistributedContext = SINGLE_PROCESS
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Tensor], distributed: DistributedContext) -> None:
         """Load the trained parameters, whole, by name; ValueError if names or shapes differ.
 
         Of parameters that are partitioned, only rank 0 reads the values.

@@ -6,8 +6,6 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -23,14 +21,13 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.io import describe_size
-from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import WeightMemory, free_memory, is_out_of_memory
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.resume import NEW_STAGE, StageStart
+from medusa_train.training.resume import NEW_STAGE, ResumePlan
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
@@ -43,26 +40,11 @@ from medusa_train.tree_search.choose_tree import (
     choose_tree,
     timing_budget,
 )
-from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
+from medusa_train.tree_search.traces import prompts_by_conversation
 
 #: How many times as long a token takes that is answered for the tree as one that is trained on,
 #: about: 8 to 14 on CPUs. A long run takes hardly any of its time for these answers.
 ANSWERING_FACTOR = 10
-
-
-@dataclass(frozen=True)
-class FinishedStage:
-    """How the steps of a stage ended.
-
-    Attributes:
-        step: the step whose weights are saved; after early stopping not the last one.
-        keeps_tree: whether the run has a tree that was fitted to these heads before.
-        cache_summary: what was read of stored hidden states, in words; None without them.
-    """
-
-    step: int
-    keeps_tree: bool = False
-    cache_summary: str | None = None
 
 
 def train(
@@ -71,7 +53,7 @@ def train(
     progress: RunProgress,
     results: Console,
     distributed: DistributedContext = SINGLE_PROCESS,
-    start: StageStart = NEW_STAGE,
+    start: ResumePlan = NEW_STAGE,
     parent_run_dir: Path | None = None,
 ) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing
@@ -84,40 +66,47 @@ def train(
     Returns:
         The exit code, see `stages.train_stages`.
     """
-    with _explain_out_of_memory(cfg):
+    try:
         trainer = build_trainer(cfg, data, progress, distributed, start)
-        if trainer.recipe.target_model.tree_obstacle is not None:
-            cfg = cfg.model_copy(update={"calibration_tokens": 0})
         trainer.parent_run_dir = parent_run_dir
+        if trainer.recipe.target_model.tree_obstacle is not None:
+            trainer.cfg = trainer.cfg.model_copy(update={"calibration_tokens": 0})
         try:
-            with _resume_hint(trainer):
-                return _train_and_finish(cfg, data, trainer, progress, results)
+            return _train_and_finish(trainer, data, results)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nAfter fixing this, resume with:\n  {resume_command(trainer)}"
+            ) from error
         except KeyboardInterrupt as interrupt:
             progress.console.print(_describe_interruption(trainer), style="yellow")
             return signal_exit_code(interrupt)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MedusaError(
+            f"not enough memory for this run ({str(error).partition('. ')[0]}).\nTo use less"
+            f" memory: {'; '.join(_keys_for_less_memory(cfg))}.\n--inspect"
+            " estimates the parts. Where torch reports much memory as reserved but unallocated,"
+            " set PYTORCH_ALLOC_CONF=expandable_segments:True."
+        ) from error
 
 
-def _train_and_finish(
-    cfg: TrainConfig, data: TrainingData, trainer: Trainer, progress: RunProgress, results: Console
-) -> int:
+def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) -> int:
     """Train to the end or to a request to stop; return the exit code."""
-    console = progress.console
-    distributed = trainer.distributed
+    console = trainer.progress.console
     state = trainer.state
     # 1. The steps.
     first_step = state.step  # of the run that is resumed
     seconds_before = state.seconds
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
-        outcome = trainer.run(
-            stop, lambda seconds: _print_time_left(cfg, data, trainer, progress, seconds)
-        )
-    progress.seconds["training"] = state.seconds - seconds_before
+        outcome = trainer.run(stop, lambda seconds: _print_time_left(trainer, data, seconds))
+    trainer.progress.seconds["training"] = state.seconds - seconds_before
     if outcome is Outcome.INTERRUPTED:
         console.print(
             f"stopped after step {state.step}, saved. To resume:\n  {resume_command(trainer)}",
         )
         # the signal may have reached only one of the processes
-        return max(distributed.gather(stop.exit_code))
+        return max(trainer.distributed.gather(stop.exit_code))
 
     # 2. The weights to save, and their evaluation, which is missing where nothing was left to train.
     step = state.step
@@ -125,8 +114,8 @@ def _train_and_finish(
         step = trainer.restore_best()
         console.print(
             "stopped early: no lower validation loss in"
-            f" {cfg.early_stopping_patience} evaluations ({state.best}); using the weights of step"
-            f" {step}"
+            f" {trainer.cfg.early_stopping_patience} evaluations ({state.best}); using the weights"
+            f" of step {step}"
         )
     if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
@@ -134,83 +123,75 @@ def _train_and_finish(
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     cache_summary = None
     if trainer.recipe.cache is not None:
-        cache_summary = trainer.recipe.cache.describe(distributed)
+        cache_summary = trainer.recipe.cache.describe(trainer.distributed)
     # 4. What needs no other process: the files, the tree and the closing tables.
     try:
-        if distributed.is_main:
+        if trainer.distributed.is_main:
             with writing(trainer.output_dir):
-                took_no_step = first_step == state.step
-                keeps_tree = took_no_step and _has_tree_of_its_heads(trainer.output_dir)
-                finished = FinishedStage(step, keeps_tree, cache_summary)
-                _finish(cfg, data, trainer, finished, progress, results)
+                choice = _save(trainer, data, took_no_step=first_step == state.step)
+                _print_results(trainer, step, choice, cache_summary, results)
     finally:
-        distributed.gather(
-            None
-        )  # the others wait, since NCCL's connections must be closed together
+        # the others wait, since NCCL's connections must be closed together
+        trainer.distributed.gather(None)
     return 0
 
 
-def _finish(
-    cfg: TrainConfig,
-    data: TrainingData,
+def _save(trainer: Trainer, data: TrainingData, *, took_no_step: bool) -> TreeChoice | None:
+    """Save the weights that the trainer holds, and choose the tree unless there is one of them."""
+    cfg, out, progress = trainer.cfg, trainer.output_dir, trainer.progress
+    heads, tree = out / HEADS, out / TREE
+    # 1. A run that was finished before wrote its tree after its heads.
+    has_tree = took_no_step and tree.is_file() and heads.is_dir()
+    has_tree = has_tree and tree.stat().st_mtime >= heads.stat().st_mtime
+    # 2. The weights, in the dtype in which they decode; checkpoints keep float32.
+    before = digest_files(find_heads(heads).files)
+    trainer.recipe.save_trained(out)
+    save_draft(trainer.draft.to(trainer.recipe.precision.dtype), heads, cfg.base_model)
+    # 3. The tree, unless it was fitted to these heads before.
+    if has_tree and digest_files(find_heads(heads).files) == before:
+        os.utime(tree)  # or it would be older than the heads, which were just saved again
+        progress.print(f"{tree} is kept; medusa-eval --calibrate chooses the tree again")
+        return None
+    if not cfg.calibration_tokens or trainer.strategy.partitioned:
+        return None
+    if trainer.last_validation is not None and not data.prompts_held_out:
+        progress.print(
+            f"fewer than {MIN_CONVERSATIONS} chats are held out: fitting the tree to prompts of the"
+            " training set",
+            style="yellow",
+        )
+    return _choose_and_save_tree(trainer, data)
+
+
+def _print_results(
     trainer: Trainer,
-    finished: FinishedStage,
-    progress: RunProgress,
+    step: int,
+    choice: TreeChoice | None,
+    cache_summary: str | None,
     results: Console,
 ) -> None:
-    """Save the weights that the trainer holds, choose the tree and print the closing tables."""
-    out = trainer.output_dir
-    draft = trainer.draft
-    validation = trainer.last_validation
-    # 1. The weights, in the dtype in which they decode; checkpoints keep float32.
-    before = digest_files(find_heads(out / HEADS).files)
-    trainer.recipe.save_trained(out)
-    save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)
-    has_same_heads = digest_files(find_heads(out / HEADS).files) == before
-    # 2. The tree, unless it was fitted to these heads before.
-    choice = None
-    if finished.keeps_tree and has_same_heads:
-        os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
-        progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
-    elif cfg.calibration_tokens and not trainer.strategy.partitioned:
-        if validation is not None and not data.prompts_held_out:
-            progress.print(
-                f"fewer than {MIN_CONVERSATIONS} chats are held out: fitting the tree to prompts of"
-                " the training set",
-                style="yellow",
-            )
-        prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
-        choice = choose_and_save_tree(
-            trainer.recipe,
-            draft,
-            prompts,
-            cfg.calibration_tokens,
-            out,
-            progress,
-            trust_remote_code=cfg.trust_remote_code,
-        )
-    # 3. The closing tables, and what to do next in a line that can be copied.
-    if (table := heads_table(validation, choice)) is not None:
+    """Print the closing tables, and what to do next in a line that can be copied.
+
+    Args:
+        step: the step whose weights are saved; after early stopping not the last one.
+        cache_summary: what was read of stored hidden states, in words; None without them.
+    """
+    cfg, out = trainer.cfg, trainer.output_dir
+    if (table := heads_table(trainer.last_validation, choice)) is not None:
         results.print(table)
-    results.print(summary(cfg, trainer, finished, choice, progress))
-    lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
+    results.print(_summary(trainer, step, choice, cache_summary))
     following = "stage two"
     if trainer.parent_run_dir is None:
+        lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
         following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
         if trainer.recipe.target_model.tree_obstacle is not None:
             following = shlex.join(["medusa-export", str(out), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
-def _print_time_left(
-    cfg: TrainConfig,
-    data: TrainingData,
-    trainer: Trainer,
-    progress: RunProgress,
-    step_seconds: float,
-) -> None:
+def _print_time_left(trainer: Trainer, data: TrainingData, step_seconds: float) -> None:
     """Print how long the rest of the stage takes; the time in the log's lines is of its steps alone."""
-    schedule, state = trainer.schedule, trainer.state
+    schedule, state, progress = trainer.schedule, trainer.state, trainer.progress
     steps = schedule.total_steps - state.step
     if not steps or not trainer.distributed.is_main:
         return
@@ -220,21 +201,14 @@ def _print_time_left(
     validation_steps = validations * share * schedule.steps_per_epoch
     seconds = (steps + validation_steps) * step_seconds
     # 2. The tree.
-    if cfg.calibration_tokens and not trainer.strategy.partitioned:
+    if trainer.cfg.calibration_tokens and not trainer.strategy.partitioned:
         tokens_per_s = state.tokens / state.seconds
-        seconds += ANSWERING_FACTOR * cfg.calibration_tokens / tokens_per_s
+        seconds += ANSWERING_FACTOR * trainer.cfg.calibration_tokens / tokens_per_s
         seconds += timing_budget(progress.total_seconds + seconds)
     progress.print(
         f"about {duration(seconds)} left of this run, {duration(steps * step_seconds)} of them for"
         " steps; then come validation and the tree"
     )
-
-
-def _has_tree_of_its_heads(run: Path) -> bool:
-    """Return whether a run was finished before: its tree is written after its heads."""
-    tree = run / TREE
-    heads = run / HEADS
-    return tree.is_file() and heads.is_dir() and tree.stat().st_mtime >= heads.stat().st_mtime
 
 
 # Stopping and resuming
@@ -246,49 +220,18 @@ def resume_command(trainer: Trainer) -> str:
     """
     # 1. The processes on this machine: by torchrun's name, and DeepSpeed's.
     processes = trainer.distributed.size
-    known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
-    if known:
-        local = int(known)
-    elif os.environ.get("SLURM_NNODES", "1") == "1":
-        local = processes
-    else:
-        local = 0
+    is_one_machine = os.environ.get("SLURM_NNODES", "1") == "1"
+    if known := os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")):
+        is_one_machine = int(known) == processes
     # 2. The command. With processes on several machines it is started again as it was, by srun or
     # torchrun.
     config = (trainer.parent_run_dir or trainer.output_dir) / CONFIG
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
     if trainer.cfg.trust_remote_code:  # the run's own file cannot allow it
         command.append("trust_remote_code=true")
-    if processes > 1 and local == processes:
+    if processes > 1 and is_one_machine:
         command += ["--num-gpus", str(processes)]
     return shlex.join(command)
-
-
-@contextmanager
-def _resume_hint(trainer: Trainer) -> Iterator[None]:
-    """Add the command that resumes the run to the message of a failed checkpoint write or read."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}\nAfter fixing this, resume with:\n  {resume_command(trainer)}"
-        ) from error
-
-
-@contextmanager
-def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
-    """Name the keys that reduce memory when a device runs out of it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MedusaError(
-            f"not enough memory for this run ({str(error).partition('. ')[0]}).\nTo use less"
-            f" memory: {'; '.join(_keys_for_less_memory(cfg))}.\n--inspect"
-            " estimates the parts. Where torch reports much memory as reserved but unallocated,"
-            " set PYTORCH_ALLOC_CONF=expandable_segments:True."
-        ) from error
 
 
 def _keys_for_less_memory(cfg: TrainConfig) -> Iterator[str]:
@@ -328,16 +271,7 @@ def _describe_interruption(trainer: Trainer) -> str:
 # Tree
 
 
-def choose_and_save_tree(
-    recipe: TargetModelRecipe,
-    draft: Draft,
-    conversations: Sequence[Prompts],
-    token_budget: int,
-    out: Path,
-    progress: RunProgress,
-    *,
-    trust_remote_code: bool = False,
-) -> TreeChoice | None:
+def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with their traces.
 
     An adapter is merged first, as for decoding; a quantized base model is dequantized for that.
@@ -345,30 +279,30 @@ def choose_and_save_tree(
     Returns:
         None after printing the reason if no tree could be chosen. The heads are usable without one.
     """
+    cfg, draft, progress = trainer.cfg, trainer.draft, trainer.progress
+    out = trainer.output_dir
     again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
-    recipe.train(False)
+    trainer.recipe.train(False)
     draft.eval()
     try:
-        target_model = _target_model_that_decodes(recipe)
+        target_model = _target_model_that_decodes(trainer.recipe)
         with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
             prepack_linears(target_model.model)
             use_cuda_graphs(target_model)
             prepack_linears(draft)
-        traced = answer_prompts(target_model, draft, conversations, token_budget, progress)
+        prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
+        traced = answer_prompts(target_model, draft, prompts, cfg.calibration_tokens, progress)
         seconds = timing_budget(progress.total_seconds)
         choice = choose_tree(target_model, draft, traced, progress, seconds=seconds)
-    except MedusaError as error:
-        progress.print(f"no tree was chosen: {error}. To choose it: {again}", style="yellow")
+    except (MedusaError, RuntimeError) as error:
+        reason = str(error)
+        if not isinstance(error, MedusaError):
+            if not is_out_of_memory(error):
+                raise
+            reason = "not enough memory next to training"
+        progress.print(f"no tree was chosen: {reason}. To choose it: {again}", style="yellow")
         return None
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        progress.print(
-            f"no tree was chosen: not enough memory next to training. To choose it: {again}",
-            style="yellow",
-        )
-        return None
-    paths = resolve_model(str(out), None, None, trust_remote_code=trust_remote_code)
+    paths = resolve_model(str(out), None, None, trust_remote_code=cfg.trust_remote_code)
     choice.save(out, traced, paths)
     return choice
 
@@ -381,25 +315,20 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
         MedusaError: it is quantized with an adapter, and does not fit into memory dequantized.
     """
     target_model = recipe.target_model
-    for name, parameter in recipe.parameters.items():
-        if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
-            parameter.data = parameter.data.to(target_model.dtype)
     if recipe.adapter is None:
         return target_model
-    if not getattr(target_model.model, "is_quantized", False):
-        recipe.adapter.merge()
-        return target_model
     dtype = recipe.precision.dtype
-    packed = WeightMemory.of(target_model.model, target_model.device).quantized
-    needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
-    free = free_memory(target_model.device)
-    if free is not None and needed > free:
-        raise MedusaError(
-            "decoding merges the adapter into dequantized weights, which take"
-            f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
-        )
+    if getattr(target_model.model, "is_quantized", False):
+        packed = WeightMemory.of(target_model.model, target_model.device).quantized
+        needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
+        free = free_memory(target_model.device)
+        if free is not None and needed > free:
+            raise MedusaError(
+                "decoding merges the adapter into dequantized weights, which take"
+                f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
+            )
     recipe.adapter.merge()
-    return target_model.to_dtype(dtype)
+    return target_model.to_dtype(dtype)  # also of `modules_to_save`, trained in float32
 
 
 # Closing tables
@@ -409,48 +338,38 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
     """Tabulate top-1 and top-5 accuracy per head on validation text and on the base model's greedy
     continuations.
     """
-    columns: dict[str, Sequence[Sequence[float]]] = {}
-    if validation is not None:
-        columns["held-out text"] = validation.top
-    if choice is not None:
-        columns["greedy continuations"] = choice.accuracy
-    if not columns:
-        return None
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")
-    for name in columns:
-        table.add_column(f"{name}\ntop-1", justify="right")
-        table.add_column(f"{name}\ntop-5", justify="right")
-    for k, accuracies in enumerate(zip(*columns.values(), strict=True), start=1):
-        row = [str(k)]
-        for top in accuracies:  # top-1, top-2, ...
-            row += [f"{top[0]:.3f}", f"{top[4]:.3f}"]
-        table.add_row(*row)
+    columns: list[Sequence[Sequence[float]]] = []  # [K, ranks] each
+    if validation is not None:
+        columns.append(validation.top)
+        table.add_column("held-out text\ntop-1", justify="right")
+        table.add_column("held-out text\ntop-5", justify="right")
+    if choice is not None:
+        columns.append(choice.accuracy)
+        table.add_column("greedy continuations\ntop-1", justify="right")
+        table.add_column("greedy continuations\ntop-5", justify="right")
+    if not columns:
+        return None
+    for k, accuracies in enumerate(zip(*columns, strict=True), start=1):
+        shares = [f"{top[rank]:.3f}" for top in accuracies for rank in (0, 4)]
+        table.add_row(str(k), *shares)
     return table
 
 
-def summary(
-    cfg: TrainConfig,
-    trainer: Trainer,
-    finished: FinishedStage,
-    choice: TreeChoice | None,
-    progress: RunProgress,
+def _summary(
+    trainer: Trainer, step: int, choice: TreeChoice | None, cache_summary: str | None
 ) -> Table:
     """Tabulate what was trained, its validation and tree, the time taken, and what was saved."""
-    state = trainer.state
-    validation = trainer.last_validation
-    out = trainer.output_dir
+    cfg, state, out = trainer.cfg, trainer.state, trainer.output_dir
+    validation, progress = trainer.last_validation, trainer.progress
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("trained", Text(f"{cfg.draft_config.describe()} on {cfg.base_model}"))
     # 1. What was trained, and how fast.
-    speed = 0.0
-    if state.seconds:
-        speed = state.tokens / state.seconds
-    skipped = ""
-    if state.skipped:
-        skipped = f", {state.skipped} of them skipped"
+    table.add_row("trained", Text(f"{cfg.draft_config.describe()} on {cfg.base_model}"))
+    speed = state.tokens / state.seconds if state.seconds else 0.0
+    skipped = f", {state.skipped} of them skipped" if state.skipped else ""
     table.add_row(
         "run",
         f"{state.step:,} steps{skipped}, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
@@ -458,12 +377,8 @@ def summary(
     )
     # 2. How good it is.
     if validation is not None:
-        saved = ""
-        if finished.step != state.step:
-            saved = f", as of step {finished.step}"
-        lowest = ""
-        if finished.step != state.best_step:
-            lowest = f" ({state.best})"
+        saved = f", as of step {step}" if step != state.step else ""
+        lowest = f" ({state.best})" if step != state.best_step else ""
         objective = "held-out loss"
         if validation.lm_loss is not None:
             objective = "held-out objective (base model + lambda0 x heads)"
@@ -480,8 +395,8 @@ def summary(
             described += "; no data are held out: chosen on prompts of the training set"
         table.add_row("tree", described)
     # 3. What it took.
-    if finished.cache_summary is not None:
-        table.add_row("hidden states", Text(finished.cache_summary))
+    if cache_summary is not None:
+        table.add_row("hidden states", Text(cache_summary))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row(
             "note", "no tree was fitted: under ZeRO-3 no process holds the whole base model"

@@ -4,15 +4,15 @@ and checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from medusa_train.checkpoint.store import WEIGHTS, CheckpointStore
@@ -26,8 +26,8 @@ from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
-from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
+from medusa_train.training.distributed import DistributedContext
+from medusa_train.training.optimizer import Strategy
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
@@ -37,7 +37,7 @@ from medusa_train.training.snapshot import (
     take_snapshot,
     take_weights,
 )
-from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
+from medusa_train.training.step_metrics import Window, metrics_row
 from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import ValidationResult, validate
@@ -70,9 +70,9 @@ class Trainer:
         store: the run's checkpoints.
         loggers: where metrics are written.
         state: counters of the run; restored from the checkpoint when resuming.
-        last_validation: the last evaluation's result.
         distributed: the processes that train together.
         progress: what is shown meanwhile.
+        last_validation: the last evaluation's result.
         parent_run_dir: of the two-stage run whose stage one this is.
     """
 
@@ -87,9 +87,9 @@ class Trainer:
     store: CheckpointStore
     loggers: MetricLoggers
     state: TrainState
+    distributed: DistributedContext
+    progress: RunProgress
     last_validation: ValidationResult | None = None
-    distributed: DistributedContext = SINGLE_PROCESS
-    progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
     parent_run_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -173,32 +173,34 @@ class Trainer:
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
         counts = self.distributed.sum(counts.sum(dim=0))
 
-        # 2. HiddenStates, loss and backward pass.
-        results: list[MicroBatchResult] = []
+        # 2. Hidden states, loss and backward pass.
+        rows = []
         for batch in micro_batches:
             output = strategy.forward_backward(self.compute_loss, batch, counts)
-            results.append(MicroBatchResult.from_output(batch, output))
-        totals = StepTotals.reduce(results, self.distributed)
+            rows.append(metrics_row(batch, output))
+        sums = self.distributed.sum(torch.stack(rows).sum(dim=0)).tolist()
+        loss, tokens = sums[:2]
 
         # 3. Clip the gradients and step the optimizer, unless something is NaN/Inf.
         state.window.lr = strategy.lr
-        step_result = StepResult(StepOutcome.NOT_FINITE)
-        if math.isfinite(totals.loss):
-            step_result = strategy.step()
-        if step_result.outcome is StepOutcome.OVERSCALED:  # goes on with half the loss scale
+        norm, was_overscaled = math.nan, False
+        if math.isfinite(loss):
+            norm, was_overscaled = strategy.step()
+        if was_overscaled:  # goes on with half the loss scale
             strategy.skip()
             state.window.overscaled += 1
-        elif step_result.outcome is StepOutcome.NOT_FINITE:  # as often as the user allows
-            self._skip_step(totals.loss, results)
+            norm = 0.0
+        elif not math.isfinite(norm):  # as often as the user allows
+            self._skip_step(loss, micro_batches, rows)
 
         # 4. Count the step, and log.
         seconds = time.perf_counter() - started
         state.step += 1
         state.epoch = self.schedule.epoch(state.step)
-        state.tokens += totals.tokens
+        state.tokens += int(tokens)
         state.seconds += seconds
-        if step_result.outcome is not StepOutcome.NOT_FINITE:
-            state.window.add(totals, step_result.grad_norm, seconds)
+        if math.isfinite(norm):
+            state.window.add(sums, norm, seconds)
         self.loggers.advance(state.step)
         if self.schedule.logs(state.step):
             self._log(micro_batches[-1])
@@ -281,22 +283,17 @@ class Trainer:
             record["best"] = is_best
             self.loggers.log("eval", self.state.step, record)
         if not math.isfinite(result.objective):
-            self._warn_of_evaluation(result.objective)
+            patience = ""
+            if (allowed := self.cfg.early_stopping_patience) is not None:
+                count = self.state.evals_since_best
+                patience = f" ({count} of early_stopping_patience {allowed})"
+            self.progress.print(
+                f"warning: the held-out loss at step {self.state.step} is {result.objective}: this"
+                f" evaluation counts as one without improvement{patience}. Check the held-out"
+                " records, or lower learning_rate",
+                style="yellow",
+            )
         return is_best
-
-    def _warn_of_evaluation(self, objective: float) -> None:
-        """Say that the held-out loss is NaN/Inf, and what follows from it."""
-        patience = ""
-        if self.cfg.early_stopping_patience is not None:
-            count = self.state.evals_since_best
-            allowed = self.cfg.early_stopping_patience
-            patience = f" ({count} of early_stopping_patience {allowed})"
-        self.progress.print(
-            f"warning: the held-out loss at step {self.state.step} is {objective}: this evaluation"
-            f" counts as one without improvement{patience}. Check the held-out records, or lower"
-            " learning_rate",
-            style="yellow",
-        )
 
     def _log(self, last_batch: Batch) -> None:
         """Log the means since the last log line and start the next window."""
@@ -343,31 +340,43 @@ class Trainer:
                 lambda: self.store.save_best(self.state.step, weights, {self._resumable_best})
             )
 
-    def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
+    def _skip_step(self, loss: float, batches: Sequence[Batch], rows: Sequence[Tensor]) -> None:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of
         the schedule.
 
         The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the
         gradient is NaN/Inf.
         """
-        # 1. The records, of all processes.
-        own_records: list[str] = []
-        for result in results:
-            if math.isfinite(loss) or not math.isfinite(float(result.loss)):
-                own_records += result.records
-        records: list[str] = []
-        for part in self.distributed.gather(own_records):
-            records += part
+        # 1. Why, and the records of all processes.
+        reason = f"the loss is {loss}"
+        if math.isfinite(loss):
+            reason += ", its gradient is not finite"
+        own: list[str] = []
+        for batch, row in zip(batches, rows, strict=True):
+            if math.isfinite(loss) or not math.isfinite(row[0]):
+                own += batch.records
+        records = list(itertools.chain.from_iterable(self.distributed.gather(own)))
         # 2. Abort, or skip the step.
         state = self.state
         step = state.step + 1
         if state.skipped >= self.cfg.max_nonfinite_steps:
-            error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
+            where = "There is no checkpoint yet."
+            if checkpoint := self.store.latest():
+                where = f"The last good checkpoint is {checkpoint}."
+            before = ""
+            if state.skipped:
+                before = f" (max_nonfinite_steps: {state.skipped} were skipped before)"
+            error = NonFiniteLossError(
+                f"step {step}: {reason}{before}.\n"
+                f"Records in this step: {', '.join(records)}.\n{where}\n"
+                "Check these records; if they are fine, lower learning_rate or set bf16: false. "
+                "max_nonfinite_steps sets how many NaN/Inf steps a run may skip."
+            )
             raise self.distributed.error_on_main(error)
         self.strategy.skip()
         state.skipped += 1
         record = {
-            "reason": non_finite_reason(loss),
+            "reason": reason,
             "records": records,
             "skipped_steps": state.skipped,
             "max_nonfinite_steps": self.cfg.max_nonfinite_steps,
@@ -384,28 +393,3 @@ def _counted(batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
 
 class NonFiniteLossError(MedusaError):
     """The loss or the gradient is NaN or infinite."""
-
-
-def non_finite_reason(loss: float) -> str:
-    """Tell a loss that is NaN/Inf from a finite loss with a NaN/Inf gradient."""
-    if math.isfinite(loss):
-        return f"the loss is {loss}, its gradient is not finite"
-    return f"the loss is {loss}"
-
-
-def non_finite_error(
-    step: int, loss: float, records: list[str], skipped: int, checkpoint: Path | None
-) -> NonFiniteLossError:
-    """Build the error that aborts training at a NaN/Inf step, after `skipped` others."""
-    where = "There is no checkpoint yet."
-    if checkpoint:
-        where = f"The last good checkpoint is {checkpoint}."
-    before = ""
-    if skipped:
-        before = f" (max_nonfinite_steps: {skipped} were skipped before)"
-    return NonFiniteLossError(
-        f"step {step}: {non_finite_reason(loss)}{before}.\n"
-        f"Records in this step: {', '.join(records)}.\n{where}\n"
-        "Check these records; if they are fine, lower learning_rate or set bf16: false. "
-        "max_nonfinite_steps sets how many NaN/Inf steps a run may skip."
-    )

@@ -4,6 +4,7 @@ simulated tree.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,15 +85,13 @@ class ValidationResult:
             "head_top": self.top,
             "targets": self.targets,
         }
-        if self.in_vocab != self.targets:
-            record["targets_in_vocabulary"] = self.in_vocab
-        if self.lm_loss is not None:
-            record["lm_loss"] = self.lm_loss
-        if self.lm_kl is not None:
-            record["lm_kl"] = self.lm_kl
-        if self.acceptance_length is not None:
-            record["acceptance_length"] = self.acceptance_length
-        return record
+        optional = {
+            "targets_in_vocabulary": self.in_vocab if self.in_vocab != self.targets else None,
+            "lm_loss": self.lm_loss,
+            "lm_kl": self.lm_kl,
+            "acceptance_length": self.acceptance_length,
+        }
+        return record | {name: value for name, value in optional.items() if value is not None}
 
 
 @torch.no_grad()
@@ -143,20 +142,14 @@ def validate(
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
     ce, kl, lm_count = distributed.sum(lm_sums).tolist()
-    lm_loss = None
-    lm_kl = None
-    if lm_count:
-        lm_loss = ce / lm_count
-        if recipe.adapter is not None:
-            lm_kl = kl / lm_count
-    heads_loss = 0.0
-    for k, mean in enumerate(head_loss[: draft.trained_heads], start=1):
-        heads_loss += objective.head_weight(k) * mean
+    lm_loss = ce / lm_count if lm_count else None
+    lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
+    weighted = enumerate(head_loss[: draft.trained_heads], start=1)
+    heads_loss = sum(objective.head_weight(k) * mean for k, mean in weighted)
     # 3. The conversations in the order of the batches, with which processes take turns.
     ordered: list[RankedConversation] = []
     for batches_of_turn in zip_longest(*distributed.gather(conversations), fillvalue=[]):
-        for ranked in batches_of_turn:
-            ordered += ranked
+        ordered += itertools.chain.from_iterable(batches_of_turn)
     return ValidationResult(
         loss=heads_loss,
         objective=validation_objective(objective, heads_loss, lm_loss, lm_kl),
@@ -291,10 +284,10 @@ def ranked_conversations(
     conversations: dict[tuple[int, int], RankedConversation] = {}
     for (row, start), (_, end) in zip(starts, ends, strict=True):
         # 2. The ranks of an answer, without those of targets behind its end.
-        answer = ranks[row, start:end].clone()  # [tokens, K]
-        for k in range(1, answer.shape[1] + 1):
-            first_outside = max(len(answer) - k, 0)
-            answer[first_outside:, k - 1] = -1
+        answer = ranks[row, start:end]  # [tokens, K]
+        length, num_heads = answer.shape
+        target_place = torch.arange(length)[:, None] + torch.arange(1, num_heads + 1)
+        answer = answer.masked_fill(target_place >= length, -1)
         # 3. It belongs to the document that it begins in.
         document = (row, int(segments[row, start]))
         conversations.setdefault(document, []).append(answer)
@@ -309,23 +302,15 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
     of a tree fitted to one half and evaluated on the other, and vice versa.
     """
     # 1. Every n-th conversation of a larger set.
-    total = 0
-    for conversation in conversations:
-        total += sum(map(len, conversation))
+    total = sum(len(answer) for conversation in conversations for answer in conversation)
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
     if len(used) < 2:
         return None
-    # 2. Two halves of them.
-    halves: tuple[list[Trace], list[Trace]] = ([], [])
-    for number, conversation in enumerate(used):
-        halves[number % 2].extend(map(_trace, conversation))
-    # 3. A tree for each, measured on the other.
-    first, second = halves
+    # 2. Two halves of them, and a tree for each, measured on the other.
+    first, second = (
+        [Trace(answer.tolist()) for conversation in used[half::2] for answer in conversation]
+        for half in (0, 1)
+    )
     tree_of_first = fit_trees(first, [nodes])[nodes]
     tree_of_second = fit_trees(second, [nodes])[nodes]
     return (tokens_per_step(second, tree_of_first) + tokens_per_step(first, tree_of_second)) / 2
-
-
-def _trace(ranks: Tensor) -> Trace:
-    """Return the trace of an answer with these ranks, [tokens, K]."""
-    return Trace(ranks.tolist())

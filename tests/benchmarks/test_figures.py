@@ -175,7 +175,7 @@ def test_the_page_of_the_coder_has_each_draft_next_to_its_own_plain_rate() -> No
         "|  | EAGLE-3 | 1.80 | 76.0 | 40.0 | 1.90x [1.80, 2.00] | - | - |",
     ]
     assert blocks["answer"] == [
-        "**On a CPU, Medusa-1 is the fastest of 2 drafts: the coder makes 60.0 tokens/s with it and"
+        "**On a CPU, Medusa-1 is the fastest of 2 drafts: the coder generates 60.0 tokens/s with it and"
         " 40.0 without, 1.50x [1.40, 1.60]. It solves 20/40 problems, and 21/40 without."
         " Answers equal in float32: Medusa-1 19/20.**"
     ]

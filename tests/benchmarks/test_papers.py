@@ -268,7 +268,7 @@ def test_every_experiment_writes_its_page_and_repeats_nothing(
 def test_steps_are_simulated_along_the_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls: list[list[str]]
 ) -> None:
-    monkeypatch.setattr("medusa_train.evaluation.metrics.LEAST_QUESTIONS", 2)
+    monkeypatch.setattr("paper_tables.LEAST_QUESTIONS", 2)
     assert (
         papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)])
         == 0

@@ -14,7 +14,7 @@ from medusa_train.checkpoint.load_model import (
     compile_or_report,
     compile_target_model,
     load_for_decoding,
-    load_target_model_without_adapter,
+    load_trained_target_model,
     load_tree,
 )
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
@@ -188,16 +188,10 @@ def test_the_target_model_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPa
         special_tokens={"eos_token": "<end>"},
         chat_template_kwargs={"thinking": False},
     )
-    load_target_model_without_adapter(over_4bit, "bfloat16")
-    folded = ModelPaths(
-        Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
-    )
-    load_target_model_without_adapter(folded, "float32")
+    load_trained_target_model(over_4bit, "bfloat16")
     assert asked == [
         ("m", "bfloat16", "nf4", True, {"eos_token": "<end>"}),
         ("chatml", {"thinking": False}),
-        ("m", "float32", None, False, {}),
-        (None, {}),
     ]
 
 

@@ -86,7 +86,7 @@ def test_the_merged_model_comes_before_the_heads_that_name_it(
 
     def export_run(paths: object, to: str, **settings: object) -> Exported:
         made.append(to)
-        return Exported(tmp_path / to)
+        return Exported(tmp_path / to, tmp_path / to)
 
     monkeypatch.setattr("medusa_train.export.write.export_run", export_run)
     run = make_run(tmp_path / "run")

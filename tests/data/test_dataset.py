@@ -230,19 +230,6 @@ def test_looping_and_cut_answers_are_counted_also_from_the_cache(
     assert "loaded tokenized data" in report.notes[0]
 
 
-def test_share_of_distinct_sequences_of_supervised_tokens(
-    tmp_path: Path, encoder: ChatEncoder
-) -> None:
-    path = write(
-        tmp_path / "d.jsonl", record("prompts do not count", "abcdefghi"), record("q", "abcdefghk")
-    )
-    train, _ = load_datasets(config(path, val_set_size=0), encoder)
-    # 3 sequences of 8 each, the first two in both
-    assert [example.supervised.sum() for example in train] == [10, 10]
-    assert train.distinct_share() == pytest.approx(5 / 6)
-    assert train.distinct_share(99) == 1.0
-
-
 def test_examples_have_the_number_of_their_data_set(tmp_path: Path, encoder: ChatEncoder) -> None:
     first = write(tmp_path / "a.jsonl", record("A", "B"), record("C", "D"))
     second = write(tmp_path / "b.jsonl", record("E", "F"))

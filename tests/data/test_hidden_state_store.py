@@ -1,7 +1,8 @@
-"""Hidden states on disk: entries, shards of several processes, torn tails and damaged values."""
+"""Hidden states on disk: files of several processes, full disks and damaged values."""
 
-import json
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,17 +30,12 @@ def values(tokens: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def only(directory: Path, suffix: str) -> Path:
-    (path,) = directory.glob(f"*{suffix}")
-    return path
-
-
-def test_entries_are_read_by_the_next_process(tmp_path):
+def test_states_are_read_by_the_next_process(tmp_path):
     first = StateStore(tmp_path / "new" / "cache", FORMAT)
     assert not (tmp_path / "new").exists()  # nothing is stored yet
     for key, length in (("a", 4), ("b", 1)):
-        first.append(key, values(length, length))
-    assert only(first.directory, ".states").stat().st_size == FORMAT.size(5) == 5 * 2 * 3 * 2
+        first.write(key, values(length, length))
+    assert first.path("a").stat().st_size == FORMAT.size(4) + 4 == 4 * 2 * 3 * 2 + 4
     for store in (first, StateStore(first.directory, FORMAT)):
         assert torch.equal(store.read("a", 4), values(4, 4))
         assert torch.equal(store.read("b", 1), values(1, 1))
@@ -49,62 +45,46 @@ def test_entries_are_read_by_the_next_process(tmp_path):
 
 
 def test_processes_read_what_the_others_store(tmp_path):
-    one, other = (StateStore(tmp_path, FORMAT, rank) for rank in (0, 1))
+    one, other = (StateStore(tmp_path, FORMAT) for _ in range(2))
     for number in range(3):
-        one.append(f"one-{number}", values(2, number))
-        other.append(f"other-{number}", values(3, number))
-        assert f"one-{number}" not in other
-        one.refresh()
-        other.refresh()
+        one.write(f"one-{number}", values(2, number))
+        other.write(f"other-{number}", values(3, number))
         assert torch.equal(other.read(f"one-{number}", 2), values(2, number))
         assert torch.equal(one.read(f"other-{number}", 3), values(3, number))
-    assert len(list(tmp_path.glob("*.states"))) == 2
 
 
-def test_a_killed_process_leaves_complete_entries(tmp_path):
-    """The tail of its values has no line, or half a line; what the next process stores is read
-    after both.
-    """
-    killed = StateStore(tmp_path, FORMAT)
-    killed.append("a", values(4))
-    with only(tmp_path, ".states").open("ab") as tail, only(tmp_path, ".jsonl").open("ab") as line:
-        tail.write(b"\1" * 7)
-        line.write(b'{"key": "b", "tok')
-    for _ in range(2):
-        resumed = StateStore(tmp_path, FORMAT)
-        resumed.append("c", values(2))
-        assert torch.equal(resumed.read("a", 4), values(4))
-        assert torch.equal(StateStore(tmp_path, FORMAT).read("c", 2), values(2))
-        assert resumed.read("b", 1) is None
-        assert resumed.damaged == 0
-
-
-@pytest.mark.parametrize("damage", ["bit", "cut", "length", "gone"])
-def test_damaged_entries_are_counted_and_replaced(tmp_path, damage):
+@pytest.mark.parametrize("fails", ["open", "replace"])
+def test_a_file_that_cannot_be_written_is_not_there(tmp_path, monkeypatch, fails):
+    """As on a full disk; nothing of it is left, and other files stay."""
     store = StateStore(tmp_path, FORMAT)
-    store.append("a", values(4))
-    store.append("b", values(2))
-    path, index = only(tmp_path, ".states"), only(tmp_path, ".jsonl")
+    store.write("a", values(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, fails, Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            store.write("b", values(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.states"]
+    assert torch.equal(store.read("a", 4), values(4))
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "longer"])
+def test_damaged_files_are_counted_and_replaced(tmp_path, damage):
+    store = StateStore(tmp_path, FORMAT)
+    store.write("a", values(4))
+    store.write("b", values(2))
+    path = store.path("b")
     content = bytearray(path.read_bytes())
     if damage == "bit":
-        content[FORMAT.size(4) + 5] ^= 1
-        path.write_bytes(content)
-    elif damage == "cut":  # after a power cut values may be lost whose lines were written
-        path.write_bytes(content[:-3])
-    elif damage == "gone":
-        path.unlink()
+        content[5] ^= 1
+    elif damage == "cut":  # values may be lost in a power cut
+        del content[-3:]
     else:
-        lines = index.read_text().splitlines()
-        lines[1] = json.dumps({**json.loads(lines[1]), "tokens": 1})
-        index.write_text("\n".join([*lines, "no JSON", '{"key": "c"}', ""]))
-    store = StateStore(tmp_path, FORMAT)
-    assert store.damaged == (2 if damage == "length" else 0)
+        content += b"1"
+    path.write_bytes(content)
     assert store.read("b", 2) is None
+    assert store.damaged == 1
     assert "b" not in store
-    assert (store.read("a", 4) is None) == (damage == "gone")
-    assert store.damaged == {"length": 3, "gone": 2}.get(damage, 1)
-    store.append("b", values(2, 9))
-    # the newest shard counts
+    assert torch.equal(store.read("a", 4), values(4))
+    store.write("b", values(2, 9))
     assert torch.equal(StateStore(tmp_path, FORMAT).read("b", 2), values(2, 9))
 
 

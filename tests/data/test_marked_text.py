@@ -83,12 +83,12 @@ def test_marks_are_taken_away(make_tokenizer: Make) -> None:
         assert texts.unmark(texts.mark(text)) == text
 
 
-def test_tokens_that_overlap_spans_are_found_behind_marks(make_tokenizer: Make) -> None:
-    """Characters are counted with marks in the spans: </s> has one before it."""
+def test_tokens_of_chosen_characters_are_found_behind_marks(make_tokenizer: Make) -> None:
+    """Marks count as characters: </s> has one before it."""
     tokenizer = make_tokenizer()
     texts = MarkedTextTokenizer(tokenizer, REASONING_TAGS)
     text = texts.mark("ab</s>") + "cd"
-    inside = texts.overlaps(text, [(0, 1), (7, 8)])
+    inside = texts.overlaps(text, [position in (0, 7) for position in range(len(text))])
     ids = texts.ids(text)
     found = [token for token, is_inside in zip(ids, inside, strict=True) if is_inside]
     assert tokenizer.decode(found) == "ac"

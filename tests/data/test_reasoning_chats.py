@@ -262,7 +262,7 @@ def test_rows_that_are_left_are_counted(make: Make, chat: Chat) -> None:
         counts.append(+report.counts)
     answers = {"answers": 3}
     assert counts == [
-        {"complete": 1, "split": 1, "split:template": 1, "rows": 3, **answers},
+        {"complete": 1, "split": 1, "rows": 3, **answers},
         {"truncated": 1, **answers},  # one row is left
         {"too_long": 1},
     ]
@@ -352,8 +352,8 @@ def test_all_rows_of_a_conversation_are_on_one_side_of_the_split(
         assert train.describe_count() == f"15 conversations in {len(train)} rows"
         assert (train.report.counts["split"], train.report.counts["rows"]) == (6, 12)
         sentence = (
-            "6 conversations became 12 rows: the chat template changes earlier turns in later"
-            " prompts"
+            "6 conversations became 12 rows: their later prompts do not begin with the tokens of the"
+            " row before"
         )
         assert sentence in train.report.describe()
         # rows of one conversation are no repeated ones

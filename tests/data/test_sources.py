@@ -175,19 +175,10 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        (
-            "sharegpt",
-            (
-                f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at"
-                " data/seeds/sharegpt.json (one "
-            ),
-        ),
+        ("sharegpt", f"{SHAREGPT_REPO} ({SHAREGPT_FILE}) to data/seeds/sharegpt.json "),
         (
             "ultrachat",
-            (
-                "the parquet files of the split train_sft of the data set"
-                " HuggingFaceH4/ultrachat_200k and put "
-            ),
+            "HuggingFaceH4/ultrachat_200k (the split train_sft) to data/seeds/ultrachat ",
         ),
     ],
 )
@@ -203,7 +194,7 @@ def test_the_message_says_where_to_put_what_cannot_be_fetched(
         DataError, match="could not be fetched from the Hugging Face hub: no network"
     ) as error:
         opened(name)
-    assert f"Download {advice}" in str(error.value)
+    assert f"Download https://huggingface.co/datasets/{advice}" in str(error.value)
 
 
 def test_hub_names_are_loaded_with_their_split(
@@ -441,7 +432,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
-    """Hidden files, shards that are missing, and the same file in two formats."""
+    """Hidden files, and shards that are missing."""
     for name in (".hidden.jsonl", "._a.jsonl", "bad\nname.txt"):
         (tmp_path / name).write_text(LINE)
     for name in ("a.jsonl", "a.json", "b-00000-of-00003.jsonl"):
@@ -449,8 +440,6 @@ def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(tmp_path))).notes == (
         f"{tmp_path}: 2 not read: 'bad\\nname.txt', .hidden.jsonl",
         f"{tmp_path}: 2 of 3 files b-N-of-3.jsonl are missing",
-        "a.json and a.jsonl: all are read; name one of them in data_files if they hold the same"
-        " records",
     )
 
 

@@ -182,14 +182,8 @@ LAST_ANSWER = (
     "<{{ m['role'] }}>{{ m['content'] }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TEMPLATE_WORDS = "the chat template changes earlier turns in later prompts"
-TOKEN_WORDS = (
-    "the data give tokens of answers (token_ids); in later prompts an answer has the tokens of its"
-    " text"
-)
 #: The tokens of "a" in the tokenizer of `make_tokenizer`.
 A_TOKENS = (64,)
-TOKENIZER_WORDS = "the tokenizer splits a prompt otherwise where an answer follows"
 
 
 def chat_of(answer: str, ids: tuple[int, ...] | None = None) -> Conversation:
@@ -199,30 +193,26 @@ def chat_of(answer: str, ids: tuple[int, ...] | None = None) -> Conversation:
 
 
 @pytest.mark.parametrize(
-    ("template", "chats", "words"),
+    ("template", "chat"),
     [
-        (LAST_ANSWER, [chat_of("a")], TEMPLATE_WORDS),
-        (
-            LAST_ANSWER,
-            [chat_of("a", A_TOKENS)],
-            TEMPLATE_WORDS,
-        ),  # it would be so without the tokens
-        (HEADERS, [chat_of("a", A_TOKENS)], TOKEN_WORDS),
-        (HEADERS, [chat_of("B")], TOKENIZER_WORDS),  # ">B" is one token
-        (
-            HEADERS,
-            [chat_of("B"), chat_of("a"), chat_of("a", A_TOKENS)],  # the second stays one row
-            f"in 1 {TOKEN_WORDS}; in 1 {TOKENIZER_WORDS}",
-        ),
+        (LAST_ANSWER, chat_of("a")),
+        (HEADERS, chat_of("a", A_TOKENS)),
+        (HEADERS, chat_of("B")),  # ">B" is one token
     ],
+    ids=["template", "tokens of answers", "tokenizer"],
 )
-def test_it_is_said_why_conversations_became_several_rows(
-    template: str, chats: list[Conversation], words: str, make_tokenizer: Callable[..., Any]
+def test_conversations_that_become_several_rows_are_counted(
+    template: str, chat: Conversation, make_tokenizer: Callable[..., Any]
 ) -> None:
-    report = encode_conversations(chats, ChatEncoder(make_tokenizer(template)), 1000, 1).report
-    count = 1 if len(chats) == 1 else 2
-    conversations = "conversation" if count == 1 else "conversations"
-    assert report.describe() == [f"{count} {conversations} became {2 * count} rows: {words}"]
+    chats = [chat, chat_of("a")]
+    encoder = ChatEncoder(make_tokenizer(template))
+    split = 2 if template == LAST_ANSWER else 1  # the second stays one row
+    report = encode_conversations(chats, encoder, 1000, 1).report
+    conversations = "conversation" if split == 1 else "conversations"
+    assert report.describe() == [
+        f"{split} {conversations} became {2 * split} rows: their later prompts do not begin with the"
+        " tokens of the row before"
+    ]
 
 
 def test_tokens_that_are_another_text_are_counted(make_tokenizer: Callable[..., Any]) -> None:
@@ -239,12 +229,6 @@ def test_tokens_that_are_another_text_are_counted(make_tokenizer: Callable[..., 
         [chat_of("a", (3,))], ChatEncoder(make_tokenizer(HEADERS)), 1000, 1
     ).report
     assert report.describe() == [f"{words}: 1"]
-
-
-def test_reasons_that_were_not_counted_are_not_made_up() -> None:
-    """Prepared data of an earlier version have no reasons."""
-    report = DataReport(60, counts=Counter(split=2, rows=4))
-    assert report.describe() == ["2 conversations became 4 rows"]
 
 
 # Processes
@@ -303,7 +287,6 @@ def test_two_processes_return_what_one_does_to_the_byte(
         "too_long": 8,
         "unsupervised": 8,
         "split": 8,
-        "split:template": 8,
         "rows": 16,
         "answers": 24,
     }

@@ -229,12 +229,13 @@ def test_a_turn_may_have_several_reference_answers_as_spec_bench_has(tmp_path: P
     [
         ("{not json", "not valid JSON"),
         ("[1, 2]", "found list"),
-        ({"question_id": True, "turns": ["a"]}, "question_id is missing"),
-        ({"question_id": 1, "turns": []}, "turns is missing"),
-        ({"question_id": 1, "turns": "a"}, "turns is missing"),
-        ({"question_id": 1, "turns": ["a", "  "]}, "turn 2 is empty"),
-        ({"question_id": 1, "turns": ["a"], "category": 3}, "category"),
-        ({"question_id": 1, "turns": ["\ud83d"]}, "turn 1 contains half a surrogate pair"),
+        ({"question_id": True, "turns": ["a"]}, "question_id: Input should be a valid integer"),
+        ({"turns": ["a"]}, "question_id: Field required"),
+        ({"question_id": 1, "turns": []}, "turns: List should have at least 1 item"),
+        ({"question_id": 1, "turns": "a"}, "turns: Input should be a valid list"),
+        ({"question_id": 1, "turns": ["a", "  "]}, "turns[1]: is empty"),
+        ({"question_id": 1, "turns": ["a"], "category": 3}, "category: Input should be a valid"),
+        ({"question_id": 1, "turns": ["\ud83d"]}, "turns[0]: contains half a surrogate pair"),
         (GOOD, "used before"),
         ({**GSM8K, "answer": "4"}, "answer does not end in #### and a number"),
         ({**GSM8K, "answer": "#### many"}, "answer does not end in #### and a number"),
@@ -282,9 +283,10 @@ def test_an_odd_line_is_skipped_in_a_bench_of_a_known_name_only(
     bench = load_bench("specbench", notes.append)
     assert [question.question_id for question in bench.questions] == [81]
     assert notes == [
-        f"bench specbench: skipped invalid questions (1):\n  {path}:2: turn 1 is empty or not text"
+        f"bench specbench: skipped invalid questions (1):\n  {path}:2: turns[0]: Input should be a"
+        " valid string"
     ]
-    with pytest.raises(DataError, match=":2: turn 1 is empty"):
+    with pytest.raises(DataError, match=r":2: turns\[0\]: Input should be a valid string"):
         load_bench(str(path))
     write(path, {"what": 1})
     with pytest.raises(DataError, match="unknown record format"):
@@ -390,9 +392,9 @@ def test_humaneval_is_found_in_its_package_which_is_not_imported(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"system": ["S"]}, "system is not text"),
-        ({"reference": 5}, "reference is neither text nor a list of texts"),
-        ({"reference": [{"text": "A"}]}, "reference is neither text nor a list of texts"),
+        ({"system": ["S"]}, "system: Input should be a valid string"),
+        ({"reference": 5}, "reference: Input should be a valid string"),
+        ({"reference": [{"text": "A"}]}, "reference: Input should be a valid string"),
     ],
 )
 def test_known_keys_of_another_type_are_refused(

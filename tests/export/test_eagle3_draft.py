@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from medusa_train.checkpoint.eagle3_layouts import for_target
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli.export import app
@@ -134,8 +133,6 @@ def test_names_and_shapes_are_those_that_servers_read(
     assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.aux_layers]
     export_run(paths, "speculators", tmp_path / "speculators")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
-    with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_residual"):
-        for_target({}, {"norm_before_residual": True}, "sglang", 3)
     with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
         export_run(paths, "tgi", tmp_path / "tgi")
     # published drafts may lack them
@@ -254,6 +251,14 @@ def test_norms_embeddings_and_width_of_other_trainers_come_back(
         export_run(
             resolve_model(str(target), str(target_model_dir), None), "sglang", tmp_path / "s"
         )
+
+
+def test_a_norm_before_the_residual_is_an_error_for_sglang(
+    target_model_dir: Path, target_model: TargetModel, tmp_path: Path
+) -> None:
+    draft = new_draft(target_model, norm_before_residual=True)
+    with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_residual"):
+        written(draft, target_model_dir, tmp_path, "sglang")
 
 
 def test_a_draft_with_the_layer_of_qwen3_names_it(

@@ -1,6 +1,7 @@
 """Exports of a run, layout by layout: files, reading them back, warnings, uploads."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,7 +296,7 @@ def test_an_export_that_was_killed_is_repeated(
     paths = resolve_model(str(run), None, None)
     target = tmp_path / "mine"
     with monkeypatch.context() as patched:
-        patched.setattr("medusa_train.export.write._empty", lambda directory: None)
+        patched.setattr(shutil, "rmtree", lambda directory, **keys: None)  # as after a kill
         sync, synced = io.sync, []
 
         def killed(path: Path) -> None:
@@ -307,9 +308,21 @@ def test_an_export_that_was_killed_is_repeated(
         patched.setattr(io, "sync", killed)
         with pytest.raises(KeyboardInterrupt):
             export_run(paths, to, target)
-    (target / ".weights.abcd.tmp").touch()
+    assert [path.name for path in target.iterdir()] == [write.UNFINISHED]
+    (target / write.UNFINISHED / ".weights.abcd.tmp").touch()
     export_run(paths, to, target)
     assert not [path for path in target.iterdir() if path.name.startswith(".")]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    paths = resolve_model(str(make_run()), None, None)
+    target = export_run(paths, "tgi", tmp_path / "mine").target
+    before = {path: path.read_bytes() for path in target.iterdir()}
+    with full_disk(60_000), pytest.raises(CheckpointError):
+        export_run(paths, "tgi", target, base_model="owner/other")
+    assert {path: path.read_bytes() for path in target.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -49,16 +49,7 @@ def test_the_same_target_model_by_another_path_is_no_change(
     ]
 
 
-def test_what_was_decided_for_the_device(tmp_path: Path) -> None:
-    """And nothing where config.yaml still says `auto`."""
-    write_config(config(adapter="lora", gradient_checkpointing=True), tmp_path)
-    assert resumed(tmp_path).start.choices["gradient_checkpointing"] is True
-    write_config(config(adapter="lora", gradient_checkpointing="auto"), tmp_path)
-    assert "gradient_checkpointing" not in resumed(tmp_path).start.choices
-
-
-def test_a_run_without_config_yaml_has_neither(tmp_path: Path) -> None:
+def test_a_run_without_config_yaml_has_no_changes_that_are_known(tmp_path: Path) -> None:
     plan = resumed(tmp_path)
-    assert not plan.start.changed
-    assert not plan.start.choices
+    assert not plan.changed
     assert "whether settings changed since" in str(plan.note)

@@ -55,7 +55,10 @@ def test_a_file_of_another_trainer_fits():
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"},
+        },
         "gradient_clipping": "auto",
         "train_batch_size": "auto",
         "wall_clock_breakdown": False,
@@ -116,7 +119,7 @@ def test_contradictions_are_listed_all_at_once():
         ({"bf16": {"enabled": True}}, "bf16 is 'auto' in the run"),
         (
             {"bf16": {"check_grad_overflow": False}},
-            "bf16.check_grad_overflow: false, but it is true here",
+            "bf16.check_grad_overflow: unknown key, or one that is not used here; remove it",
         ),
         (
             {"zero_allow_untested_optimizer": False},
@@ -126,7 +129,8 @@ def test_contradictions_are_listed_all_at_once():
             {"zero_force_ds_cpu_optimizer": True},
             "zero_force_ds_cpu_optimizer: true, but it is false here",
         ),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum', but it is 'mean' here"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: unknown key, or one that is"),
+        ({"pipeline": {"stages": 2}}, "pipeline: unknown key, or one that is not used here"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing: true"),
         ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization?"),
         (
@@ -155,6 +159,7 @@ def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
         "fp16": {"enabled": False, "loss_scale_window": 1000},
         "amp": {"enabled": False},
+        "autotuning": {},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 5,
         "communication_data_type": "fp32",

@@ -1,40 +1,48 @@
-"""What `auto` means on a device: fixed rules, which a resumed run does not decide again."""
+"""What `auto` means on a device: fixed rules."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from medusa_train.data.examples import DataReport, EncodedDataset
 from medusa_train.models import precision
 from medusa_train.models.precision import WeightMemory
 from medusa_train.training import device_choices
-from medusa_train.training.device_choices import choose_checkpointing, precision_of_run
+from medusa_train.training.device_choices import decide_auto, precision_of_run
+from medusa_train.training.distributed import DistributedContext
+from medusa_train.training.estimate import Estimate, Memory
 from tests.training.conftest import LORA, train
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
-
-
-def choose(
-    cfg: Any, device: torch.device = GPU, needed: int = 0, before: bool | None = None
-) -> tuple[bool, str | None]:
-    chosen, note = choose_checkpointing(cfg, device, lambda: needed, before)
-    return chosen.gradient_checkpointing, note
+Choose = Callable[..., tuple[bool, str | None]]
 
 
 @pytest.fixture
-def gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Decide for a run that needs so many bytes, on a device of 80 GiB if it is a GPU."""
+
+    def choose(cfg: Any, device: torch.device = GPU, needed: int = 0) -> tuple[bool, str | None]:
+        memory = Memory({"all": needed}, 0, 0, 0)
+        monkeypatch.setattr(Estimate, "memory_of_run", lambda *arguments: memory)
+        monkeypatch.setattr(DistributedContext, "device", device)
+        lines: list[str] = []
+        train = EncodedDataset([], DataReport(1))
+        chosen, _ = decide_auto(cfg, train, lines.append)
+        return chosen.gradient_checkpointing, lines[0] if lines else None
+
     monkeypatch.setattr(
         device_choices, "gpu_bytes", lambda device: 80 * GIB if device.type == "cuda" else 0
     )
+    return choose
 
 
-@pytest.mark.usefixtures("gpu_of_80_gib")
 @pytest.mark.parametrize(("gib", "recomputed"), [(10, False), (72, False), (73, True), (90, True)])
 def test_activations_are_recomputed_where_they_do_not_fit(
-    gib: int, recomputed: bool, make_config: Any
+    gib: int, recomputed: bool, make_config: Any, choose: Choose
 ) -> None:
     cfg = make_config(**LORA, gradient_checkpointing="auto")
     assert choose(cfg, needed=gib * GIB) == (
@@ -44,19 +52,11 @@ def test_activations_are_recomputed_where_they_do_not_fit(
     )
 
 
-@pytest.mark.usefixtures("gpu_of_80_gib")
-def test_what_is_said_needs_no_rule(make_config: Any) -> None:
+def test_what_is_said_needs_no_rule(make_config: Any, choose: Choose) -> None:
     for value in (True, False):
         cfg = make_config(**LORA, gradient_checkpointing=value)
         assert choose(cfg, needed=500 * GIB) == (value, None)
     assert choose(make_config(**LORA, gradient_checkpointing="auto"), CPU) == (False, None)
-
-
-@pytest.mark.usefixtures("gpu_of_80_gib")
-@pytest.mark.parametrize("before", [False, True])
-def test_a_resumed_run_keeps_what_was_decided(make_config: Any, before: bool) -> None:
-    cfg = make_config(**LORA, gradient_checkpointing="auto")
-    assert choose(cfg, needed=0 if before else 500 * GIB, before=before) == (before, None)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,7 @@ def test_bf16_auto_is_float32_on_a_cpu_that_emulates_bfloat16_if_the_weights_fit
     assert len(lines) == notes
 
 
-@pytest.mark.usefixtures("traced_layers")
-def test_another_value_on_resume_is_printed(make_config: Any, console: Any, tmp_path: Path) -> None:
-    keys = {"save_steps": 2, "output_dir": str(tmp_path / "run")}
-    assert train(make_config(**keys, max_steps=2), console) == 0
-    again = make_config(**keys, max_steps=4, resume_from_checkpoint="auto", torch_compile=True)
-    assert train(again, console) == 0
-    assert (
-        "note: torch_compile: was false up to the checkpoint, now true: losses may differ by"
-        in console.file.getvalue()
-    )
-
-
-def test_a_run_without_a_note_of_it_decides_anew(make_config: Any, console: Any) -> None:
-    """config.yaml is gone."""
+def test_a_run_without_config_yaml_is_resumed(make_config: Any, console: Any) -> None:
     cfg = make_config(save_steps=2, max_steps=2)
     assert train(cfg, console) == 0
     (cfg.run_dir / "config.yaml").unlink()

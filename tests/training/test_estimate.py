@@ -36,7 +36,6 @@ from medusa_train.training.estimate import (
     RATES,
     Estimate,
     Memory,
-    rate_of,
 )
 from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_target_model
@@ -254,18 +253,13 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 def test_8bit_states_that_would_be_partitioned_are_refused(
     deepspeed: dict[str, Any] | None, processes: int, stage: str
 ) -> None:
-    """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two
-    scales in each.
-    """
-    model_config = random_target_model("llama").config
     cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
     with pytest.raises(ConfigError) as caught:
-        check_8bit_states(cfg, model_config, stage_of(check_deepspeed(cfg, processes)), processes)
+        check_8bit_states(cfg, stage_of(check_deepspeed(cfg, processes)), processes)
     message = str(caught.value)
-    trained = estimate().trained
     assert stage in message
-    assert f"{8 * trained / processes / 2**10:.1f} KiB in each of {processes} processes" in message
-    assert f"all 8-bit states: {2 * (1 + 4 / 256) * trained / 2**10:.1f} KiB" in message
+    assert "Set optimizer: adamw_torch" in message
+    assert "zero_optimization.stage: 0 in deepspeed" in message
 
 
 @pytest.mark.parametrize(
@@ -280,7 +274,7 @@ def test_states_that_are_whole_or_float32_are_not_refused(
     keys: dict[str, Any], processes: int
 ) -> None:
     cfg = config(**keys)
-    check_8bit_states(cfg, None, stage_of(check_deepspeed(cfg, processes)), processes)
+    check_8bit_states(cfg, stage_of(check_deepspeed(cfg, processes)), processes)
 
 
 @pytest.mark.parametrize(
@@ -455,26 +449,11 @@ def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are
 
 
 @pytest.mark.parametrize(
-    ("keys", "recipe"),
-    [
-        ({}, "medusa1"),
-        ({"load_in_8bit": True}, "medusa1 quantized"),
-        ({"draft": "eagle3"}, "other draft"),
-        ({"adapter": "qlora", "load_in_4bit": True}, "qlora"),
-        ({"adapter": "lora"}, "lora"),
-        ({"medusa_num_unfreeze_layers": 1}, "layers"),
-    ],
-)
-def test_every_recipe_has_a_rate(keys: dict[str, Any], recipe: str) -> None:
-    assert rate_of(config(**keys)) is RATES[recipe]
-
-
-@pytest.mark.parametrize(
     ("recipe", "what", "keys"),
     [
         ("medusa1", "shape1", {}),
         (
-            "qlora",
+            "medusa2",
             "shape2",
             {"adapter": "qlora", "load_in_4bit": True, "gradient_checkpointing": True}
             | {"lora_r": 32, "lora_target_linear": True},

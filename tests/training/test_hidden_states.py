@@ -85,7 +85,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def shards(tmp_path: Path) -> list[Path]:
+def stored(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "prepared").glob("hidden-states-*/*.states"))
 
 
@@ -104,9 +104,8 @@ def test_the_same_to_the_bit_without_a_pass_in_the_second_epoch(
     assert "states of 40 documents read, 40 computed (" in console.file.getvalue()
     states = 2 if kind == "kangaroo" else 1
     tokens = sum(len(example) for part in load_both(cached, console) for example in part)
-    assert sum(p.stat().st_size for p in shards(tmp_path)) == tokens * states * 32 * (
-        2 if kind == "bfloat16" else 4
-    )
+    size = tokens * states * 32 * (2 if kind == "bfloat16" else 4)
+    assert sum(path.stat().st_size - 4 for path in stored(tmp_path)) == size
 
 
 def load_both(cfg, console):
@@ -161,8 +160,8 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     resume = command(cached, "resume_from_checkpoint=auto")
     kills = [
         Mishap(
-            "medusa_train.json_lines:JsonLinesFile.append", 14
-        ),  # in the first epoch: values without their line
+            "medusa_train.data.hidden_state_store:_checksum", 14
+        ),  # in the first epoch: values without their checksum
         Mishap("medusa_train.training.optimizer:LocalStrategy.forward_backward", per_epoch + 1),
     ]
     for mishap in kills:
@@ -170,7 +169,6 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
         assert code == -signal.SIGKILL, text
     code, text = medusa_train(resume)
     assert code == 0, text
-    assert len(shards(tmp_path)) >= 2
     assert figures(tmp_path / "cached") == figures(tmp_path / "whole")
     assert_same_weights(tmp_path / "cached", tmp_path / "whole")
 
@@ -199,14 +197,14 @@ def test_other_heads_on_the_same_target_model_read_what_an_earlier_run_computed(
     _, kangaroo = make_runs(**DRAFTS["kangaroo"])
     assert train(kangaroo.model_copy(update={"output_dir": str(tmp_path / "third")}), console) == 0
     assert len(passes) == 40  # it needs other states
-    assert len(shards(tmp_path)) == 2
+    assert len({path.parent for path in stored(tmp_path)}) == 2
 
 
 def test_damaged_values_are_computed_again(make_runs, console, tmp_path, passes):
     plain, cached = make_runs()
     train(plain, console)
     train(cached, console)
-    (path,) = shards(tmp_path)
+    path = stored(tmp_path)[0]
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
@@ -214,8 +212,8 @@ def test_damaged_values_are_computed_again(make_runs, console, tmp_path, passes)
     assert train(cached.model_copy(update={"output_dir": str(tmp_path / "again")}), console) == 0
     assert len(passes) == 1
     text = " ".join(console.file.getvalue().split())
-    assert text.count("cache_hidden_states: damaged entries in ") == 1
-    assert "documents read, 1 computed; 1 entries were damaged (" in text
+    assert text.count("cache_hidden_states: damaged files in ") == 1
+    assert "documents read, 1 computed; 1 files were damaged (" in text
     assert_same_weights(tmp_path / "again", tmp_path / "plain")
     passes.clear()
     assert train(cached.model_copy(update={"output_dir": str(tmp_path / "third")}), console) == 0
@@ -250,17 +248,17 @@ def test_a_disk_that_is_too_small_is_refused_before_training(
 def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(
     make_runs, console, tmp_path, monkeypatch, passes
 ):
-    real = StateStore.append
+    real = StateStore.write
 
     def full(self: StateStore, key: str, values: torch.Tensor) -> None:
-        if len(self._entries) == 5:
+        if len(stored(tmp_path)) == 5:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, key, values)
 
     plain, cached = make_runs()
     train(plain, console)
     passes.clear()
-    monkeypatch.setattr(StateStore, "append", full)
+    monkeypatch.setattr(StateStore, "write", full)
     assert train(cached, console) == 0
     assert len(passes) == 2 * 40 - 5
     assert console.file.getvalue().count("could not write hidden states to ") == 1
@@ -301,7 +299,7 @@ def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
     cache, batch, recipe = cache_and_batch
     first = cache.hidden_states(batch, lambda: recipe._run(batch, ())).final.clone()
     for document in list(cache._documents(batch))[1:]:
-        del cache.store._entries[document.key]
+        cache.store.path(document.key).unlink(missing_ok=True)
     again = cache.hidden_states(batch, lambda: HiddenStates(first + 1)).final
     longest = batch.documents[0][0]
     assert torch.equal(again[0, : len(longest)], first[0, : len(longest)])  # stored

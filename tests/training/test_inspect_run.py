@@ -210,9 +210,15 @@ def test_the_time_of_two_stages_is_their_sum(make_config):
 
 def test_a_rate_says_for_which_recipe_it_was_measured(make_config, weightless, console):
     text = page(make_config(base_model=weightless), console)
-    assert "Medusa-1: 38% of the matrix rate, measured on an H100 at 7B shape" in text
+    assert (
+        "38% of the matrix rate, as measured with Medusa-1 on an H100 at 7B shape: 20,898 tokens/s"
+        in text
+    )
     text = page(make_config(base_model=weightless, **LORA), console)
-    assert "Medusa-2 with LoRA: 27% of the matrix rate, not measured: that of the nearest" in text
+    assert (
+        "27% of the matrix rate, as measured with Medusa-2 with QLoRA on an H100 at 7B shape"
+        in text
+    )
 
 
 def test_what_gradient_checkpointing_costs_and_saves_is_said(make_config, weightless, console):

@@ -1,7 +1,7 @@
 """Tokenizer, chat template, and the data of a run."""
 
-import errno
 import json
+import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
-from medusa_train.data import tokenize_datasets
+from medusa_train.data import dataset
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError, TargetModelError
 from medusa_train.evaluation.target_model_quality import validation_conversations
@@ -325,78 +325,60 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
 
 
 class ThreadWorld(DistributedContext):
-    """Processes as threads: ranks 0 and 1 on one machine, rank 2 on another."""
+    """Two processes as threads."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, object]) -> None:
-        super().__init__(ProcessInfo(rank, 3, rank % 2, "", 0))
+    def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, bytes]) -> None:
+        super().__init__(ProcessInfo(rank, 2, rank, "", 0))
         self.barrier, self.values = barrier, values
 
     def gather(self, value):
-        self.values[self.rank] = value
+        self.values[self.rank] = pickle.dumps(value)
         self.barrier.wait(60)
-        values = [self.values[rank] for rank in range(3)]
+        values = [pickle.loads(self.values[rank]) for rank in range(2)]
         self.barrier.wait(60)
         return values
 
-    def node_main(self) -> int:
-        return (0, 0, 2)[self.rank]
+    def broadcast(self, value):
+        return self.gather(value)[0]
 
 
-@pytest.mark.parametrize(("prepared", "is_full"), [(False, False), (True, False), (False, True)])
-def test_one_process_of_each_machine_tokenizes(
-    make_config, console, tmp_path, monkeypatch, prepared, is_full
-):
-    encoded, directories = [], []
-    encode, replace = tokenize_datasets.encode_datasets, tokenize_datasets.replace_bytes
+def load_in_two_processes(cfg, console):
+    barrier, values = threading.Barrier(2), {}
+    with ThreadPoolExecutor(2) as pool:
+        worlds = [ThreadWorld(rank, barrier, values) for rank in range(2)]
+        return list(pool.map(lambda distributed: load_data(cfg, console, distributed), worlds))
+
+
+def test_one_process_tokenizes_and_all_have_the_same_data(make_config, console, monkeypatch):
+    encoded = []
+    encode = dataset.encode_datasets
 
     def record(*args, **options):
         encoded.append(options)
         return encode(*args, **options)
 
-    def write(path, chunks):
-        directories.append(path.parent)
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(path, chunks)
-
-    monkeypatch.setattr(tokenize_datasets, "encode_datasets", record)
-    monkeypatch.setattr(tokenize_datasets, "replace_bytes", write)
-    cfg = make_config(dataset_prepared_path=str(tmp_path / "prepared") if prepared else None)
-    barrier, values = threading.Barrier(3), {}
-    with ThreadPoolExecutor(3) as pool:
-        worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
-        loaded = list(pool.map(lambda distributed: load_data(cfg, console, distributed), worlds))
-    # with one directory for all, the second machine may come late and read what the first has
-    # written
-    expected = [None, None, *([1] if is_full else [])]
-    assert [one["max_workers"] for one in encoded] in (
-        [expected, [None]] if prepared else [expected]
-    )
-    alone = load_data(make_config(), console)
+    monkeypatch.setattr(dataset, "encode_datasets", record)
+    cfg = make_config(sample_packing=True)
+    loaded = load_in_two_processes(cfg, console)
+    assert len(encoded) == 1
+    alone = load_data(cfg, console)
     for data in loaded:
         assert data.train.fingerprint() == alone.train.fingerprint()
         assert data.validation.fingerprint() == alone.validation.fingerprint()
-    assert all(directory.exists() == prepared for directory in directories)
-    assert len(set(directories)) == (1 if prepared else 2)
-    notes = "".join(loaded[0].train.report.notes)
-    assert ("could not write" in notes and "No space left" in notes) == is_full
+        assert data.train.row_len == alone.train.row_len
+        assert data.train.report == alone.train.report
+        assert data.prompts is data.train
 
 
-def test_processes_with_different_data_are_refused(make_config, console, chats, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text("\n".join(chats.read_text().splitlines()[1:]))
-    configs = [make_config(datasets=[{"path": str(path)}]) for path in (chats, chats, other)]
-    barrier, values = threading.Barrier(3), {}
-    with ThreadPoolExecutor(3) as pool:
-        worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
-        done = [
-            pool.submit(load_data, cfg, console, distributed)
-            for cfg, distributed in zip(configs, worlds, strict=True)
-        ]
-    assert "a file changed in the meantime, or differs between the machines" in str(
-        done[0].exception()
-    )
-    assert [type(one.exception()) for one in done] == [DataError, PeerError, PeerError]
+def test_data_that_one_process_cannot_read_end_all(make_config, console, tmp_path):
+    cfg = make_config(datasets=[{"path": str(tmp_path / "absent.jsonl")}])
+    barrier, values = threading.Barrier(2), {}
+    with ThreadPoolExecutor(2) as pool:
+        worlds = [ThreadWorld(rank, barrier, values) for rank in range(2)]
+        done = [pool.submit(load_data, cfg, console, distributed) for distributed in worlds]
+    main, other = (one.exception() for one in done)
+    assert "absent.jsonl" in str(main)
+    assert isinstance(other, PeerError)
 
 
 def test_a_directory_may_be_the_working_one(make_config, console, chats, tmp_path, monkeypatch):

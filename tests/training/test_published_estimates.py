@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
-from medusa_train.training.estimate import GPUS, Estimate, estimate_hours, rate_of
+from medusa_train.training.estimate import GPUS, RATES, Estimate
 
 PAGE = (PROJECT_ROOT / "docs" / "explanation" / "estimates.md").read_text(encoding="utf-8")
 # of one epoch: 60,000 conversations of 1,000 tokens, of which 70 % are answers
@@ -57,7 +57,7 @@ def test_training_takes_what_the_page_says_and_fits_its_gpu(
             width=width if cfg.sample_packing else CONVERSATION,
             epochs=cfg.num_epochs,
         )
-        spent += estimate_hours(operations, rate_of(cfg), GPUS[gpu])
+        spent += operations / (GPUS[gpu] * RATES[cfg.recipe].share) / 3600
     assert f"{total / GIB:.0f}" == memory
     assert f"{spent:.1f}" == hours
     # a tenth is left for what is not estimated: the CUDA context, fragmentation, workspaces
@@ -69,12 +69,21 @@ def test_the_page_has_a_row_for_every_gpu() -> None:
     assert {gpu for _, _, gpu, _, _ in ROWS} == set(GPUS)
 
 
-def test_the_readme_repeats_the_hours_and_memory_of_the_page() -> None:
+def test_pages_give_the_hours_and_memory_of_the_estimates() -> None:
+    """README and the tutorial round them, and add up the hours of data and training."""
     readme = (PROJECT_ROOT / "README.md").read_text(encoding="utf-8")
+    tutorial = PROJECT_ROOT / "docs" / "tutorials" / "llama31-8b.md"
+    sums = {}
     for gpu in ("RTX 4090", "A100", "H100"):
-        text, training = re.search(
-            rf"^\| {gpu}, .*? \| (.+?) h \|.*\| (.+?) \| \d+ GiB \|$", PAGE, re.M
+        low, high, training, memory = re.search(
+            rf"^\| {gpu}, .*? \| (\d+) to (\d+) h \|.*\| ([\d.]+) h, (\d+) GiB.* \| \d+ GiB \|$",
+            PAGE,
+            re.M,
         ).groups()  # type: ignore[union-attr]
-        hours, memory = re.search(r"([\d.]+) h, (\d+) GiB", training).groups()  # type: ignore[union-attr]
-        row = rf"^\| {gpu}.* \| {text} h \| {float(hours):.0f} h \| {memory} GiB"
-        assert re.search(row, readme, re.M)
+        hours = float(training)
+        sums[gpu] = f"{int(low) + hours:.0f} to {int(high) + hours:.0f}"
+        cells = rf"{low} to {high} h \| {hours:.0f} h \| {memory} GiB \| {sums[gpu]} h"
+        assert re.search(rf"^\| {gpu}.* \| {cells} \|$", readme, re.M)
+    for text in (PAGE, tutorial.read_text(encoding="utf-8")):
+        assert f"{sums['H100']} hours on one H100" in text
+        assert f"{sums['RTX 4090']} hours on one RTX 4090" in text

@@ -9,7 +9,6 @@ from medusa_train.errors import CheckpointError
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.resume import (
     NEW_STAGE,
-    ResumePlan,
     forget_incomparable_best,
     plan_resume,
 )
@@ -38,16 +37,15 @@ def plan(make_config):
     return make
 
 
-def test_a_run_that_does_not_resume_replaces_what_is_there(plan, tmp_path):
+def test_a_run_that_does_not_resume_is_new(plan, tmp_path):
     add_checkpoint(tmp_path / "run", 3)
-    assert plan() == ResumePlan(replaces=True)
+    assert plan() == NEW_STAGE
 
 
 def test_without_any_checkpoint_it_says_so_and_starts(plan, tmp_path):
     found = plan(resume_from_checkpoint="auto")
-    assert found.start == NEW_STAGE
+    assert found.checkpoint is None
     assert not found.stage_one_is_finished
-    assert not found.replaces
     assert f"no checkpoint in {tmp_path / 'run'}/stage_one/checkpoints, starting" in found.note
 
 
@@ -56,7 +54,7 @@ def test_stage_one_goes_on_from_its_newest_checkpoint(plan, tmp_path):
     newest = add_checkpoint(tmp_path / "run/stage_one", 10)
     add_checkpoint(tmp_path / "run/stage_one", 12, complete=False)
     found = plan(resume_from_checkpoint="auto")
-    assert found.start.checkpoint == newest
+    assert found.checkpoint == newest
     assert not found.stage_one_is_finished
 
 
@@ -66,9 +64,9 @@ def test_a_stopped_stage_one_is_compared_with_its_own_settings(make_config, tmp_
     first = stage_one_config(cfg)
     add_checkpoint(first.run_dir, 2)
     write_config(first, first.run_dir)
-    assert plan_resume(cfg, first).start.changed == ()
+    assert plan_resume(cfg, first).changed == ()
     other = make_config(**keys, stage_one={**FIRST, "optimizer": "adamw_8bit"})
-    (changed,) = plan_resume(other, stage_one_config(other)).start.changed
+    (changed,) = plan_resume(other, stage_one_config(other)).changed
     assert changed == 'optimizer: was "adamw_torch", now "adamw_8bit"'
 
 
@@ -92,14 +90,14 @@ def test_a_checkpoint_of_stage_two_comes_first(plan, tmp_path):
     add_checkpoint(tmp_path / "run/stage_one", 2)
     newest = add_checkpoint(tmp_path / "run", 1)
     found = plan(resume_from_checkpoint="auto")
-    assert found.start.checkpoint == newest
+    assert found.checkpoint == newest
     assert found.stage_one_is_finished
 
 
 def test_an_incomplete_checkpoint_of_stage_two_is_none(plan, tmp_path):
     newest = add_checkpoint(tmp_path / "run/stage_one", 2)
     add_checkpoint(tmp_path / "run", 1, complete=False)
-    assert plan(resume_from_checkpoint="auto").start.checkpoint == newest
+    assert plan(resume_from_checkpoint="auto").checkpoint == newest
 
 
 def test_a_checkpoint_of_stage_one_cannot_be_named(plan, tmp_path):
@@ -111,7 +109,7 @@ def test_a_checkpoint_of_stage_one_cannot_be_named(plan, tmp_path):
 def test_a_named_checkpoint_comes_before_a_newer_one(plan, tmp_path):
     named = add_checkpoint(tmp_path / "run", 1)
     add_checkpoint(tmp_path / "run", 5)
-    assert plan(resume_from_checkpoint=str(named)).start.checkpoint == named
+    assert plan(resume_from_checkpoint=str(named)).checkpoint == named
 
 
 def test_results_without_a_checkpoint_are_not_overwritten(make_config, tmp_path):

@@ -102,7 +102,7 @@ def test_a_run_that_would_train_nothing_ends_before_the_model_is_loaded(
 def test_few_steps_are_reported_with_what_gives_twenty(make_config, keys, micro_batches, changes):
     cfg = make_config(**{**keys, "max_steps": None})
     schedule = make_schedule(cfg, micro_batches)
-    advice = few_steps_advice(cfg, schedule, micro_batches, 1)
+    advice = few_steps_advice(cfg, schedule)
     assert advice.startswith(f"note: {schedule.total_steps} steps in all are few")
     assert advice.endswith(f"set {changes}")
     changed = {}
@@ -112,7 +112,7 @@ def test_few_steps_are_reported_with_what_gives_twenty(make_config, keys, micro_
     enough = make_config(**{**keys, "max_steps": None, **changed})
     schedule = make_schedule(enough, micro_batches)
     assert schedule.total_steps >= 20
-    assert few_steps_advice(enough, schedule, micro_batches, 1) is None
+    assert few_steps_advice(enough, schedule) is None
 
 
 @pytest.mark.parametrize("max_steps", [None, 2])
@@ -157,7 +157,7 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
     ("place", "words"),
     [
         ("setup.load_target_model", "loading the model"),
-        ("setup.load_checkpoint", "reading the checkpoint"),
+        ("setup.load_snapshot", "reading the checkpoint"),
         ("setup.build_strategy", "preparing the optimizer"),
         ("trainer.take_snapshot", "checkpoints"),
     ],
@@ -165,7 +165,7 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
 def test_what_takes_seconds_says_so(place, words, make_config, console, monkeypatch):
     """In a log file, where no bar is shown: each of these was silent."""
     cfg = make_config(max_steps=1)
-    if place == "setup.load_checkpoint":
+    if place == "setup.load_snapshot":
         train(cfg, console)
         assert words not in console.file.getvalue()  # a new run has none to read
         cfg = make_config(max_steps=2, resume_from_checkpoint="auto")

@@ -30,10 +30,13 @@ def test_round_trip_through_json_keeps_every_bit():
         step=7, epoch=1 / 3, data={"epoch": 1, "place": [3, 4]}, best_loss=0.1 + 0.2, best_step=5
     )
     state.tokens, state.seconds, state.evaluated = 12345, 1.1, 6
-    state.window = Window(
-        loss=1 / 7, tokens=99, correct=[1, 2], counts=[3, 4], steps=2, grad_norm=0.3, lr=1e-3
-    )
+    state.window = Window(sums=[1 / 7, 99.0, 1.0], steps=2, grad_norm=0.3, lr=1e-3)
     assert TrainState.from_json(json.loads(json.dumps(asdict(state)))) == state
+
+
+def test_sums_of_an_earlier_version_are_dropped():
+    window = {"loss": 1.5, "tokens": 99, "correct": [1], "counts": [2], "known": [2], "steps": 2}
+    assert TrainState.from_json({"step": 7, "window": window}) == TrainState(step=7)
 
 
 def test_best_and_patience():

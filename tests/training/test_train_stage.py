@@ -96,9 +96,9 @@ def test_the_time_left_is_that_of_steps_validation_answers_and_timing() -> None:
         train=SimpleNamespace(tokens=20_000), validation=SimpleNamespace(tokens=2_000)
     )
     shown = Console(file=io.StringIO(), width=200)
-    progress = RunProgress(shown)
-    keys = SimpleNamespace(calibration_tokens=1000)
-    train_stage._print_time_left(keys, data, trainer, progress, 2.0)
+    trainer.progress = RunProgress(shown)
+    trainer.cfg = SimpleNamespace(calibration_tokens=1000)
+    train_stage._print_time_left(trainer, data, 2.0)
     assert "about 5 min 08 s left of this run, 2 min 40 s of them" in shown.file.getvalue()
 
 

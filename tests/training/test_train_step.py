@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -15,6 +16,8 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
 from medusa_train.models.target_model import TargetModel
+from medusa_train.progress import RunProgress
+from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.optimizer import LocalStrategy
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.snapshot import TrainState
@@ -91,6 +94,8 @@ def build(make_config, target_model_dir):
             store=None,  # type: ignore[arg-type]  # nothing is saved
             loggers=Silent(),  # type: ignore[arg-type]
             state=TrainState(),
+            distributed=SINGLE_PROCESS,
+            progress=RunProgress(Console(quiet=True)),
         )
         return trainer, draft, target_model
 

@@ -82,9 +82,7 @@ def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContex
             cfg, load_data(cfg, quiet, distributed), RunProgress(quiet), distributed
         )
     if "loss_scale" in case:
-        strategy: Any = trainer.strategy
-        strategy.loss_scale = LossScale(case["loss_scale"])
-        strategy._set_loss_scale()
+        trainer.strategy.loss_scale = LossScale(case["loss_scale"])
     return trainer
 
 

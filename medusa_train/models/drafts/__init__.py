@@ -1,4 +1,4 @@
-"""The table of drafts. docs/development/architecture.md lists what a new one needs."""
+"""The table of drafts. docs/development/adding-a-draft.md lists what a new one needs."""
 
 from __future__ import annotations
 
