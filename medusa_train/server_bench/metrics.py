@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,10 +14,15 @@ from medusa_train.server_bench.pairs import (
     Block,
     DraftCounts,
     Measurement,
+    ServedAnswer,
 )
 
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
 ALL_DIFFER = 8
+
+
+#: A question, how often it was asked before, and the number of its turn.
+Turn = tuple[int | str, int, int]
 
 
 class Cell(NamedTuple):
@@ -67,7 +72,7 @@ def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
             tokens_per_step_of[category] = counts and counts.tokens_per_step
     # 3. all of them
     tokens = sum(answer.tokens for answer in answers)
-    seconds = sum(busy_tokens(block).cost for block in blocks)
+    seconds = sum(sum(busy_shares(block.answers)) for block in blocks)
     return {
         "answers": len(answers),
         "skipped_turns": sum(block.skipped for block in blocks),
@@ -84,15 +89,22 @@ def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
     }
 
 
-def busy_tokens(block: Measurement) -> Counts:
-    """Return the tokens of a block, and the seconds in which any of its answers was under way."""
-    busy = 0.0
-    last_end = 0.0
-    for answer in sorted(block.answers, key=lambda answer: answer.started):
-        end = answer.started + answer.seconds
-        busy += max(0.0, end - max(answer.started, last_end))
-        last_end = max(last_end, end)
-    return Counts(sum(answer.tokens for answer in block.answers), busy)
+def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
+    """Divide the time in which any of the answers was under way: every moment in equal parts among
+    those under way.
+    """
+    moments = []
+    for number, answer in enumerate(answers):
+        moments += [(answer.started, 0, number), (answer.started + answer.seconds, 1, number)]
+    shares = [0.0] * len(answers)
+    running: set[int] = set()
+    last = 0.0
+    for moment, _, number in sorted(moments):
+        for other in running:
+            shares[other] += (moment - last) / len(running)
+        last = moment
+        running ^= {number}
+    return shares
 
 
 def _sum_counts(blocks: Iterable[Measurement]) -> DraftCounts | None:
@@ -106,18 +118,22 @@ def _sum_counts(blocks: Iterable[Measurement]) -> DraftCounts | None:
 
 
 def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] | None:
-    """Compare a server with a draft and the one without at one concurrency, by the blocks of which
-    both answered the same turns; None without any.
+    """Compare a server with a draft and the one without at one concurrency; None if they have no
+    turn in common.
 
-    Returns: `ratio`: tokens per second over those without a draft;
+    Returns: `ratio`: tokens per second over those without a draft, on the turns that both answered;
         `ratio_interval`: its 95 % interval over blocks (None with fewer than three of them);
         `verdict`: "wins" or "loses" where the whole interval is above or below 1, else "undecided";
         `equal_answers` and `compared_answers` (None for samples).
     """
     pairs = list(zip(heads.blocks, plain.blocks, strict=False))
-    same_turns = [pair for pair in pairs if _texts(pair[0]).keys() == _texts(pair[1]).keys()]
-    with_draft = [busy_tokens(one) for one, _ in same_turns]
-    without_draft = [busy_tokens(other) for _, other in same_turns]
+    with_draft = []
+    without_draft = []
+    for one, other in pairs:
+        common = _texts(one).keys() & _texts(other).keys()
+        if common:
+            with_draft.append(_total(one, common))
+            without_draft.append(_total(other, common))
     plain_rate = _rate(without_draft)
     if plain_rate == 0:
         return None
@@ -141,9 +157,21 @@ def _rate(blocks: Iterable[Counts]) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _texts(block: Measurement) -> dict[tuple[int | str, int, int], str]:
-    """Return the texts of a block by question, repeat and turn."""
-    return {(one.question_id, one.repeat, one.turn): one.text for one in block.answers}
+def _total(block: Measurement, turns: Collection[Turn]) -> Counts:
+    """Return the tokens of some turns of a block, and the busy time that is theirs."""
+    total = Counts(0, 0.0)
+    for answer, seconds in zip(block.answers, busy_shares(block.answers), strict=True):
+        if _turn(answer) in turns:
+            total = Counts(total.tokens + answer.tokens, total.cost + seconds)
+    return total
+
+
+def _turn(answer: ServedAnswer) -> Turn:
+    return answer.question_id, answer.repeat, answer.turn
+
+
+def _texts(block: Measurement) -> dict[Turn, str]:
+    return {_turn(answer): answer.text for answer in block.answers}
 
 
 def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int, int]:
@@ -155,7 +183,7 @@ def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int,
         differing: set[tuple[int | str, int]] = set()
         for answer in sorted(one.answers, key=lambda answer: answer.turn):
             chat = (answer.question_id, answer.repeat)
-            text = texts.get((*chat, answer.turn))
+            text = texts.get(_turn(answer))
             if text is None or chat in differing:
                 continue
             compared += 1

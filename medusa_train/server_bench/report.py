@@ -34,8 +34,8 @@ HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
     (
         "over plain: tokens/s over those of the server without heads on the same questions,"
-        " measured next to it, without blocks of which one of the two skipped turns; in brackets its"
-        " 95 % interval over blocks (Student's t). The row of plain is its fastest measurement."
+        " measured next to it; in brackets its 95 % interval over blocks (Student's t). The row of"
+        " plain is its fastest measurement."
     ),
     "first token, per token: medians over the answers, in milliseconds.",
     (
@@ -49,6 +49,13 @@ HOW = [
         " differing answer are not compared."
     ),
 ]
+
+
+ADVICE = (
+    "A setting is recommended only where the whole interval is above 1. A server has one setting for"
+    " all its requests: choose by the concurrency of your traffic. These figures hold for this"
+    " machine, model and bench."
+)
 
 
 def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[Path]:
@@ -149,25 +156,13 @@ def recommendation_lines(report: Json) -> list[str]:
     lines = []
     for one in advice:
         tokens = one["num_speculative_tokens"]
-        setting = f"num_speculative_tokens {tokens}"
-        if tokens is None:
-            setting = "heads as they were served"
+        setting = f"num_speculative_tokens {tokens}" if tokens else "heads as they were served"
         text = f"{setting}, {_ratio(one)}"
         if not one["use"]:
             verdict = {"loses": "slower", "undecided": "not measured to be faster"}[one["verdict"]]
             text = f"off; the best, {setting}, is {verdict}: {_ratio(one)}"
         lines.append(f"concurrency {one['concurrency']}: {text}")
     return lines
-
-
-def advice_notes(report: Json) -> list[str]:
-    """Say how to read the recommendation; empty without one."""
-    note = (
-        "A setting is recommended only where the whole interval is above 1. A server has one"
-        " setting for all its requests: choose by the concurrency of your traffic. These figures"
-        " hold for this machine, model and bench."
-    )
-    return [note] if report["recommendation"] else []
 
 
 def terminal_report(report: Json) -> Group:
@@ -195,7 +190,11 @@ def sections_of(report: Json) -> list[Section]:
             remarks=HOW,
         ),
         Section("Run", facts=meta_rows(meta)),
-        Section("Recommendation", lines=recommendation_lines(report), remarks=advice_notes(report)),
+        Section(
+            "Recommendation",
+            lines=recommendation_lines(report),
+            remarks=[ADVICE] if report["recommendation"] else [],
+        ),
     ]
 
 

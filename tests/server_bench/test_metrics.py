@@ -4,7 +4,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.evaluation.questions import Question
 from medusa_train.server_bench.metrics import (
     Cell,
-    busy_tokens,
+    busy_shares,
     collect_cells,
     compare_cells,
     recommend,
@@ -49,10 +49,10 @@ def cell(
     return made
 
 
-def test_a_moment_with_several_answers_under_way_counts_once() -> None:
+def test_moments_are_divided_among_the_answers_under_way() -> None:
     # 0-1: first; 1-3: both; 3-4: second; 4-6: nothing; 6-7: third
-    answers = (answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0))
-    assert busy_tokens(Measurement(answers)) == (40, 5.0)
+    answers = [answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]
+    assert busy_shares(answers) == [2.0, 2.0, 1.0, 0.0]
 
 
 def test_rates_are_tokens_over_the_busy_time() -> None:
@@ -82,11 +82,11 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     assert collect_cells(blocks, {1: 2})[0].metrics["drafts"] is None
 
 
-def test_blocks_whose_turns_only_one_server_answered_make_no_ratio() -> None:
+def test_turns_that_only_one_server_answered_are_not_in_the_ratio() -> None:
     """One server may skip turns that do not fit into its context."""
-    plain = cell("plain", [answer(n, n * 10, 2) for n in range(4)], blocks=4)
-    skips = [answer(0, 0, 1), answer(9, 10, 90), answer(2, 20, 1), answer(3, 30, 1)]
-    compared = compare_cells(cell("k=1", skips, blocks=4), plain, greedy=True)
+    plain = cell("plain", [answer(n, n * 10, 2) for n in range(4)], blocks=2)
+    answered = [answer(0, 0, 1), answer(9, 10, 90), answer(2, 20, 1), answer(3, 30, 1)]
+    compared = compare_cells(cell("k=1", answered, blocks=2), plain, greedy=True)
     assert compared is not None
     assert (compared["ratio"], compared["compared_answers"]) == (pytest.approx(2.0), 3)
 
