@@ -367,7 +367,7 @@ def test_one_process_tokenizes_and_all_have_the_same_data(make_config, console, 
         assert data.validation.fingerprint() == alone.validation.fingerprint()
         assert data.train.row_len == alone.train.row_len
         assert data.train.report == alone.train.report
-        assert data.prompts is data.train
+        assert data.prompts is data.validation
 
 
 def test_rows_are_sent_once(make_config, console):
