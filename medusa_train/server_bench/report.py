@@ -34,8 +34,8 @@ HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
     (
         "over plain: tokens/s over those of the server without heads on the same questions,"
-        " measured next to it; in brackets its 95 % interval over blocks (Student's t). The row of"
-        " plain is its fastest measurement."
+        " measured next to it, without blocks of which one of the two skipped turns; in brackets its"
+        " 95 % interval over blocks (Student's t). The row of plain is its fastest measurement."
     ),
     "first token, per token: medians over the answers, in milliseconds.",
     (
@@ -56,13 +56,9 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
     paths.
     """
     answers = []
-    for cell in cells:
-        place = {
-            "server": cell.server,
-            "session": cell.session,
-            "concurrency": cell.concurrency,
-        }
-        answers += [{**place, **asdict(one.answer)} for one in cell.answers.values()]
+    for metrics, blocks in cells:
+        place = {name: metrics[name] for name in ("server", "session", "concurrency")}
+        answers += [{**place, **asdict(one)} for block in blocks for one in block.answers]
     title = title_of(report)
     sections = sections_of(report)
     meta = report["meta"]
@@ -96,32 +92,34 @@ def rows_of(report: Json) -> list[Json]:
 
 def metrics_table(report: Json) -> Table:
     """Return one row per concurrency and server."""
-    rows = rows_of(report)
     rates = {
         (row["session"], row["concurrency"]): number(row["tokens_per_s"], 1)
         for row in report["cells"]
         if row["server"] == PLAIN
     }
-    plain = [
-        "" if row["server"] == PLAIN else rates.get((row["session"], row["concurrency"]), "")
-        for row in rows
-    ]
-    columns = {
-        "concurrency": [str(row["concurrency"]) for row in rows],
-        "server": [row["server"] for row in rows],
-        "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
-        "plain next to it": plain,
-        "over plain": [_ratio(row) for row in rows],
-        "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
-        "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
-        "tokens per step": [
-            number(row["tokens_per_step"]) if row["tokens_per_step"] else "" for row in rows
-        ],
-        **{name: [_rate_of(row, name) for row in rows] for name in (WITH_CALLS, WITHOUT_CALLS)},
-        "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
-        "equal": [_equal(row) for row in rows],
-    }
-    return Table.of_columns(columns)
+    rows = []
+    for row in rows_of(report):
+        place = (row["session"], row["concurrency"])
+        equal = ""
+        if row.get("equal_answers") is not None:
+            equal = f"{row['equal_answers']}/{row['compared_answers']}"
+        by_category = row.get("tokens_per_step_of", {})
+        rows.append(
+            {
+                "concurrency": str(row["concurrency"]),
+                "server": row["server"],
+                "tokens/s": number(row["tokens_per_s"], 1),
+                "plain next to it": "" if row["server"] == PLAIN else rates.get(place, ""),
+                "over plain": _ratio(row),
+                "first token ms": _milliseconds(row["time_to_first_token_s"]),
+                "per token ms": _milliseconds(row["time_per_token_s"]),
+                "tokens per step": _rate(row["tokens_per_step"]),
+                **{name: _rate(by_category.get(name)) for name in (WITH_CALLS, WITHOUT_CALLS)},
+                "accepted": " ".join(f"{share:.2f}" for share in row["acceptance"] or ()),
+                "equal": equal,
+            }
+        )
+    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
 
 
 def _ratio(row: Json) -> str:
@@ -130,20 +128,12 @@ def _ratio(row: Json) -> str:
     return number(row["ratio"], 2, "x", row["ratio_interval"])
 
 
-def _rate_of(row: Json, category: str) -> str:
-    """Format the tokens per step of a category of chats with tools."""
-    rate = row.get("tokens_per_step_of", {}).get(category)
-    return "" if rate is None else number(rate)
+def _rate(tokens_per_step: float | None) -> str:
+    return number(tokens_per_step) if tokens_per_step else ""
 
 
 def _milliseconds(distribution: Json | None) -> str:
     return "" if distribution is None else f"{1000 * distribution['median']:.1f}"
-
-
-def _equal(row: Json) -> str:
-    if row.get("equal_answers") is None:
-        return ""
-    return f"{row['equal_answers']}/{row['compared_answers']}"
 
 
 def recommendation_lines(report: Json) -> list[str]:
