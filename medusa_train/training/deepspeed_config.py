@@ -216,7 +216,8 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
         elif name in _PASSED_ON:
             yield from _check_value(name, value, _PASSED_ON[name])
         elif section != "zero_optimization":  # of which DeepSpeed itself checks the others
-            yield unknown_entry(name, known)
+            sections = {entry.partition(".")[0] for entry in known}
+            yield unknown_entry(name, [*known, *sorted(sections)])
 
 
 def _is_off(value: Any) -> bool:
@@ -278,7 +279,7 @@ def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
 
 def unknown_entry(name: str, known: Iterable[str]) -> str:
     """Say that an entry is unknown, with the nearest one that is known."""
-    for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65):
+    for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7):
         return f"{name}: unknown key; did you mean {nearest}?"
     return f"{name}: unknown key, or one that is not used here; remove it"
 

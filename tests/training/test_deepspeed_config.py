@@ -129,7 +129,10 @@ def test_contradictions_are_listed_all_at_once():
             {"zero_force_ds_cpu_optimizer": True},
             "zero_force_ds_cpu_optimizer: true, but it is false here",
         ),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: unknown key, or one that is"),
+        (
+            {"gradient_allreduce_op": "sum"},
+            "gradient_allreduce_op: unknown key, or one that is not",
+        ),
         ({"pipeline": {"stages": 2}}, "pipeline: unknown key, or one that is not used here"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing: true"),
         ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization?"),

@@ -73,8 +73,9 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert text.count("</s>»") >= 3
     rows = rows_of(text)
     assert rows["training"].startswith("32 conversations, 1,")
-    assert rows["answers"].startswith(
-        "61, of which 0.0% loop and 0.0% are known to be cut off by a length limit;"
+    assert (
+        rows["answers"]
+        == "61, of which 0.0% loop and 0.0% are known to be cut off by a length limit"
     )
     assert rows["held"].startswith("out 8 conversations")
     assert rows["rows"].startswith("one conversation each; ")
