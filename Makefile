@@ -106,7 +106,7 @@ test-slow: install ## run the tests that take minutes
 docs: install ## build the documentation site and serve it at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-quality: install ## ruff, mypy, the import layers and the documentation site; prints sizes
+quality: install ## ruff, mypy, the import layers, the documentation site, and limits of size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

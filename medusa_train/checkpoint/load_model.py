@@ -62,10 +62,7 @@ class LoadedModel:
         """What to decode with: heads, a draft without training, or both merged; None for plain
         decoding.
         """
-        heads = self.heads
-        if heads is None:
-            return self.lookup
-        return self._with_lookup(heads)
+        return self._with_lookup(self.heads)
 
     @cached_property
     def heads(self) -> Proposer | None:
@@ -83,8 +80,6 @@ class LoadedModel:
     @cached_property
     def fixed_proposer(self) -> Proposer | None:
         """The same with the fixed `tree`."""
-        if self.draft is None:
-            return self.lookup
         return self._with_lookup(self.draft)
 
     @property
@@ -120,9 +115,9 @@ class LoadedModel:
         except TargetModelError as error:
             report(f"{error}\ndecoding with the program for trees of any size")
 
-    def _with_lookup(self, heads: Proposer) -> Proposer:
-        if self.lookup is None:
-            return heads
+    def _with_lookup(self, heads: Proposer | None) -> Proposer | None:
+        if heads is None or self.lookup is None:
+            return self.lookup if heads is None else heads
         return MergedDraft(heads, self.lookup)
 
 

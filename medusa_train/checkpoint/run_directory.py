@@ -434,19 +434,14 @@ def _absolute_template(name: str | None) -> str | None:
     return absolute_name(name)
 
 
-def _stale_checkpoints(out: Path, step: int) -> list[Path]:
-    """List checkpoints and best weights of steps after `step`, and what a killed process had not
+def _stale_checkpoints(out: Path, step: int) -> Iterator[Path]:
+    """Yield checkpoints and best weights of steps after `step`, and what a killed process had not
     written completely.
     """
-    checkpoints = out / CHECKPOINTS
-    stale = list(checkpoints.glob(".tmp-*-*"))
-    if step == 0:
-        stale += checkpoints.glob(".old-*-*")
-    for path in checkpoints.glob("*-*"):
-        match = re.fullmatch(r"(?:step|best)-(\d+)", path.name)
-        if match is not None and int(match[1]) > step:
-            stale.append(path)
-    return stale
+    for path in sorted((out / CHECKPOINTS).glob("*-*")):
+        match = re.fullmatch(r"(\.tmp-|\.old-)?(?:step|best)-(\d+)", path.name)
+        if match is not None and (match[1] == ".tmp-" or int(match[2]) > step):
+            yield path
 
 
 def _list_checkpoints(out: Path) -> str:

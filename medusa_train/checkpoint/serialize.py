@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zlib
@@ -72,18 +73,9 @@ def write_tensors(
 
 def write_pickled_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a `.pt` file of named tensors, for programs that read nothing else."""
-    plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    try:
-        with path.open("wb") as file:
-            torch.save(plain, file)
-    except RuntimeError as error:
-        # torch's zip writer hides a full disk behind "unexpected pos"
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        raise cause from error
+    content = io.BytesIO()  # torch's writer hides a full disk behind "unexpected pos"
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, content)
+    path.write_bytes(content.getbuffer())
 
 
 def write_json(path: Path, value: Any) -> int:

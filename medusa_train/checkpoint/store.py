@@ -143,32 +143,30 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints in ascending order."""
-        steps = []
-        for manifest in self.root.glob(f"step-*/{MANIFEST}"):
-            match = _NAME.fullmatch(manifest.parent.name)
-            if match is not None and manifest.is_file():
-                steps.append(int(match[1]))
-        return sorted(steps)
+        self._restore_replaced()
+        names = [path.parent.name for path in self.root.glob(f"step-*/{MANIFEST}")]
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
-        self._restore_replaced()
         steps = self.steps()
-        return self.root / f"step-{steps[-1]}" if steps else None
+        return self.at(steps[-1]) if steps else None
 
     def at(self, step: int) -> Path | None:
         """Return the checkpoint of `step`, or None."""
-        self._restore_replaced()
-        return self.root / f"step-{step}" if step in self.steps() else None
+        return self._complete(f"step-{step}")
 
     def best(self, step: int) -> Path | None:
         """Return the weights of the best evaluation, after `step`; None if they are not there.
 
         They are in the checkpoint alone if the run was killed before it saved them again.
         """
+        return self._complete(f"best-{step}") or self.at(step)
+
+    def _complete(self, name: str) -> Path | None:
         self._restore_replaced()
-        path = self.root / f"best-{step}"
-        return path if (path / MANIFEST).is_file() else self.at(step)
+        path = self.root / name
+        return path if (path / MANIFEST).is_file() else None
 
     def load(
         self, path: Path | str, *, verify: bool = True, parts: Collection[str] | None = None
@@ -186,11 +184,9 @@ class CheckpointStore:
             CheckpointError: there is no checkpoint, or it is damaged.
         """
         path = Path(path)
-        if not (path / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{path}: not a checkpoint (no {MANIFEST} in it){self._others(path)}"
-            )
         try:
+            if not (path / MANIFEST).is_file():
+                raise CheckpointError(f"{path}: not a checkpoint (no {MANIFEST} in it)")
             return _read(path, verify, parts)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{self._others(path)}") from error
@@ -240,17 +236,12 @@ def _write(
     values = {part: value for part, (_, value) in parts.items()}
     checksums = {STATE: write_json(directory / STATE, values)}
     # 2. The tensors of each part.
-    linked_files = {}
-    if linked is not None:
-        linked_files = _read_manifest(linked / MANIFEST)["files"]
     for part, (tensors, _) in parts.items():
-        if not tensors:
-            continue
         name = f"{part}.safetensors"
-        if linked is not None:
+        if tensors and linked is not None:
             _link_or_copy(linked / name, directory / name)
-            checksums[name] = linked_files[name]["crc32"]
-        else:
+            checksums[name] = _read_manifest(linked / MANIFEST)["files"][name]["crc32"]
+        elif tensors:
             checksums[name] = write_tensors(directory / name, tensors)
     # 3. The manifest, with which the checkpoint is complete.
     files = {}

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.find_reports import find_reports
-from medusa_train.evaluation.report import equal_cell
-from medusa_train.evaluation.report_page import speedup_chart
+from medusa_train.evaluation.report import cells
+from medusa_train.evaluation.report_page import category_names, speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.io import parse_json
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
@@ -51,6 +51,8 @@ TREE_METRICS = (
     "tokens_per_s",
 )
 
+#: Columns of `report.cells` that runs are compared by.
+COMPARED = ("tokens per step", "overhead", "speedup", "over generate", "tokens /s", "equal fp32")
 
 Json = Mapping[str, Any]
 
@@ -83,11 +85,7 @@ def _read(path: Path) -> Json:
     try:
         report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
         # build all that is shown of it later: a damaged report fails here, where its path is known
-        alone = {str(report["meta"]["bench"]): report}
-        runs_table(alone)
-        categories_table(alone)
-        differences(alone)
-        speedup_chart(alone)
+        _sections({str(report["meta"]["bench"]): report})
         describe_mode(mode_of(report["meta"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise CheckpointError(f"{path}: not a report of medusa-eval, or damaged") from None
@@ -134,22 +132,13 @@ def runs_table(reports: Mapping[str, Json]) -> Table:
 
 def _row(name: str, report: Json) -> dict[str, str]:
     meta, overall = report["meta"], report["overall"]
-
-    def cell(key: str, digits: int = 2, suffix: str = "") -> str:
-        interval = overall.get("intervals", {}).get(key)
-        return number(overall.get(key), digits, suffix, interval)
-
+    shown = cells(overall, overall.get("intervals"))
     nodes = meta.get("tree_nodes")
     return {
         "run": name,
         "heads": str(meta.get("heads") or "-"),
         "nodes": "no tree used" if _lacks_tree(meta) else "-" if nodes is None else str(nodes),
-        "tokens per step": cell("acceleration_rate"),
-        "overhead": cell("overhead"),
-        "speedup": cell("speedup", suffix="x"),
-        "over generate": cell("speedup_over_generate", suffix="x"),
-        "tokens /s": cell("tokens_per_s", 0),
-        "equal fp32": equal_cell(overall),
+        **{title: shown[title] for title in COMPARED},
         "loops": f"{overall['looping_answers']}/{overall['answers']}",
         "grade": number((report.get("judge") or {}).get("score")),
         "correct": _correct(overall.get("scores")),
@@ -169,11 +158,8 @@ def _correct(scores: Json | None) -> str:
 
 def categories_table(reports: Mapping[str, Json]) -> Table:
     """Return one row of speedups for each category of any evaluation."""
-    names: dict[str, None] = {}  # in the order in which they first appear
-    for report in reports.values():
-        names.update(dict.fromkeys(report["categories"]))
     rows = []
-    for name in names:
+    for name in category_names(reports):
         groups = [report["categories"].get(name, {}) for report in reports.values()]
         rows.append([name, *[number(group.get("speedup"), 2, "x") for group in groups]])
     return Table(["speedup", *reports], rows)
@@ -193,12 +179,14 @@ def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns
     their paths.
     """
-    warnings = [f"Not comparable as they are: {line}" for line in differences(reports)]
-    sections = [
-        Section(lines=warnings),
+    page = render_page("Comparison of runs", f"{len(reports)} evaluations", _sections(reports))
+    return write_files(directory, {"compare.html": page, "compare.json": reports})
+
+
+def _sections(reports: Mapping[str, Json]) -> list[Section]:
+    return [
+        Section(lines=[f"Not comparable as they are: {line}" for line in differences(reports)]),
         Section(legend=list(reports), tables=[runs_table(reports)]),
         Section("Speed", figures=[speedup_chart(reports)]),
         Section(tables=[categories_table(reports)]),
     ]
-    page = render_page("Comparison of runs", f"{len(reports)} evaluations", sections)
-    return write_files(directory, {"compare.html": page, "compare.json": reports})

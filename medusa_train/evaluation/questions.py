@@ -113,11 +113,12 @@ class Bench:
         if limit is None or limit >= len(self.questions):
             return self
         rounds: Counter[str] = Counter()  # over the categories
-        ranked: list[tuple[int, int]] = []
-        for index, question in enumerate(self.questions):
-            ranked.append((rounds[question.category], index))
+        round_of: list[int] = []
+        for question in self.questions:
+            round_of.append(rounds[question.category])
             rounds[question.category] += 1
-        chosen = sorted(index for _, index in sorted(ranked)[:limit])
+        first = sorted(range(len(round_of)), key=round_of.__getitem__)
+        chosen = sorted(first[:limit])
         return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
@@ -354,12 +355,13 @@ def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question
     record = raw.value
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
-    if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
-        unread.count_columns(record, _HUMANEVAL_KEYS)
-        return [_parse_humaneval(record, raw.source)]
-    if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
-        unread.count_columns(record, _GSM8K_KEYS)
-        return [_parse_gsm8k(record, raw.source, raw.number)]
+    match record:
+        case {"task_id": str(), "prompt": str()}:
+            unread.count_columns(record, _HUMANEVAL_KEYS)
+            return [_parse_humaneval(record, raw.source)]
+        case {"question": str(), "answer": str()}:
+            unread.count_columns(record, _GSM8K_KEYS)
+            return [_parse_gsm8k(record, raw.source, raw.number)]
     if _is_prompt(record):
         chat = parse_tool_chat(record, unread=unread)
         if chat is not None:

@@ -14,8 +14,8 @@ from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, ROUGE
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.machine_load import busy_signs
-from medusa_train.evaluation.metrics import Metrics, by_category, metrics
-from medusa_train.evaluation.report_page import Charts, draw_charts, html_page, sections_of
+from medusa_train.evaluation.metrics import by_category, metrics
+from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.evaluation.turns import Turn
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
@@ -59,46 +59,35 @@ def build_report(
     return {**report, **(parts or {})}
 
 
-def write_report(
-    report: Json, turns: Sequence[Turn], directory: Path, charts: Charts | None = None
-) -> list[Path]:
+def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[Path]:
     """Write report.json, report.md, report.html, answers.jsonl and FastChat's
     model_answer/MODEL.jsonl.
 
     With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
     `Trace.ranks`.
-
-    Args:
-        charts: of the page; drawn if they are not given.
     """
     answered = [turn for turn in turns if not turn.skipped]
-    answers = [_answer_line(turn) for turn in answered]
-    for turn in turns:
-        if turn.skipped:
-            prompt_tokens = len(turn.prompt_ids)
-            answers.append({**_name(turn), "prompt_tokens": prompt_tokens, "skipped": True})
-    ranks = []
-    for turn in answered:
-        if turn.trace is not None:
-            line = {**_name(turn), "ranks": turn.trace.ranks}
-            if turn.trace.confidence:
-                line["confidence"] = turn.trace.confidence
-            ranks.append(line)
-
+    answers = [_answer_line(turn) for turn in sorted(turns, key=lambda turn: turn.skipped)]
     tables = [metrics_table(report), decoders_table(report)]
-    charts = charts or draw_charts(report)
-    sections = sections_of(report, charts, answers, tables, summary_of(report))
+    sections = sections_of(report, answers, tables, summary_of(report))
     name = model_id(report["meta"])
     files = {
         "report.json": report,
         "report.md": markdown_page(title_of(report), sections),
         "report.html": html_page(report, sections),
         "answers.jsonl": answers,
-        "ranks.jsonl": ranks,
         f"model_answer/{name}.jsonl": model_answers(answered, name),
     }
-    if not ranks:
-        del files["ranks.jsonl"]
+    ranks = []
+    for turn in answered:
+        if turn.trace is not None:
+            line: dict[str, Any] = {"question_id": turn.question_id, "turn": turn.turn}
+            line["ranks"] = turn.trace.ranks
+            if turn.trace.confidence:
+                line["confidence"] = turn.trace.confidence
+            ranks.append(line)
+    if ranks:
+        files["ranks.jsonl"] = ranks
     return write_files(directory, files)
 
 
@@ -107,20 +96,21 @@ def model_id(meta: Json) -> str:
     return Path(meta["model"] or meta["base_model"]).resolve().name
 
 
-def _name(turn: Turn) -> dict[str, Any]:
-    return {"question_id": turn.question_id, "turn": turn.turn}
-
-
 def _answer_line(turn: Turn) -> dict[str, Any]:
+    line = {
+        "question_id": turn.question_id,
+        "turn": turn.turn,
+        "prompt_tokens": len(turn.prompt_ids),
+    }
+    if turn.skipped:
+        return {**line, "skipped": True}
     answer = turn.answer
     return {
-        "question_id": turn.question_id,
+        **line,
         "category": turn.category,
-        "turn": turn.turn,
         "asked": turn.asked,
         "text": turn.text,
         "pieces": turn.pieces,
-        "prompt_tokens": len(turn.prompt_ids),
         "tokens": len(answer.tokens),
         "steps": answer.steps,
         "accepted": answer.accepted,
@@ -165,30 +155,36 @@ def metrics_table(report: Json, left_out: Collection[str] = ()) -> Table:
     several = len(groups) != 1
     if several:
         groups["overall"] = report["overall"]
-    rows = [{"category": name, **_cells(group)} for name, group in groups.items()]
+    rows = [{"category": name, **cells(group)} for name, group in groups.items()]
     columns = {title: [row[title] for row in rows] for title in rows[0] if title not in left_out}
     return Table.of_columns(columns, overall=several)
 
 
-def _cells(group: Metrics) -> dict[str, str]:
-    """Return the cells of a category by the titles of their columns."""
+def cells(group: Json, intervals: Json | None = None) -> dict[str, str]:
+    """Return the cells of a group of answers by the titles of their columns, with the given
+    intervals; older reports lack metrics.
+    """
+
+    def cell(key: str, digits: int = 2, unit: str = "") -> str:
+        return number(group.get(key), digits, unit, (intervals or {}).get(key))
+
     return {
-        "answers": number(group["answers"], 0),
-        "tokens per step": number(group["acceleration_rate"]),
-        "overhead": number(group["overhead"]),
-        "speedup": number(group["speedup"], 2, "x"),
-        "over generate": number(group["speedup_over_generate"], 2, "x"),
-        "tokens /s": number(group["tokens_per_s"], 0),
-        "plain /s": number(group["baseline_tokens_per_s"], 0),
-        "generate /s": number(group["generate_tokens_per_s"], 0),
-        "equal fp32": equal_cell(group),
-        "equal bf16": equal_cell(group, "_bf16"),
-        "correct": _correct_cell(group["scores"]),
-        "loops": number(group["looping_answers"], 0),
+        "answers": cell("answers", 0),
+        "tokens per step": cell("acceleration_rate"),
+        "overhead": cell("overhead"),
+        "speedup": cell("speedup", 2, "x"),
+        "over generate": cell("speedup_over_generate", 2, "x"),
+        "tokens /s": cell("tokens_per_s", 0),
+        "plain /s": cell("baseline_tokens_per_s", 0),
+        "generate /s": cell("generate_tokens_per_s", 0),
+        "equal fp32": _equal_cell(group),
+        "equal bf16": _equal_cell(group, "_bf16"),
+        "correct": _correct_cell(group.get("scores")),
+        "loops": cell("looping_answers", 0),
     }
 
 
-def equal_cell(group: Json, suffix: str = "") -> str:
+def _equal_cell(group: Json, suffix: str = "") -> str:
     """Format equal answers in float32 (`_bf16`: bfloat16) out of those compared, with ties as "+n";
     older reports lack them.
     """
@@ -222,20 +218,16 @@ def decoders_table(report: Json) -> Table:
     overall = report["overall"]
     decoders: dict[str, Json] = {}
     if _has_tree(report):
-        decoders["tree"] = {
-            **overall,
-            "tokens_per_step": overall["acceleration_rate"],
-            "speedup": None,
-        }
-    for name, baseline in report["baselines"].items():
-        decoders[name.replace("_", " ")] = baseline
+        per_step = overall["acceleration_rate"]
+        decoders["tree"] = {**overall, "tokens_per_step": per_step, "speedup": None}
+    decoders |= report["baselines"]
     rows = decoders.values()
     columns = {
-        "decoder": list(decoders),
+        "decoder": [name.replace("_", " ") for name in decoders],
         "tokens/s": [number(row["tokens_per_s"], 0) for row in rows],
         "tokens per step": [number(row["tokens_per_step"]) for row in rows],
         "tree's speedup over it": [
-            number(row.get("speedup"), 2, "x", row.get("speedup_interval")) for row in rows
+            number(row["speedup"], 2, "x", row.get("speedup_interval")) for row in rows
         ],
         "answers equal to plain ones": [number(row.get("equal_to_plain"), 0) for row in rows],
     }
@@ -273,7 +265,7 @@ def summary_of(report: Json) -> list[str]:
     return [*lines, *_machine_notes(report), _output_note(report), _quality(report)]
 
 
-def _speed_note(overall: Metrics) -> str:
+def _speed_note(overall: Json) -> str:
     """Say how fast the tree is, next to the faster of plain decoding and `generate`."""
     interval = overall["intervals"].get("speedup_over_fastest")
     speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
@@ -352,7 +344,7 @@ _OUTPUT = {
 }
 
 
-def _equality_note(overall: Metrics, dtype: str, outcome: str | None) -> str:
+def _equality_note(overall: Json, dtype: str, outcome: str | None) -> str:
     equal = overall[f"equal_answers{_DTYPES[dtype]}"]
     if equal is None:
         known = outcome not in (None, "not compared", "compared")

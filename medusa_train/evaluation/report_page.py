@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
@@ -39,13 +40,8 @@ SPEEDUP_CAPTION = (
 )
 
 
-#: Charts by the title of their part of the page.
-Charts = Mapping[str, Sequence[Figure]]
-
-
 def sections_of(
     report: Json,
-    charts: Charts,
     answers: Sequence[Json],
     tables: Sequence[Table],
     summary: Sequence[str],
@@ -57,8 +53,8 @@ def sections_of(
     terms = [text for title, text in TERMS.items() if title in shown]
     return [
         Section(lines=summary),
-        Section("Speed", figures=charts["Speed"], tables=tables, remarks=[*terms, BRACKETS]),
-        Section("Draft", figures=charts["Draft"], remarks=_draft_remarks(report["overall"])),
+        Section("Speed", figures=_speed_charts(report), tables=tables, remarks=[*terms, BRACKETS]),
+        Section("Draft", figures=_draft_charts(report), remarks=_draft_remarks(report["overall"])),
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
     ]
@@ -100,22 +96,18 @@ def _faster_baseline(overall: Json) -> str:
     return f"{'generate' if is_generate else 'plain decoding'}, the faster baseline"
 
 
-def draw_charts(report: Json) -> Charts:
-    """Draw the charts of an evaluation; nothing that is measured after the times changes them."""
-    return {"Speed": _speed_charts(report), "Draft": _draft_charts(report)}
-
-
 def _speed_charts(report: Json) -> list[Figure]:
     overall = report["overall"]
     charts = []
     if overall["speedup"] is not None and len(report["categories"]) > 1:
         charts.append(speedup_chart({"": report}))
     # one bar per decoder
-    tree = Bar(overall["tokens_per_s"], overall["intervals"].get("tokens_per_s"), 1)
-    groups = [("tree", [tree])]
+    groups = []
+    if overall["tokens_per_s"]:
+        interval = overall["intervals"].get("tokens_per_s")
+        groups.append(("tree", [Bar(overall["tokens_per_s"], interval, 1)]))
     for name, baseline in overall["baselines"].items():
         groups.append((name.replace("_", " "), [Bar(baseline["tokens_per_s"])]))
-    groups = [(name, bar) for name, bar in groups if bar[0].value]
     drawing = bars(groups, "tokens per second", digits=0)
     caption = (
         "Total tokens over total time, prefill included. The decoders took turns on every prompt or"
@@ -129,10 +121,9 @@ def speedup_chart(reports: Mapping[str, Json]) -> Figure:
     only category is the whole benchmark.
     """
     several = len(reports) > 1
-    categories: dict[str, None] = {}  # in the order in which they first appear
-    for report in reports.values():
-        categories.update(dict.fromkeys(report["categories"]))
-    shown = [*categories, "overall"] if len(categories) != 1 else list(categories)
+    shown = category_names(reports)
+    if len(shown) != 1:
+        shown.append("overall")
     groups = []
     for category in shown:
         group = []
@@ -144,6 +135,11 @@ def speedup_chart(reports: Mapping[str, Json]) -> Figure:
         groups.append((category, group))
     drawing = bars(groups, "speedup per category", unit="x", reference=1.0)
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
+
+
+def category_names(reports: Mapping[str, Json]) -> list[str]:
+    """List the categories of all reports, in the order in which they first appear."""
+    return list(dict.fromkeys(chain.from_iterable(one["categories"] for one in reports.values())))
 
 
 def _draft_charts(report: Json) -> list[Figure]:
@@ -311,7 +307,7 @@ def colored_runs(answer: Json) -> list[tuple[int, str]]:
     if "".join(pieces[:-1]) == answer["text"]:
         pieces = pieces[:-1]
     pairs = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
-    runs = groupby(pairs, key=lambda pair: pair[0])
+    runs = groupby(pairs, key=itemgetter(0))
     return [(head, "".join(piece for _, piece in run)) for head, run in runs]
 
 

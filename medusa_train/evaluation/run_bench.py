@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,14 @@ from medusa_train.evaluation.refit_tree import (
     load_with_progress,
 )
 from medusa_train.evaluation.report import build_report, model_id, terminal_report, write_report
-from medusa_train.evaluation.report_page import Charts, draw_charts
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.target_model_quality import (
     QUALITY_TOKENS,
     measure_target_model_quality,
 )
-from medusa_train.evaluation.timed_decoders import extra_baselines
+from medusa_train.evaluation.timed_decoders import build_decoders
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.evaluation.turns import (
-    TREE,
-    TURN,
-    Answer,
-    Turn,
-    completed_turns,
-)
+from medusa_train.evaluation.turns import TREE, TURN, Answer, Turn, completed_turns
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
@@ -96,8 +89,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Path]]:
     """Measure speed and output equality of a model on a bench, and write the report.
 
-    The files are written once the bench is timed, and again after every further part: these may
-    take as long as the bench, and may not fit into memory. An interrupted bench is resumed by the
+    The files are written once the bench is timed, before other models are loaded, and at the end:
+    what is measured in between may take as long as the bench. An interrupted bench is resumed by the
     same command.
 
     Args:
@@ -131,12 +124,12 @@ class Evaluation:
         paths: of the model.
         mode: how tokens are chosen, and in batches of how many rows.
         directory: of the report.
+        baselines: descriptions of the decoders that the draft's is compared with.
         turns: all of the benchmark, once they are timed; those that did not fit the context have no
             answers.
         tree: to draw; None if each step has its own.
         meta: of the report; what was run.
         parts: of the report; what was measured in addition to the times.
-        charts: of the report; drawn once, since later parts do not change them.
     """
 
     cfg: EvalConfig
@@ -145,11 +138,11 @@ class Evaluation:
     mode: DecodingMode
     directory: Path
     progress: RunProgress
+    baselines: dict[str, str] = dataclasses.field(default_factory=dict)
     turns: list[Turn] = dataclasses.field(default_factory=list)
     tree: Tree | None = None
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    charts: Charts | None = None
 
     @property
     def answered(self) -> list[Turn]:
@@ -170,60 +163,64 @@ class Evaluation:
         trace_turns(self.answered, model, progress)
         if model.dynamic is None:
             self.tree = model.tree
-        self.meta = collect_metadata(cfg, self.bench, model, self.paths, dtype, self.turns, command)
+        self.meta = collect_metadata(
+            cfg, self.bench, model, self.paths, dtype, self.baselines, self.turns, command
+        )
         self.meta["machine_load"] = load
         resumed = completed_turns(log.entries, self.bench.questions)
-        self.meta["resumed_turns"] = sum(len(turns) for turns in resumed.values())
+        self.meta["resumed_turns"] = sum(map(len, resumed.values()))
         calibration = _calibration(self.paths)
         if calibration is not None:
             self.parts["calibration"] = calibration
         self.write()
         try:
             # 3. what needs the tokenizer or the timed model
-            self._score(model, scorer)
+            self._score(model.target_model.tokenizer, scorer)
             compares = model.proposer is not None and self.mode.acceptance == "greedy"
             memory = WeightMemory.of(model.target_model.model, model.target_model.device)
             if compares and dtype in EQUALITY_DTYPES:
-                compare = partial(compare_timed_answers, self.answered, model.target_model, dtype)
-                self._compare(dtype, compare)
-                del compare
+                with self._comparison(dtype):
+                    compare_timed_answers(self.answered, model.target_model, dtype)
 
-            # 4. what needs other models; a large target model fits into memory once
+            # 4. what needs other models; a large target model fits into memory once, and a process
+            # without memory may be killed
+            self.write()
             del model
             if compares and cfg.exactness:
                 for other in EQUALITY_DTYPES:
                     if other != dtype:
                         self._compare_again(other, memory)
             if self.paths.trained_target_model:
-                self._add("joint", _target_model_quality(self.paths, progress))
+                self.parts["joint"] = _target_model_quality(self.paths, progress)
             if judge is not None:
-                self._add("judge", self._grade(judge, self.answered, model_id(self.meta)))
-        except KeyboardInterrupt:
+                self.parts["judge"] = self._grade(judge)
+            report, written = self.write()
+        except BaseException:
             interrupted, _ = self.write()
             progress.console.print(terminal_report(interrupted))
             progress.print(f"interrupted after the timed part; its results are in {self.directory}")
             raise
 
-        # 5. the finished report
-        finished, written = self.write()
+        # 5. the report is complete
         log.remove()
-        _print_results(finished, progress)
-        return finished, written
+        progress.console.print(terminal_report(report))
+        for dtype, outcome in (self.meta["exactness"] or {}).items():
+            if outcome in (NO_MEMORY, EMULATED):
+                progress.print(f"answers were not compared in {dtype}: {outcome}")
+        if skipped := self.meta["skipped_turns"]:
+            progress.print(
+                f"{skipped} turns were skipped: prompt and answer do not fit the model's context"
+            )
+        progress.console.print(progress.table())
+        return report, written
 
     def write(self) -> tuple[dict[str, Any], list[Path]]:
         """Write the files with what is measured so far; return the report and their paths."""
-        seconds = self.progress.seconds
         self.meta["seconds"] = round(self.progress.total_seconds, 1)
-        self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
+        phases = self.progress.seconds.items()
+        self.meta["phases"] = {name: round(spent, 1) for name, spent in phases}
         report = build_report(self.turns, self.meta, self.tree, self.parts)
-        if self.charts is None:
-            self.charts = draw_charts(report)
-        return report, write_report(report, self.turns, self.directory, self.charts)
-
-    def _add(self, part: str, value: Any) -> None:
-        """Add a part of the report, and write the files."""
-        self.parts[part] = value
-        self.write()
+        return report, write_report(report, self.turns, self.directory)
 
     # Timing
 
@@ -248,12 +245,17 @@ class Evaluation:
             dtype = auto_dtype_of(self.paths, self.progress.print)
         with catch_out_of_memory() as caught:
             model = self._load(dtype)
-            self._leave_out_rejected(model)
+            chat = ChatEncoder(
+                model.target_model.tokenizer,
+                self.paths.chat_template,
+                self.paths.chat_template_kwargs,
+            )
+            prompt = self._leave_out_rejected(chat)
             others = OtherProcesses()
-            plain_steps = self._repeat_plain_steps(model)
-            self._time_bench(model, dtype, log)
-            plain_steps += self._repeat_plain_steps(model)
-            load = machine_load(others, plain_steps)
+            steps = plain_step_rounds(model.target_model, prompt, self.cfg.batch_size)
+            self._time_bench(model, chat, dtype, log)
+            steps += plain_step_rounds(model.target_model, prompt, self.cfg.batch_size)
+            load = machine_load(others, steps)
         if caught:
             raise TargetModelError(
                 f"base_model {self.paths.base_model}: not enough memory to decode with it in"
@@ -289,60 +291,53 @@ class Evaluation:
                 model.compile_tree(progress.print)
         return model
 
-    def _chat_encoder(self, model: LoadedModel) -> ChatEncoder:
-        return ChatEncoder(
-            model.target_model.tokenizer, self.paths.chat_template, self.paths.chat_template_kwargs
-        )
-
-    def _leave_out_rejected(self, model: LoadedModel) -> None:
-        """Leave out questions of chats with tools that the chat template does not render."""
-        chat = self._chat_encoder(model)
-        kept: list[Question] = []
+    def _leave_out_rejected(self, chat: ChatEncoder) -> list[int]:
+        """Leave out questions of chats with tools that the chat template does not render; return the
+        prompt of the first that is left.
+        """
+        asked: list[tuple[Question, list[int]]] = []
         reasons: list[str] = []
         for question in self.bench.questions:
             try:
-                chat.prompt(question.opening, question.variables)
-                kept.append(question)
+                asked.append((question, chat.prompt(question.opening, question.variables)))
             except DataError as error:
                 if not question.messages:
                     raise
                 reasons.append(str(error))
-        if not kept:
+        if not asked:
             raise DataError(f"bench {self.bench.name}: no question can be asked: {reasons[0]}")
         if reasons:
             self.progress.print(f"{len(reasons)} questions are left out; the first: {reasons[0]}")
-        self.bench = dataclasses.replace(self.bench, questions=tuple(kept))
+        questions, prompts = zip(*asked, strict=True)
+        self.bench = dataclasses.replace(self.bench, questions=questions)
+        first: list[int] = prompts[0]
+        return first
 
-    def _repeat_plain_steps(self, model: LoadedModel) -> list[float]:
-        """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
-        first = self.bench.questions[0]
-        prompt = self._chat_encoder(model).prompt(first.opening, first.variables)
-        return plain_step_rounds(model.target_model, prompt, self.cfg.batch_size, SPREAD_TOKENS)
-
-    def _time_bench(self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]) -> None:
+    def _time_bench(
+        self, model: LoadedModel, chat: ChatEncoder, dtype: str, log: MeasurementLog[Turn]
+    ) -> None:
         """Time every decoder on every turn of the benchmark, and log each turn."""
         cfg, questions, progress = self.cfg, self.bench.questions, self.progress
         # 1. the decoders
         compared = self.paths.tree_mode != NO_TREE
-        extra = extra_baselines(
-            model.target_model,
-            cfg.assistant_model if compared else None,
+        decoders = build_decoders(
+            model,
+            self.mode,
+            generate=cfg.generate and compared,
             prompt_lookup=cfg.prompt_lookup and compared,
+            assistant_model=cfg.assistant_model if compared else None,
             note=progress.print,
-            mode=self.mode,
         )
-        chat = self._chat_encoder(model)
+        self.baselines = {name: one.description for name, one in decoders.items() if name != TREE}
         note = chat.template.describe_unused_kwargs()
         if note:
             progress.print(f"note: {note}", style="yellow")
-        generate = cfg.generate and compared
-        test = SpeedTest(model, chat, cfg.max_new_tokens, extra, self.mode, generate=generate)
+        rows = self.mode.batch_size
+        test = SpeedTest(model.target_model, chat, decoders, cfg.max_new_tokens, rows)
 
         # 2. warm-up
-        warm_up = questions[: cfg.warmup]
-        count = len(warm_up) * len(test.names)
-        with progress.phase("warm-up", count, "answers", ticking=True) as phase:
-            test.warm_up(warm_up, phase.advance)
+        with progress.phase("warm-up", ticking=True):
+            test.warm_up(questions[: cfg.warmup])
         if model.target_model.step_runner is not None:
             with progress.phase("capturing steps of all lengths", ticking=True):
                 with catch_out_of_memory() as full:
@@ -354,110 +349,110 @@ class Evaluation:
                     )
 
         # 3. time what an interrupted evaluation did not
-        completed = completed_turns(log.entries, questions)
-        log.start([turn for turns in completed.values() for turn in turns], dtype=dtype)
-        left = [question for question in questions if question.question_id not in completed]
-        count = sum(len(question.turns) for question in left) * len(test.names)
-
-        def on_turn(turn: Turn) -> None:
-            log.append(turn)
-            if turn.skipped:
-                timing.advance(len(test.names))
-
-        def on_answer(answer: Answer) -> None:
-            timing.advance(tokens=len(answer.tokens))
-
+        done = completed_turns(log.entries, questions)
+        completed = [turn for turns in done.values() for turn in turns]
+        log.start(completed, dtype=dtype)
+        left = [question for question in questions if question.question_id not in done]
+        count = sum(len(question.turns) for question in left) * len(decoders)
+        timed_before = sum(not turn.skipped for turn in completed)
         try:
             # Not ticking: no thread may run next to the decoders.
             with progress.phase(f"timing in {dtype}", count, "answers") as timing:
-                self.turns = test.run(questions, on_turn, completed, on_answer)
+
+                def on_answer(answer: Answer) -> None:
+                    timing.advance(tokens=len(answer.tokens))
+
+                for turn in test.run(left, timed_before, on_answer):
+                    done.setdefault(turn.question_id, []).append(turn)
+                    log.append(turn)
+                    if turn.skipped:
+                        timing.advance(len(decoders))
         except KeyboardInterrupt:
             progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
             raise
         finally:
             log.close()
+        self.turns = [turn for question in questions for turn in done[question.question_id]]
+        if not self.answered:
+            shortest = min(len(turn.prompt_ids) for turn in self.turns)
+            raise DataError(
+                f"no question fits the context of {model.target_model.max_context} tokens:"
+                f" {cfg.max_new_tokens} are reserved for the answer, and the shortest prompt has"
+                f" {shortest}.\nSet --max-new-tokens lower, or use shorter questions."
+            )
 
     # Quality and equality of the answers
 
-    def _score(self, model: LoadedModel, scorer: Any) -> None:
+    def _score(self, tokenizer: Any, scorer: Any) -> None:
         """Score the answers as the benchmark says, and by ROUGE with a `scorer`."""
-        questions, turns = self.bench.questions, self.answered
-        tokenizer = model.target_model.tokenizer
+        questions, turns, progress = self.bench.questions, self.answered, self.progress
         for name, samples in code_samples(turns, questions, tokenizer).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
             write_files(self.directory, {file: samples})
         if self.cfg.score and any(question.expected is not None for question in questions):
-            with self.progress.phase(
-                "scoring the answers", len(turns), "turns", ticking=True
-            ) as phase:
+            count = len(turns)
+            with progress.phase("scoring the answers", count, "turns", ticking=True) as phase:
                 score_answers(turns, questions, tokenizer, phase.advance)
-            self.write()
         if scorer is not None:
-            self._add("rouge", rouge_means(turns, questions, tokenizer, scorer))
+            self.parts["rouge"] = rouge_means(turns, questions, tokenizer, scorer)
 
-    def _compare(self, dtype: str, compare: Callable[[], None]) -> None:
-        """Call `compare`, which fills in `exact` of the turns, and note in the report how it ended."""
+    @contextmanager
+    def _comparison(self, dtype: str) -> Iterator[None]:
+        """Note in the report how a comparison in `dtype` ends, which fills in `exact` of the turns."""
         outcome = NO_MEMORY
         try:
-            with catch_out_of_memory() as caught:
-                compare()
-            if not caught:
+            with catch_out_of_memory():
+                yield
                 outcome = COMPARED
         finally:
             # or was interrupted: a count over some answers would pass for one over all
             if outcome != COMPARED:
                 for turn in self.turns:
                     turn.exact.pop(dtype, None)
-        self._note_comparison(dtype, outcome)
-
-    def _note_comparison(self, dtype: str, outcome: str) -> None:
         self.meta["exactness"][dtype] = outcome
-        self.write()
 
     def _compare_again(self, dtype: str, memory: WeightMemory) -> None:
         """Generate answers again in `dtype`, with the tree and plainly, and compare the two."""
-        if emulates(memory.device, getattr(torch, dtype)):
-            self._note_comparison(dtype, EMULATED)
-            return
+        cfg, turns, progress = self.cfg, self.answered, self.progress
         release_memory()
-        if memory.fit(dtype):
-            self._compare(dtype, partial(self._regenerate, dtype))
-        else:
-            self._note_comparison(dtype, NO_MEMORY)
-
-    def _regenerate(self, dtype: str) -> None:
-        turns, progress = self.answered, self.progress
+        if emulates(memory.device, getattr(torch, dtype)):
+            self.meta["exactness"][dtype] = EMULATED
+            return
+        if not memory.fit(dtype):
+            self.meta["exactness"][dtype] = NO_MEMORY
+            return
         budget = None
-        if self.cfg.equality == "auto":
+        if cfg.equality == "auto":
             budget = sum(one.seconds for turn in turns for one in turn.answers.values()) / 2
-        model = load_with_progress(self.paths, dtype, progress)
-        with progress.phase(
-            f"output equality in {dtype}", len(turns), "turns", ticking=True
-        ) as phase:
-            compare_regenerated_answers(
-                turns,
-                model,
-                dtype,
-                self.cfg.max_new_tokens,
-                lambda tokens: phase.advance(tokens=tokens),
-                batch_size=self.cfg.batch_size,
-                seconds=budget,
-            )
+        with self._comparison(dtype):
+            model = load_with_progress(self.paths, dtype, progress)
+            name = f"output equality in {dtype}"
+            with progress.phase(name, len(turns), "turns", ticking=True) as phase:
+                compare_regenerated_answers(
+                    turns,
+                    model,
+                    dtype,
+                    cfg.max_new_tokens,
+                    lambda tokens: phase.advance(tokens=tokens),
+                    batch_size=cfg.batch_size,
+                    seconds=budget,
+                )
         compared = sum(dtype in turn.exact for turn in turns)
-        if compared < len(turns):
+        if 0 < compared < len(turns):
             progress.print(
                 f"{compared} of {len(turns)} answers were compared in {dtype}, drawn at random;"
                 " equality=all compares all"
             )
 
-    def _grade(self, judge: Judge, records: Sequence[Turn], model_name: str) -> dict[str, Any]:
+    def _grade(self, judge: Judge) -> dict[str, Any]:
         """Have the judge grade the answers."""
-        name = re.sub(r"[^\w.-]+", "_", judge.model)
+        turns, name = self.answered, re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
         with self.progress.phase(
-            f"grading by {judge.model}", len(records), "turns", ticking=True
+            f"grading by {judge.model}", len(turns), "turns", ticking=True
         ) as phase:
-            return grade(records, self.bench.questions, model_name, judge, path, phase.advance)
+            model = model_id(self.meta)
+            return grade(turns, self.bench.questions, model, judge, path, phase.advance)
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
@@ -477,17 +472,12 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
         yield f"threshold{paths.threshold:g}"
 
 
-def plain_step_rounds(
-    target_model: TargetModel, prompt: list[int], rows: int, most_tokens: int
-) -> list[float]:
+def plain_step_rounds(target_model: TargetModel, prompt: list[int], rows: int) -> list[float]:
     """Return the mean seconds of a plain step of `rows` equal rows in each of `SPREAD_ROUNDS` equal
-    answers.
-
-    Args:
-        most_tokens: of an answer, the prefill's included.
+    answers: on a quiet machine they hardly differ.
     """
     decoder = BatchDecoder(target_model)
-    tokens = min(most_tokens, target_model.max_context)
+    tokens = min(SPREAD_TOKENS, target_model.max_context)
     prompts = [prompt[-max(1, target_model.max_context - tokens) :]] * rows
     decoder.generate_batch(prompts, tokens, ())  # a warm-up
     rounds = []
@@ -581,17 +571,3 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
     with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
         judge.check()
     return judge
-
-
-def _print_results(report: Mapping[str, Any], progress: RunProgress) -> None:
-    """Print the closing tables and what could not be measured."""
-    progress.console.print(terminal_report(report))
-    for dtype, outcome in (report["meta"]["exactness"] or {}).items():
-        if outcome in (NO_MEMORY, EMULATED):
-            progress.print(f"answers were not compared in {dtype}: {outcome}")
-    skipped = report["meta"]["skipped_turns"]
-    if skipped:
-        progress.print(
-            f"{skipped} turns were skipped: prompt and answer do not fit the model's context"
-        )
-    progress.console.print(progress.table())

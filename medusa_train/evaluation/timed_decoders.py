@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, __version__
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.errors import TargetModelError
-from medusa_train.evaluation.turns import GENERATE, Answer
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer
 from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
-from medusa_train.inference.generate import Decoder
+from medusa_train.inference.generate import Decoder, truncate_at_stop
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
@@ -41,7 +42,13 @@ GREEDY = DecodingMode()
 
 
 class TimedDecoder(Protocol):
-    """A decoder that answers prompts in the same passes and measures them."""
+    """A decoder that answers prompts in the same passes and measures them.
+
+    Attributes:
+        description: a phrase for the report.
+    """
+
+    description: str
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
@@ -60,31 +67,27 @@ class LoopDecoder:
         decoder: Decoder | BatchDecoder,
         mode: DecodingMode = GREEDY,
         rule: AcceptanceRule = Greedy(),
+        description: str = "",
     ) -> None:
         self._decoder = decoder
         self._mode = mode
         self._rule = rule
+        self.description = description
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
         decoder = self._decoder
+        rows = [list(prompt) for prompt in prompts]
         generators = self._mode.generators(prompts, self._rule)
         started = time.perf_counter()
         # 1. decode; a batch reports its passes, a single row's are its steps
         passes = None
         if isinstance(decoder, Decoder):
-            (prompt,) = prompts
-            generator = None if generators is None else generators[0]
-            output = decoder.generate(
-                list(prompt), max_new_tokens, rule=self._rule, generator=generator
-            )
-            outputs = [output]
+            generator = generators[0] if generators else None
+            outputs = [decoder.generate(rows[0], max_new_tokens, None, self._rule, generator)]
         else:
-            rows = [list(prompt) for prompt in prompts]
             passes_before = decoder.passes
-            outputs = decoder.generate_batch(
-                rows, max_new_tokens, rule=self._rule, generators=generators
-            )
+            outputs = decoder.generate_batch(rows, max_new_tokens, None, self._rule, generators)
             passes = decoder.passes - passes_before
 
         # 2. divide the time among the rows; decoding begins once all prompts are read
@@ -150,11 +153,16 @@ class GenerateDecoder:
     """
 
     def __init__(
-        self, target_model: TargetModel, mode: DecodingMode = GREEDY, **options: Any
+        self,
+        target_model: TargetModel,
+        mode: DecodingMode = GREEDY,
+        description: str = "",
+        **options: Any,
     ) -> None:
         self._target_model = target_model
         self._mode = mode
         self._options = options
+        self.description = f"transformers {__version__} {description}"
         target_model.model.generation_config = _bare_config(target_model, mode)
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
@@ -163,44 +171,35 @@ class GenerateDecoder:
         """
         if self._mode.acceptance != "greedy":
             torch.manual_seed(self._mode.seed_of(prompts[0]))
-        passes = PassLog() if self._options else None
+        passes = PassLog()
         started = time.perf_counter()
         # 1. pad the prompts on the left
-        pad = self._target_model.model.generation_config.pad_token_id
-        longest = max(map(len, prompts))
-        padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        device = self._target_model.device
+        model = self._target_model.model
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        tokens = pad(rows, padding_value=model.generation_config.pad_token_id)  # [rows, longest]
+        mask = pad([torch.ones_like(row) for row in rows])
         # 2. generate
         with torch.inference_mode():
-            output = self._target_model.model.generate(
-                torch.tensor(padded, device=device),
-                attention_mask=torch.tensor(mask, device=device),
+            output = model.generate(
+                tokens.to(self._target_model.device),
+                attention_mask=mask.to(self._target_model.device),
                 max_new_tokens=max_new_tokens,
-                streamer=passes,
+                streamer=passes if self._options else None,
                 **self._options,
             )
-        # 3. divide the time among the rows
-        answers = [self._until_eos(tokens) for tokens in output[:, longest:].tolist()]
-        seconds = (time.perf_counter() - started) / len(answers)
-        if passes is None or not passes.sizes:
-            return [Answer(tokens, seconds, rows=len(answers)) for tokens in answers]
-        (tokens,) = answers  # drafts are verified for a single row only
-        return [
-            Answer(
-                tokens,
-                seconds,
-                steps=len(passes.sizes) - 1,
-                prefill_tokens=min(passes.sizes[0], len(tokens)),
-            )
+        # 3. divide the time among the rows; what follows a row's end is padding
+        eos_ids = self._target_model.eos_ids
+        answers = [
+            tuple(truncate_at_stop(row, eos_ids, max_new_tokens))
+            for row in output[:, tokens.shape[1] :].tolist()
         ]
-
-    def _until_eos(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Cut the padding after a row's end."""
-        for index, token in enumerate(tokens):
-            if token in self._target_model.eos_ids:
-                return tuple(tokens[: index + 1])
-        return tuple(tokens)
+        seconds = (time.perf_counter() - started) / len(answers)
+        if not passes.sizes:
+            return [Answer(answer, seconds, rows=len(answers)) for answer in answers]
+        (answer,) = answers  # drafts are verified for a single row only
+        first = min(passes.sizes[0], len(answer))
+        return [Answer(answer, seconds, steps=len(passes.sizes) - 1, prefill_tokens=first)]
 
 
 def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationConfig:
@@ -218,34 +217,63 @@ def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationCon
     )
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A part of what a model proposes, measured in addition to the whole; with a phrase for the report."""
+def build_decoders(
+    model: LoadedModel,
+    mode: DecodingMode = GREEDY,
+    *,
+    generate: bool = True,
+    prompt_lookup: bool = False,
+    assistant_model: str | None = None,
+    note: Callable[[str], None] = print,
+) -> dict[str, TimedDecoder]:
+    """Return the decoders to time by their names, in the order of the report: the model's, plain
+    decoding, `generate`; with dynamic trees also the fixed one, with merged drafts also their parts,
+    and `extra_baselines`.
 
-    proposer: Proposer
-    tree: Tree | None
-    description: str
-
-
-def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
-    """Return what to measure in addition to a model's proposals: the fixed tree, and the parts of a merged
-    draft.
+    Raises:
+        TargetModelError: the model cannot decode in batches.
     """
-    references: dict[str, Reference] = {}
-    if model.tree is None or model.fixed_proposer is None:
-        return references
-    loop = "the same decoding loop with"
-    size = model.tree.size
-    if model.dynamic is not None:
-        description = f"{loop} the same tree of {size} nodes in every step"
-        references[FIXED_TREE] = Reference(model.fixed_proposer, model.tree, description)
-    if model.heads is not None and model.lookup is not None:
-        trees = f"a tree of {size} nodes" if model.dynamic is None else "dynamic trees"
-        description = f"{loop} the heads alone, {trees}"
-        references[HEADS_ALONE] = Reference(model.heads, model.tree, description)
-        description = f"{loop} the draft without training alone"
-        references[LOOKUP_ALONE] = Reference(model.lookup, None, description)
-    return references
+    target_model, tree = model.target_model, model.tree
+    if mode.batch_size > 1 and not BatchDecoder(target_model).can_batch:
+        raise TargetModelError("longrope models can't decode in batches; set batch_size: 1")
+    shared = target_model.new_kv_cache()
+
+    def loop(proposer: Proposer | None, tree: Tree | None, description: str) -> LoopDecoder:
+        rule = mode.baseline_rule if proposer is None else mode.rule
+        # single rows share their memory, since their decoders answer in turns
+        decoder: Decoder | BatchDecoder = Decoder(target_model, proposer, tree, shared)
+        if mode.batch_size > 1:
+            decoder = BatchDecoder(target_model, proposer, tree)
+        return LoopDecoder(decoder, mode, rule, f"the same decoding loop with {description}")
+
+    decoders: dict[str, TimedDecoder] = {}
+    if model.proposer is not None:
+        decoders[TREE] = loop(model.proposer, tree, "the draft")
+    decoders[PLAIN] = loop(None, None, "the empty tree")
+    if generate:
+        description = f"generate, {_describe_sampling(mode)}, with its own cache"
+        decoders[GENERATE] = GenerateDecoder(target_model, mode, description)
+    others: dict[str, TimedDecoder] = {}
+    if tree is not None and model.fixed_proposer is not None:
+        trees = f"a tree of {tree.size} nodes"
+        if model.dynamic is not None:
+            trees = "dynamic trees"
+            same = f"the same tree of {tree.size} nodes in every step"
+            others[FIXED_TREE] = loop(model.fixed_proposer, tree, same)
+        if model.heads is not None and model.lookup is not None:
+            others[HEADS_ALONE] = loop(model.heads, tree, f"the heads alone, {trees}")
+            others[LOOKUP_ALONE] = loop(model.lookup, None, "the draft without training alone")
+    if mode.batch_size == 1:
+        others |= extra_baselines(
+            target_model, assistant_model, prompt_lookup=prompt_lookup, note=note, mode=mode
+        )
+    return decoders | dict(sorted(others.items()))
+
+
+def _describe_sampling(mode: DecodingMode) -> str:
+    if mode.acceptance == "greedy":
+        return "greedy"
+    return f"sampling at temperature {mode.temperature:g}"
 
 
 def extra_baselines(
@@ -263,15 +291,18 @@ def extra_baselines(
     that does not run is left out, with a line to `note`.
     """
     baselines: dict[str, GenerateDecoder] = {}
-    if mode.batch_size > 1:
-        return baselines
+    how = _describe_sampling(mode)
     if prompt_lookup:
+        description = f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step"
         baselines[PROMPT_LOOKUP] = GenerateDecoder(
-            target_model, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS
+            target_model, mode, description, prompt_lookup_num_tokens=LOOKUP_TOKENS
         )
     if assistant_model is not None:
         assistant = _load_assistant(assistant_model, target_model, mode)
-        baselines[ASSISTED] = GenerateDecoder(target_model, mode, assistant_model=assistant)
+        description = f"assisted generation, {how}, with {assistant_model}"
+        baselines[ASSISTED] = GenerateDecoder(
+            target_model, mode, description, assistant_model=assistant
+        )
     prompt = list(range(min(4, target_model.vocab_size)))
     for name, decoder in list(baselines.items()):
         try:
@@ -295,18 +326,3 @@ def _load_assistant(name: str, target_model: TargetModel, mode: DecodingMode) ->
     assistant.eos_ids = target_model.eos_ids  # of the same vocabulary
     assistant.model.generation_config = _bare_config(assistant, mode)
     return assistant.model
-
-
-def describe_baseline(name: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
-    """Describe a baseline of transformers for the report."""
-    how = "greedy"
-    if mode.acceptance != "greedy":
-        how = f"sampling at temperature {mode.temperature:g}"
-    descriptions = {
-        GENERATE: f"generate, {how}, with its own cache",
-        PROMPT_LOOKUP: (
-            f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step"
-        ),
-        ASSISTED: f"assisted generation, {how}, with {assistant_model}",
-    }
-    return f"transformers {__version__} {descriptions[name]}"

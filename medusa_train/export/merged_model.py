@@ -74,10 +74,9 @@ def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) ->
             original = paths.base_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
-            _set_special_tokens(directory, paths.special_tokens)
-        # 2. The chat template of training, and the card.
-        if paths.chat_template is not None:
-            _set_chat_template(directory, get_template(paths.chat_template).source)
+        template = paths.chat_template and get_template(paths.chat_template).source
+        _set_tokenizer(directory, paths.special_tokens, template)
+        # 2. The card.
         if card is not None:
             replace_text(directory / "README.md", card)
     except WRITE_ERRORS as error:
@@ -100,26 +99,22 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _set_special_tokens(directory: Path, special_tokens: Mapping[str, str]) -> None:
-    if not special_tokens:
-        return
-    path = directory / TOKENIZER_CONFIG
-    config = {**read_json(path), **special_tokens}
-    replace_text(path, json.dumps(config, indent=2) + "\n")
-
-
-def _set_chat_template(directory: Path, template: str) -> None:
-    """Write a chat template where all versions of transformers read it: in its file, and in
-    tokenizer_config.json for those that do not know that.
+def _set_tokenizer(
+    directory: Path, special_tokens: Mapping[str, str], template: str | None
+) -> None:
+    """Write the special tokens and the chat template of training. The template is written where all
+    versions of transformers read it: in its file, and in tokenizer_config.json for those that do
+    not know that.
     """
+    entries = dict(special_tokens)
+    if template is not None:
+        entries["chat_template"] = template
+        replace_text(directory / CHAT_TEMPLATE, template)
+        (directory / "chat_template.json").unlink(missing_ok=True)
     path = directory / TOKENIZER_CONFIG
-    config = {}
-    if path.is_file():
-        config = read_json(path)
-    config["chat_template"] = template
-    replace_text(path, json.dumps(config, indent=2) + "\n")
-    replace_text(directory / CHAT_TEMPLATE, template)
-    (directory / "chat_template.json").unlink(missing_ok=True)
+    if entries:
+        config = read_json(path) if path.is_file() else {}
+        replace_text(path, json.dumps({**config, **entries}, indent=2) + "\n")
 
 
 def untie_config(target_model: TargetModel) -> None:

@@ -149,10 +149,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     # vocabulary for each is a large allocation
     cumulative = logits.softmax(-1).double().cumsum_(-1)  # [..., V]
     total = cumulative[..., -1:]  # [..., 1], 1 up to rounding
-    # 2. where u falls, below the total even where u * total rounds up to it: then the last token
-    # with any mass is drawn
-    place = (u[..., None] * total).to(total.dtype)
-    below_total = total.nextafter(torch.zeros_like(total))
-    place = torch.minimum(place, below_total)
+    # 2. where u falls: below the total, since for no u below 1 does u * total round up to it
+    place = u[..., None] * total  # [..., 1]
     # 3. the first token whose cumulative probability exceeds it
     return torch.searchsorted(cumulative, place, right=True)[..., 0]

@@ -84,11 +84,6 @@ class Form(NamedTuple):
         """
         return cls(rows > 1, 1 if count == 1 else None)
 
-    @property
-    def is_tree(self) -> bool:
-        """Whether it has nodes below the root."""
-        return self.tokens != 1
-
 
 def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
     """Return the forms for decoding up to `rows` rows at a time, plain and, if `trees`, with trees.

@@ -110,14 +110,12 @@ class LayerSplit:
         runner: LayerRunner,
         exit_layer: int,
         embed: Callable[[Tensor], Tensor],
-        window: int | None,
         attention: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._runner = runner
         self._first = range(exit_layer)
         self._rest = range(exit_layer, len(runner.layer_types))
         self._embed = embed
-        self._window = window
         self._attention = attention
 
     def inputs(self, positions: Tensor, masks: Mapping[str, Tensor] | None) -> LayerInputs:

@@ -146,8 +146,9 @@ class LMHead:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    @torch.no_grad()
     def restrict_to(self, tokens: Tensor) -> LMHead:
-        """Return a copy for the logits of `tokens` (long [N]) only, in that order.
+        """Return a copy without gradients for the logits of `tokens` (long [N]) only, in that order.
 
         Its softmax is the original one restricted to `tokens`: `exp(l_i) / sum_j exp(l_j)`.
         """

@@ -449,7 +449,7 @@ class TargetModel:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the target model")
             runner = LayerRunner(self.body, self.layer_types)
             attention = partial(self.masked_attention, enabled=True)
-            split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
+            split = LayerSplit(runner, exit_layer, self.embedding(), attention)
             if self.device.type != "meta":
                 self._check_split(split)
             self._splits[exit_layer] = split

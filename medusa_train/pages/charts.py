@@ -126,6 +126,7 @@ def bars(
     """
     count = sum(len(group) for _, group in groups)
     height = 40 + 14 * count + 8 * len(groups)
+    ink = COLOURS["--ink"]
 
     def paint(axes: Any) -> None:
         names: list[str] = []
@@ -135,10 +136,24 @@ def bars(
             names.append(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…")
             places.append(y + (len(group) - 1) / 2)
             for bar in group:
-                _draw_bar(axes, bar, y, name, unit, digits)
+                shown = "not measured"
+                end = value = bar.value or 0.0
+                if bar.value is not None:
+                    shown = f"{value:.{digits}f}{unit}"
+                    tip = f"{name}: {shown}"
+                    if bar.interval:
+                        low, high = bar.interval
+                        tip += f" (95 % interval {low:.{digits}f}-{high:.{digits}f})"
+                        end = max(end, high)
+                        error = [[value - low], [high - value]]
+                        axes.errorbar(value, y, xerr=error, color=ink, capsize=3, linewidth=1.2)
+                    colour = _colour(bar.colour)
+                    axes.barh(y, value, height=0.85, color=colour)[0].set_gid(_TIP + tip)
+                offset = {"textcoords": "offset points", "va": "center", "weight": "bold"}
+                axes.annotate(shown, (end, y), (6, 0), **offset)  # behind the bar
                 y += 1
             y += 0.6
-        axes.set_yticks(places, names, color=COLOURS["--ink"])
+        axes.set_yticks(places, names, color=ink)
         axes.set_ylim(y - 0.9, -0.7)
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter(lambda x, place: f"{x:g}{unit}")
@@ -147,25 +162,6 @@ def bars(
             axes.axvline(reference, linestyle="--", color=COLOURS["--soft"], gid=f"{_TIP}reference")
 
     return _svg(label, 0.6 * width, height, paint)
-
-
-def _draw_bar(axes: Any, bar: Bar, y: float, name: str, unit: str, digits: int) -> None:
-    """Draw a bar with its value behind it."""
-    shown = "not measured"
-    end = 0.0
-    if bar.value is not None:
-        shown = f"{bar.value:.{digits}f}{unit}"
-        tip = f"{name}: {shown}"
-        end = bar.value
-        if bar.interval:
-            low, high = bar.interval
-            tip += f" (95 % interval {low:.{digits}f}-{high:.{digits}f})"
-            end = max(end, high)
-            error = [[bar.value - low], [high - bar.value]]
-            ink = COLOURS["--ink"]
-            axes.errorbar(bar.value, y, xerr=error, color=ink, capsize=3, linewidth=1.2)
-        axes.barh(y, bar.value, height=0.85, color=_colour(bar.colour))[0].set_gid(_TIP + tip)
-    axes.annotate(shown, (end, y), (6, 0), textcoords="offset points", va="center", weight="bold")
 
 
 def curves(

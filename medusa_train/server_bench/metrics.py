@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from medusa_train.evaluation.metrics import Counts, Interval, block_interval
+from medusa_train.evaluation.metrics import Counts, block_interval
 from medusa_train.evaluation.questions import WITH_CALLS, WITHOUT_CALLS
 from medusa_train.server_bench.pairs import (
     ALONE,
@@ -21,47 +20,16 @@ from medusa_train.server_bench.pairs import (
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
 ALL_DIFFER = 8
 
-#: A turn of a question, with the number of its repeat.
-TurnKey = tuple[int | str, int, int]
+
+#: A question, how often it was asked before, and the number of its turn.
+Turn = tuple[int | str, int, int]
 
 
-class BusyAnswer(NamedTuple):
-    """An answer, its share of the time in which the server was busy (`busy_shares`), and the number
-    of its block.
-    """
+class Cell(NamedTuple):
+    """The blocks of one server at one concurrency, and their metrics, see `cell_metrics`."""
 
-    answer: ServedAnswer
-    seconds: float
-    block: int
-
-
-@dataclass(frozen=True)
-class Cell:
-    """All answers of one server at one concurrency."""
-
-    server: str
-    session: str  # which servers ran at the same time
-    concurrency: int
-    answers: Mapping[TurnKey, BusyAnswer]
-    drafts: DraftCounts | None  # difference of the server's counters; None if it has none
-    skipped: int  # number of turns whose prompts do not fit into the context
-    # the same difference for answers of chats with tools that make calls, and for the others
-    drafts_of: Mapping[str, DraftCounts | None] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(one.answer.tokens for one in self.answers.values())
-
-    @property
-    def seconds(self) -> float:
-        """Time in which the server was busy."""
-        return sum(one.seconds for one in self.answers.values())
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all answers over the time in which the server was busy."""
-        return self.tokens / max(self.seconds, 1e-9)
+    metrics: dict[str, Any]
+    blocks: Sequence[Measurement]
 
 
 def collect_cells(
@@ -76,51 +44,77 @@ def collect_cells(
             found.setdefault((server, block.session, block.concurrency), []).append(measurement)
     cells = []
     for (server, session, concurrency), measurements in found.items():
-        if len(measurements) != planned.get(concurrency):
-            continue
-        answers = {}
-        for number, measurement in enumerate(measurements):
-            shares = busy_shares(measurement.answers)
-            for answer, seconds in zip(measurement.answers, shares, strict=True):
-                key = (answer.question_id, answer.turn, answer.repeat)
-                answers[key] = BusyAnswer(answer, seconds, number)
-        skipped = sum(len(measurement.skipped) for measurement in measurements)
-        drafts_of: dict[str, DraftCounts | None] = {}
-        for category in (WITH_CALLS, WITHOUT_CALLS):
-            blocks_of = [m for m in measurements if any(a.category == category for a in m.answers)]
-            if blocks_of:
-                drafts_of[category] = _sum_counts(blocks_of)
-        drafts = _sum_counts(measurements)
-        cells.append(Cell(server, session, concurrency, answers, drafts, skipped, drafts_of))
+        if len(measurements) == planned.get(concurrency):
+            place = {"server": server, "session": session, "concurrency": concurrency}
+            cells.append(Cell({**place, **cell_metrics(measurements)}, measurements))
     return cells
 
 
-def _sum_counts(measurements: Iterable[Measurement]) -> DraftCounts | None:
-    """Sum the counters of a server over its blocks; None if any block has none."""
-    total = DraftCounts(0, ())
-    for measurement in measurements:
-        if measurement.drafts is None:
-            return None
-        total = total + measurement.drafts
-    return total
+def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
+    """Return the metrics of all blocks of a cell as plain JSON values."""
+    # 1. seconds to the first token, and per further token, of the answers that have them
+    answers = [answer for block in blocks for answer in block.answers]
+    first_token = []
+    per_token = []
+    for answer in answers:
+        if answer.first_token is None:
+            continue
+        first_token.append(answer.first_token)
+        if answer.tokens > 1:
+            per_token.append((answer.seconds - answer.first_token) / (answer.tokens - 1))
+    # 2. counters of all blocks, and of those of chats with tools by category
+    drafts = _sum_counts(blocks)
+    tokens_per_step_of = {}
+    for category in (WITH_CALLS, WITHOUT_CALLS):
+        chosen = [block for block in blocks if any(a.category == category for a in block.answers)]
+        if chosen:
+            counts = _sum_counts(chosen)
+            tokens_per_step_of[category] = counts and counts.tokens_per_step
+    # 3. all of them
+    tokens = sum(answer.tokens for answer in answers)
+    seconds = sum(sum(busy_shares(block.answers)) for block in blocks)
+    return {
+        "answers": len(answers),
+        "skipped_turns": sum(block.skipped for block in blocks),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+        "time_to_first_token_s": {"median": median(first_token)} if first_token else None,
+        "time_per_token_s": {"median": median(per_token)} if per_token else None,
+        "tokens_per_step": drafts and drafts.tokens_per_step,
+        "tokens_per_step_of": tokens_per_step_of,
+        "acceptance": drafts and drafts.acceptance,
+        "drafts": drafts and drafts.drafts,
+        "num_speculative_tokens": drafts and drafts.speculative_tokens,
+    }
 
 
 def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
     """Divide the time in which any of the answers was under way: every moment in equal parts among
     those under way.
     """
-    times = [(answer.started, answer.started + answer.seconds) for answer in answers]
-    starts = [(start, 0, number) for number, (start, _) in enumerate(times)]
-    ends = [(end, 1, number) for number, (_, end) in enumerate(times)]
+    moments = []
+    for number, answer in enumerate(answers):
+        moments += [(answer.started, 0, number), (answer.started + answer.seconds, 1, number)]
     shares = [0.0] * len(answers)
     running: set[int] = set()
     last = 0.0
-    for moment, _, number in sorted(starts + ends):
-        for answer in running:
-            shares[answer] += (moment - last) / len(running)
+    for moment, _, number in sorted(moments):
+        for other in running:
+            shares[other] += (moment - last) / len(running)
         last = moment
         running ^= {number}
     return shares
+
+
+def _sum_counts(blocks: Iterable[Measurement]) -> DraftCounts | None:
+    """Sum the counters of a server over its blocks; None if any block has none."""
+    total = DraftCounts()
+    for block in blocks:
+        if block.drafts is None:
+            return None
+        total = total.plus(block.drafts)
+    return total
 
 
 def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] | None:
@@ -132,65 +126,71 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
         `verdict`: "wins" or "loses" where the whole interval is above or below 1, else "undecided";
         `equal_answers` and `compared_answers` (None for samples).
     """
-    # 1. tokens and seconds of both, by block of the server with a draft
-    common = [key for key in heads.answers if key in plain.answers]
-    blocks: dict[int, list[TurnKey]] = {}
-    for key in common:
-        blocks.setdefault(heads.answers[key].block, []).append(key)
-    without_draft = [_total(plain, keys) for keys in blocks.values()]
-    with_draft = [_total(heads, keys) for keys in blocks.values()]
+    pairs = list(zip(heads.blocks, plain.blocks, strict=False))
+    with_draft = []
+    without_draft = []
+    for one, other in pairs:
+        common = _texts(one).keys() & _texts(other).keys()
+        if common:
+            with_draft.append(_total(one, common))
+            without_draft.append(_total(other, common))
     plain_rate = _rate(without_draft)
     if plain_rate == 0:
         return None
-    # 2. the ratio of their rates, and equal answers
     bounds = block_interval(without_draft, with_draft)
-    equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
+    verdict = "undecided"
+    if bounds is not None and not bounds[0] <= 1 <= bounds[1]:
+        verdict = "wins" if bounds[0] > 1 else "loses"
+    equal, compared = _count_equal(pairs) if greedy else (None, None)
     return {
         "ratio": _rate(with_draft) / plain_rate,
         "ratio_interval": None if bounds is None else list(bounds),
-        "verdict": _verdict(bounds),
+        "verdict": verdict,
         "equal_answers": equal,
         "compared_answers": compared,
     }
 
 
-def _total(cell: Cell, keys: Iterable[TurnKey]) -> Counts:
-    chosen = [cell.answers[key] for key in keys]
-    return Counts(sum(one.answer.tokens for one in chosen), sum(one.seconds for one in chosen))
-
-
-def _rate(blocks: Sequence[Counts]) -> float:
+def _rate(blocks: Iterable[Counts]) -> float:
     """Return tokens per second; 0 without answers."""
-    tokens, seconds = map(sum, zip(*blocks, strict=True)) if blocks else (0, 0)
+    tokens, seconds = map(sum, zip(Counts(0, 0.0), *blocks, strict=True))
     return tokens / seconds if seconds else 0.0
 
 
-def _verdict(bounds: Interval | None) -> str:
-    """Say what the interval of a ratio tells about serving a draft."""
-    if bounds is None:
-        return "undecided"
-    low, high = bounds
-    if low > 1:
-        return "wins"
-    if high < 1:
-        return "loses"
-    return "undecided"
+def _total(block: Measurement, turns: Collection[Turn]) -> Counts:
+    """Return the tokens of some turns of a block, and the busy time that is theirs."""
+    total = Counts(0, 0.0)
+    for answer, seconds in zip(block.answers, busy_shares(block.answers), strict=True):
+        if _turn(answer) in turns:
+            total = Counts(total.tokens + answer.tokens, total.cost + seconds)
+    return total
 
 
-def _count_equal(heads: Cell, plain: Cell, keys: Sequence[TurnKey]) -> tuple[int, int]:
+def _turn(answer: ServedAnswer) -> Turn:
+    return answer.question_id, answer.repeat, answer.turn
+
+
+def _texts(block: Measurement) -> dict[Turn, str]:
+    return {_turn(answer): answer.text for answer in block.answers}
+
+
+def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int, int]:
     """Count equal answers and those compared: turns after a differing answer have another history."""
     equal = 0
     compared = 0
-    differing: set[tuple[int | str, int]] = set()
-    for key in sorted(keys, key=lambda key: key[1]):
-        question, _, repeat = key
-        if (question, repeat) in differing:
-            continue
-        compared += 1
-        if heads.answers[key].answer.text == plain.answers[key].answer.text:
-            equal += 1
-        else:
-            differing.add((question, repeat))
+    for one, other in pairs:
+        texts = _texts(other)
+        differing: set[tuple[int | str, int]] = set()
+        for answer in sorted(one.answers, key=lambda answer: answer.turn):
+            chat = (answer.question_id, answer.repeat)
+            text = texts.get(_turn(answer))
+            if text is None or chat in differing:
+                continue
+            compared += 1
+            if text == answer.text:
+                equal += 1
+            else:
+                differing.add(chat)
     return equal, compared
 
 
@@ -201,46 +201,10 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     Where one server ran at a time, the server without a draft was measured first and last. To beat
     the faster of the two, a draft has to win by more than the machine's speed drifted.
     """
-    plain = [
-        other for other in cells if other.server == PLAIN and other.concurrency == cell.concurrency
-    ]
-    together = [other for other in plain if other.session == cell.session]
-    return max(together or plain, key=lambda other: other.tokens_per_s, default=None)
-
-
-def cell_metrics(cell: Cell) -> dict[str, Any]:
-    """Return the metrics of one cell as plain JSON values."""
-    # 1. seconds to the first token, and per further token, of the answers that have them
-    first_token = []
-    per_token = []
-    for answer, _, _ in cell.answers.values():
-        if answer.first_token is None:
-            continue
-        first_token.append(answer.first_token)
-        if answer.tokens > 1:
-            per_token.append((answer.seconds - answer.first_token) / (answer.tokens - 1))
-    # 2. all of them
-    drafts = cell.drafts
-    return {
-        "server": cell.server,
-        "session": cell.session,
-        "concurrency": cell.concurrency,
-        "answers": len(cell.answers),
-        "skipped_turns": cell.skipped,
-        "tokens": cell.tokens,
-        "seconds": cell.seconds,
-        "tokens_per_s": cell.tokens_per_s,
-        "time_to_first_token_s": {"median": median(first_token)} if first_token else None,
-        "time_per_token_s": {"median": median(per_token)} if per_token else None,
-        "tokens_per_step": drafts and drafts.tokens_per_step,
-        "tokens_per_step_of": {
-            category: counts and counts.tokens_per_step
-            for category, counts in cell.drafts_of.items()
-        },
-        "acceptance": drafts and drafts.acceptance,
-        "drafts": drafts and drafts.drafts,
-        "num_speculative_tokens": drafts and drafts.speculative_tokens,
-    }
+    place = (PLAIN, cell.metrics["concurrency"])
+    plain = [one for one in cells if (one.metrics["server"], one.metrics["concurrency"]) == place]
+    together = [one for one in plain if one.metrics["session"] == cell.metrics["session"]]
+    return max(together or plain, key=lambda one: one.metrics["tokens_per_s"], default=None)
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -269,41 +233,33 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
         `recommendation`; and `notes`.
     """
     rows = []
-    compared = []
-    fastest: dict[int, Cell] = {}
     for cell in cells:
-        row = cell_metrics(cell)
-        rows.append(row)
-        plain = reference_of(cell, cells)
-        if cell.server == PLAIN:
-            earlier = fastest.setdefault(cell.concurrency, cell)
-            fastest[cell.concurrency] = max(cell, earlier, key=lambda one: one.tokens_per_s)
-        elif cell.server != ALONE and plain is not None:
+        comparison = None
+        has_heads = cell.metrics["server"] not in (PLAIN, ALONE)
+        if has_heads and (plain := reference_of(cell, cells)) is not None:
             comparison = compare_cells(cell, plain, greedy=greedy)
-            if comparison is not None:
-                row.update(comparison)
-                compared.append(row)
-    return {
-        "plain": [cell_metrics(cell) for cell in fastest.values()],
-        "cells": rows,
-        "recommendation": recommend(compared),
-        "notes": _equality_notes(compared),
-    }
-
-
-def _equality_notes(compared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Note that no greedy answer of a server equals that without a draft: one of the two serves
-    another model.
-    """
+        rows.append({**cell.metrics, **(comparison or {})})
+    fastest: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        best = fastest.get(row["concurrency"])
+        if row["server"] == PLAIN and (not best or row["tokens_per_s"] >= best["tokens_per_s"]):
+            fastest[row["concurrency"]] = row
+    compared = [row for row in rows if "ratio" in row]
+    # one of the two may serve another model; samples are not compared
     differing = [
         f"{row['server']} at concurrency {row['concurrency']}"
         for row in compared
-        # None for samples, which are not compared
         if row["equal_answers"] == 0 and row["compared_answers"] >= ALL_DIFFER
     ]
-    if not differing:
-        return []
-    return [
-        f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do"
-        " they serve the same model, with the same dtype and chat template?"
-    ]
+    notes = []
+    if differing:
+        notes.append(
+            f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do"
+            " they serve the same model, with the same dtype and chat template?"
+        )
+    return {
+        "plain": list(fastest.values()),
+        "cells": rows,
+        "recommendation": recommend(compared),
+        "notes": notes,
+    }

@@ -8,7 +8,9 @@ import re
 import secrets
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -23,37 +25,23 @@ from medusa_train.selfdistill.server_answers import parse_answer, request_body
 from medusa_train.servers.client import Servers
 from medusa_train.servers.responses import RequestRejected
 
-_SAMPLE = re.compile(r"^vllm:(\w+?)_total(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
+_SAMPLE = re.compile(r'^vllm:(\w+?)_total(?:\{(?:.*?position="(\d+)")?.*\})?\s+(\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Totals since the server was started, or between two moments (`since`); summed over the
-    server's engines.
-    """
+    """Totals since the server was started, or between two moments; summed over the server's engines."""
 
-    drafts: int  # verified ones, one per decoding step and sequence
-    accepted: tuple[int, ...]  # by position in the draft
+    drafts: int = 0  # verified ones, one per decoding step and sequence
+    accepted: tuple[int, ...] = ()  # by position in the draft
     generated: int = 0  # tokens of all requests
 
-    def since(self, earlier: DraftCounts) -> DraftCounts | None:
-        """Return the counts after `earlier`; None if one is lower now: of another server, or after
-        a restart.
-        """
-        new = self._combined(earlier, -1)
-        return None if min(new.drafts, new.generated, *new.accepted) < 0 else new
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return self._combined(other, 1)
-
-    def _combined(self, other: DraftCounts, sign: int) -> DraftCounts:
-        accepted = (
-            one + sign * two for one, two in zip_longest(self.accepted, other.accepted, fillvalue=0)
-        )
+    def plus(self, other: DraftCounts, sign: int = 1) -> DraftCounts:
+        """Return the sum of both, or with `sign` -1 what was counted after `other`."""
+        accepted = zip_longest(self.accepted, other.accepted, fillvalue=0)
         return DraftCounts(
             self.drafts + sign * other.drafts,
-            tuple(accepted),
+            tuple(one + sign * two for one, two in accepted),
             self.generated + sign * other.generated,
         )
 
@@ -80,23 +68,17 @@ def parse_metrics(page: str) -> DraftCounts | None:
 
     A vLLM without speculative decoding has no drafts.
     """
-    totals = {"spec_decode_num_drafts": 0, "generation_tokens": 0}
-    accepted: dict[int, int] = {}
-    is_vllm = False
-    for name, labels, number in _SAMPLE.findall(page):
-        is_vllm = True
-        if name in totals:
-            totals[name] += int(float(number))
-        elif name == "spec_decode_num_accepted_tokens_per_pos" and (
-            position := _POSITION.search(labels)
-        ):
-            index = int(position[1])
-            accepted[index] = accepted.get(index, 0) + int(float(number))
-    if not is_vllm:
+    totals: defaultdict[str, float] = defaultdict(float)
+    accepted: defaultdict[int, float] = defaultdict(float)
+    for name, position, number in _SAMPLE.findall(page):
+        totals[name] += float(number)
+        if position and name == "spec_decode_num_accepted_tokens_per_pos":
+            accepted[int(position)] += float(number)
+    if not totals:
         return None
-    drafts, generated = totals.values()
-    per_position = (accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
-    return DraftCounts(drafts, tuple(per_position), generated)
+    per_position = (int(accepted[index]) for index in range(max(accepted, default=-1) + 1))
+    drafts, generated = totals["spec_decode_num_drafts"], totals["generation_tokens"]
+    return DraftCounts(int(drafts), tuple(per_position), int(generated))
 
 
 @dataclass(frozen=True)
@@ -120,9 +102,9 @@ class Measurement:
     """The answers of one server to one block of conversations."""
 
     answers: tuple[ServedAnswer, ...]
-    #: Question and turn of prompts that do not fit into the context, or of chats with tools that the
-    # server rejects; their conversations end before them.
-    skipped: tuple[tuple[int | str, int], ...] = ()
+    #: Number of prompts that do not fit into the context, or of chats with tools that the server
+    #: rejects; their conversations end before them.
+    skipped: int = 0
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
 
@@ -169,36 +151,25 @@ class Target:
     model: str  # its name on the server
     is_vllm: bool  # whether it takes vLLM's parameters
 
-    @property
-    def has_heads(self) -> bool:
-        """Whether it is to be served with a draft; False if unknown."""
-        return self.name not in (PLAIN, ALONE)
-
 
 @dataclass(frozen=True)
-class RequestOptions:
-    """What every request has in common; every turn derives its seed of sampling from `seed`.
+class MeasuredServers:
+    """The servers of one measurement, and what is known of them.
 
-    See `Servers`.
+    Attributes:
+        sessions: by name, a context manager in which servers run at the same time, in the order to
+            measure them.
+        settings: what answers and times depend on.
+        metadata: their part of `meta` of served.json.
+        notes: remarks for the report.
+        stop: ends what the sessions started.
     """
 
-    parameters: Mapping[str, Any]  # of `request_parameters`, but for the model
-    seed: int
-    timeout: float
-    retry_seconds: float
-    key_variable: str
-    #: At which the model's answers end; sent to vLLM, which reads no chat template for them.
-    stop_tokens: tuple[int, ...] = ()
-
-    def connect(self, url: str, concurrency: int) -> Servers:
-        """Return the client of a server."""
-        return Servers(
-            [url],
-            key_variable=self.key_variable,
-            timeout=self.timeout,
-            retry_seconds=self.retry_seconds,
-            concurrency=concurrency,
-        )
+    sessions: Mapping[str, Callable[[], AbstractContextManager[Sequence[Target]]]]
+    settings: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    notes: Sequence[str] = ()
+    stop: Callable[[], None] = lambda: None
 
 
 def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
@@ -222,25 +193,27 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
     return blocks
 
 
+@dataclass
 class ServerBench:
-    """Measures one server, with `concurrency` conversations at a time.
+    """Measures one server, as many conversations at a time as `servers` takes requests.
 
     Its connections are open within `async with bench.servers`.
 
     Attributes:
+        parameters: of every request, see `request_parameters`.
+        seed: every turn derives its seed of sampling from it.
         rejected_tools: why the server rejected a chat with tools; "" if it did not so far.
     """
 
-    def __init__(self, target: Target, options: RequestOptions, concurrency: int) -> None:
-        self.target = target
-        self.concurrency = concurrency
-        self.servers = options.connect(target.url, concurrency)
-        self._options = options
-        self.rejected_tools = ""
+    target: Target
+    servers: Servers
+    parameters: Mapping[str, Any]
+    seed: int
+    rejected_tools: str = ""
 
     async def warm_up(self, questions: Sequence[Question], count: int) -> None:
         """Ask for the beginnings of `count` answers, concurrently."""
-        length = min(WARM_UP_TOKENS, self._options.parameters["max_tokens"])
+        length = min(WARM_UP_TOKENS, self.parameters["max_tokens"])
 
         async def ask(question: Question) -> None:
             try:
@@ -271,19 +244,21 @@ class ServerBench:
         before = await self._read_counts()
         began = time.perf_counter()
         answers: list[ServedAnswer] = []
-        skipped: list[tuple[int | str, int]] = []
+        skipped = 0
         faults: list[str] = []
 
         async def converse(conversation: Conversation) -> None:
+            nonlocal skipped
+            question, _ = conversation
             turns: list[ServedAnswer] = []
             try:
                 await self._converse(conversation, began, turns)
             except RequestRejected as rejected:
-                # a chat template may not render the calls in a chat
-                if rejected.too_long or conversation.question.messages:
-                    skipped.append((conversation.question.question_id, len(turns) + 1))
-                    if not rejected.too_long:
-                        self.rejected_tools = self.rejected_tools or str(rejected)
+                if rejected.too_long:
+                    skipped += 1
+                elif question.messages:  # a chat template may not render the calls in a chat
+                    skipped += 1
+                    self.rejected_tools = self.rejected_tools or str(rejected)
                 else:  # the others go on, so that none is under way at the end
                     faults.append(str(rejected))
             answers.extend(turns)
@@ -293,12 +268,13 @@ class ServerBench:
         if faults or self.servers.retries > retries:
             raise BlockFault(faults[0] if faults else self.servers.last_fault)
         after = await self._read_counts()
-        drafts = before and after and after.since(before)
-        if drafts is None and (before or after):
+        drafts = after.plus(before, -1) if before and after else None
+        is_missing = (before is None) != (after is None)
+        if is_missing or (drafts and min(drafts.drafts, drafts.generated, *drafts.accepted) < 0):
             raise BlockFault(
                 "/metrics did not answer, or its counters fell, as after a restart of the server"
             )
-        return Measurement(tuple(answers), tuple(skipped), drafts)
+        return Measurement(tuple(answers), skipped, drafts)
 
     async def _read_counts(self) -> DraftCounts | None:
         page = await self.servers.servers[0].read_metrics()
@@ -316,41 +292,36 @@ class ServerBench:
         messages: list[Message] = []
         for turn in range(1, 1 + len(question.turns)):
             messages += question.asked(turn)
-            seed = zlib.crc32(
-                f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF
-            )
+            name = f"{question.question_id} {turn} {repeat}"
+            seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF)
             answer, response = await self._ask(question, messages, seed, salt)
-            started, first = response["timing"]["started"], response["timing"]["first_token"]
-            # reasoning that has no answer
-            cut_off = response["choices"][0]["message"]["reasoning_content"]
+            started, first, finished = response["timing"].values()
+            # reasoning without an answer; empty messages may be rejected in the next request
+            text = answer.text or response["choices"][0]["message"]["reasoning_content"]
             answers.append(
                 ServedAnswer(
                     question.question_id,
                     turn,
                     repeat,
-                    answer.text or cut_off,
+                    text,
                     answer.completion_tokens,
                     started - began,
                     None if first is None else first - started,
-                    response["timing"]["finished"] - started,
+                    finished - started,
                     question.category,
                 )
             )
-            messages.append(
-                Message("assistant", answer.text or cut_off)
-            )  # empty ones may be refused
+            messages.append(Message("assistant", text))
 
     async def _ask(
         self, question: Question, messages: Sequence[Message], seed: int, salt: str, **changes: Any
     ) -> tuple[Answer, dict[str, Any]]:
         """Return one streamed answer to a question, parsed and as `read_stream` returns it."""
-        body = request_body(self._options.parameters, messages, seed, question.variables)
+        body = request_body(self.parameters, messages, seed, question.variables)
         body |= {"model": self.target.model, **changes}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:
             body["cache_salt"] = salt
-            if self._options.stop_tokens:
-                body["stop_token_ids"] = list(self._options.stop_tokens)
         response = await self.servers.complete(body)
         limit = body["max_tokens"]
         answer = parse_answer(response, REASONING_TAGS, limit)

@@ -51,18 +51,21 @@ HOW = [
 ]
 
 
+ADVICE = (
+    "A setting is recommended only where the whole interval is above 1. A server has one setting for"
+    " all its requests: choose by the concurrency of your traffic. These figures hold for this"
+    " machine, model and bench."
+)
+
+
 def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[Path]:
     """Write served.json, served.md, served.html and answers.jsonl to `directory`; returns their
     paths.
     """
     answers = []
-    for cell in cells:
-        place = {
-            "server": cell.server,
-            "session": cell.session,
-            "concurrency": cell.concurrency,
-        }
-        answers += [{**place, **asdict(one.answer)} for one in cell.answers.values()]
+    for metrics, blocks in cells:
+        place = {name: metrics[name] for name in ("server", "session", "concurrency")}
+        answers += [{**place, **asdict(one)} for block in blocks for one in block.answers]
     title = title_of(report)
     sections = sections_of(report)
     meta = report["meta"]
@@ -96,32 +99,34 @@ def rows_of(report: Json) -> list[Json]:
 
 def metrics_table(report: Json) -> Table:
     """Return one row per concurrency and server."""
-    rows = rows_of(report)
     rates = {
         (row["session"], row["concurrency"]): number(row["tokens_per_s"], 1)
         for row in report["cells"]
         if row["server"] == PLAIN
     }
-    plain = [
-        "" if row["server"] == PLAIN else rates.get((row["session"], row["concurrency"]), "")
-        for row in rows
-    ]
-    columns = {
-        "concurrency": [str(row["concurrency"]) for row in rows],
-        "server": [row["server"] for row in rows],
-        "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
-        "plain next to it": plain,
-        "over plain": [_ratio(row) for row in rows],
-        "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
-        "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
-        "tokens per step": [
-            number(row["tokens_per_step"]) if row["tokens_per_step"] else "" for row in rows
-        ],
-        **{name: [_rate_of(row, name) for row in rows] for name in (WITH_CALLS, WITHOUT_CALLS)},
-        "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
-        "equal": [_equal(row) for row in rows],
-    }
-    return Table.of_columns(columns)
+    rows = []
+    for row in rows_of(report):
+        place = (row["session"], row["concurrency"])
+        equal = ""
+        if row.get("equal_answers") is not None:
+            equal = f"{row['equal_answers']}/{row['compared_answers']}"
+        by_category = row.get("tokens_per_step_of", {})
+        rows.append(
+            {
+                "concurrency": str(row["concurrency"]),
+                "server": row["server"],
+                "tokens/s": number(row["tokens_per_s"], 1),
+                "plain next to it": "" if row["server"] == PLAIN else rates.get(place, ""),
+                "over plain": _ratio(row),
+                "first token ms": _milliseconds(row["time_to_first_token_s"]),
+                "per token ms": _milliseconds(row["time_per_token_s"]),
+                "tokens per step": _rate(row["tokens_per_step"]),
+                **{name: _rate(by_category.get(name)) for name in (WITH_CALLS, WITHOUT_CALLS)},
+                "accepted": " ".join(f"{share:.2f}" for share in row["acceptance"] or ()),
+                "equal": equal,
+            }
+        )
+    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
 
 
 def _ratio(row: Json) -> str:
@@ -130,20 +135,12 @@ def _ratio(row: Json) -> str:
     return number(row["ratio"], 2, "x", row["ratio_interval"])
 
 
-def _rate_of(row: Json, category: str) -> str:
-    """Format the tokens per step of a category of chats with tools."""
-    rate = row.get("tokens_per_step_of", {}).get(category)
-    return "" if rate is None else number(rate)
+def _rate(tokens_per_step: float | None) -> str:
+    return number(tokens_per_step) if tokens_per_step else ""
 
 
 def _milliseconds(distribution: Json | None) -> str:
     return "" if distribution is None else f"{1000 * distribution['median']:.1f}"
-
-
-def _equal(row: Json) -> str:
-    if row.get("equal_answers") is None:
-        return ""
-    return f"{row['equal_answers']}/{row['compared_answers']}"
 
 
 def recommendation_lines(report: Json) -> list[str]:
@@ -159,25 +156,13 @@ def recommendation_lines(report: Json) -> list[str]:
     lines = []
     for one in advice:
         tokens = one["num_speculative_tokens"]
-        setting = f"num_speculative_tokens {tokens}"
-        if tokens is None:
-            setting = "heads as they were served"
+        setting = f"num_speculative_tokens {tokens}" if tokens else "heads as they were served"
         text = f"{setting}, {_ratio(one)}"
         if not one["use"]:
             verdict = {"loses": "slower", "undecided": "not measured to be faster"}[one["verdict"]]
             text = f"off; the best, {setting}, is {verdict}: {_ratio(one)}"
         lines.append(f"concurrency {one['concurrency']}: {text}")
     return lines
-
-
-def advice_notes(report: Json) -> list[str]:
-    """Say how to read the recommendation; empty without one."""
-    note = (
-        "A setting is recommended only where the whole interval is above 1. A server has one"
-        " setting for all its requests: choose by the concurrency of your traffic. These figures"
-        " hold for this machine, model and bench."
-    )
-    return [note] if report["recommendation"] else []
 
 
 def terminal_report(report: Json) -> Group:
@@ -205,7 +190,11 @@ def sections_of(report: Json) -> list[Section]:
             remarks=HOW,
         ),
         Section("Run", facts=meta_rows(meta)),
-        Section("Recommendation", lines=recommendation_lines(report), remarks=advice_notes(report)),
+        Section(
+            "Recommendation",
+            lines=recommendation_lines(report),
+            remarks=[ADVICE] if report["recommendation"] else [],
+        ),
     ]
 
 

@@ -8,8 +8,7 @@ import asyncio
 import platform
 import re
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
-from medusa_train.server_bench.metrics import Cell, collect_cells, summarize
+from medusa_train.server_bench.metrics import collect_cells, summarize
 from medusa_train.server_bench.pairs import (
     ALONE,
     BLOCK_ENTRY,
@@ -36,15 +35,15 @@ from medusa_train.server_bench.pairs import (
     Block,
     BlockEntry,
     BlockFault,
-    Conversation,
+    MeasuredServers,
     Measurement,
-    RequestOptions,
     ServerBench,
     Target,
     plan_blocks,
 )
 from medusa_train.server_bench.report import terminal_report, write_report
-from medusa_train.server_bench.serve import KEY_VARIABLE, StartedServers
+from medusa_train.server_bench.serve import KEY_VARIABLE, started_servers
+from medusa_train.servers.client import Servers
 from medusa_train.servers.responses import Fault
 
 ATTEMPTS = 3  # at a block in which requests fail
@@ -65,16 +64,16 @@ def measure_servers(
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
-    options = request_options(cfg, mode, paths)
-    running: list[Target] = []
-    if not cfg.serve:
-        running = find_targets(cfg, options)
-    directory = output_directory(cfg, mode.directory_name(bench.name), paths, running)
+    targets = [] if cfg.serve else find_targets(cfg)
+    directory = output_directory(cfg, mode.directory_name(bench.name), paths, targets)
     with only_writer(directory):
-        servers: RunningServers | StartedServers = RunningServers(running)
         if cfg.serve:
             assert paths is not None  # `serve` names a model
-            servers = StartedServers(cfg, paths, directory, progress)
+            servers = started_servers(cfg, paths, directory, progress)
+        else:
+            servers = running_servers(targets)
+        # 1. what is known before the first request
+        parameters = request_settings(cfg, mode, paths)
         # What answers and times depend on; not which concurrencies and numbers of tokens are
         # measured.
         settings = {
@@ -82,13 +81,11 @@ def measure_servers(
             "decoding": mode.as_json,
             "seed": cfg.seed,
             "max_new_tokens": cfg.max_new_tokens,
-            "chat_template_kwargs": _template_kwargs(cfg, paths),
+            "chat_template_kwargs": parameters.get("chat_template_kwargs"),
             "warmup": cfg.warmup,
             "machine": platform.node(),
-            **servers.settings(),
+            **servers.settings,
         }
-        log = MeasurementLog(directory / "blocks.jsonl", settings, BLOCK_ENTRY)
-        run = BenchRun(cfg, bench, options, log, progress)
         meta = {
             "model": None,
             "base_model": None,
@@ -98,120 +95,75 @@ def measure_servers(
             "max_new_tokens": cfg.max_new_tokens,
             "decoding": mode.as_json,
             "concurrency": list(dict.fromkeys(cfg.concurrency)),
-            **servers.metadata(),
+            **servers.metadata,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": command,
         }
-        return _measure_into(directory, run, servers, meta)
+        run = BenchRun(cfg, bench, parameters, directory, settings, progress)
+        for note in servers.notes:
+            run.note(note)
+
+        # 2. measure what the log does not have
+        try:
+            try:
+                for name, session in servers.sessions.items():
+                    if run.remaining(name):
+                        with session() as started:
+                            run.measure(name, started)
+            finally:
+                servers.stop()
+        except (MedusaError, KeyboardInterrupt):
+            run.notes.append("incomplete: the measurement was interrupted")
+            run.report(meta)
+            if run.measured:
+                progress.print(
+                    f"finished measurements are in {run.log.path}; the same command resumes"
+                )
+            raise
+        finally:
+            run.log.close()
+
+        # 3. report
+        written = run.report(meta)
+        if not written:
+            notes = "\n".join(f"  {note}" for note in run.notes)
+            raise ServerError(f"nothing could be measured:\n{notes}")
+        run.log.remove()
+        return written
 
 
-def _measure_into(
-    directory: Path,
-    run: BenchRun,
-    servers: RunningServers | StartedServers,
-    meta: dict[str, Any],
-) -> list[Path]:
-    """Measure what the log does not have, and write the report; returns the paths of its files."""
-    log = run.log
-    progress = run.progress
-    # 1. what is known before the first request
-    resumption = log.resumption("measurement", "blocks", len(run.measured))
-    if resumption is not None:
-        progress.print(resumption)
-    log.start(log.entries)
-    for note in servers.notes:
-        run.note(note)
-
-    # 2. measure
-    try:
-        with servers:
-            for session in servers.sessions:
-                if not run.remaining(session):
-                    continue
-                targets = servers.targets(session)
-                try:
-                    run.measure(session, targets)
-                except ServerError as error:
-                    raise servers.explain(error) from error
-    except (MedusaError, KeyboardInterrupt):
-        log.close()
-        run.notes.append("incomplete: the measurement was interrupted")
-        if run.cells():
-            _report(run, meta, directory)
-        if run.measured:
-            progress.print(f"finished measurements are in {log.path}; the same command resumes")
-        raise
-    log.close()
-
-    # 3. report
-    if not run.cells():
-        notes = "\n".join(f"  {note}" for note in run.notes)
-        raise ServerError(f"nothing could be measured:\n{notes}")
-    written = _report(run, meta, directory)
-    log.remove()
-    return written
-
-
-class RunningServers:
-    """Servers that run already, as one session: nothing is known of their models but the names."""
-
-    notes: Sequence[str] = ()
-    sessions = ("running servers",)
-
-    def __init__(self, targets: list[Target]) -> None:
-        self._targets = targets
-
-    def __enter__(self) -> RunningServers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave them running."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return what answers and times depend on."""
-        return {"servers": [[target.name, target.url, target.model] for target in self._targets]}
-
-    def metadata(self) -> dict[str, Any]:
-        """Return their part of `meta` of served.json."""
-        turns = "one server alone"
-        if len(self._targets) > 1:
-            turns = "in turns, block by block"
-        return {
-            "model": self._targets[-1].model,
-            "servers": {target.name: f"{target.model} at {target.url}" for target in self._targets},
-            "turns": turns,
-        }
-
-    def targets(self, session: str) -> list[Target]:
-        """Return the servers."""
-        return self._targets
-
-    def explain(self, error: ServerError) -> ServerError:
-        """Return the error: nothing else is known."""
-        return error
-
-
-@dataclass
 class BenchRun:
-    """The blocks of one measurement: those in the log, and those to do.
+    """The blocks of one measurement: those in the log in `directory`, and those to do.
 
     Attributes:
         measured: the finished blocks by the name of their servers.
         notes: remarks on them for the report.
     """
 
-    cfg: EvalConfig
-    bench: Bench
-    options: RequestOptions
-    log: MeasurementLog[BlockEntry]
-    progress: RunProgress
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        cfg: EvalConfig,
+        bench: Bench,
+        parameters: dict[str, Any],
+        directory: Path,
+        settings: dict[str, Any],
+        progress: RunProgress,
+    ) -> None:
+        self.cfg = cfg
+        self.directory = directory
+        self.progress = progress
+        self._questions = bench.questions
+        self._parameters = parameters
+        self._blocks = {count: plan_blocks(bench.questions, count) for count in cfg.concurrency}
+        self.log: MeasurementLog[BlockEntry] = MeasurementLog(
+            directory / "blocks.jsonl", settings, BLOCK_ENTRY
+        )
         self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
         self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
-        self._blocks: dict[int, list[list[Conversation]]] = {}
-        for concurrency in self.cfg.concurrency:
-            self._blocks[concurrency] = plan_blocks(self.bench.questions, concurrency)
+        resumption = self.log.resumption("measurement", "blocks", len(self.measured))
+        if resumption is not None:
+            progress.print(resumption)
+        self.log.start(self.log.entries)
 
     def note(self, text: str, *, logged: bool = True) -> None:
         """Print a remark, and keep it for the report, once; `logged` ones also for that of a
@@ -223,19 +175,12 @@ class BenchRun:
                 self.log.append(text)
             self.progress.print(f"note: {text}", style="yellow")
 
-    def cells(self) -> list[Cell]:
-        """Return the cells that are complete."""
-        planned = {concurrency: len(blocks) for concurrency, blocks in self._blocks.items()}
-        return collect_cells(self.measured, planned)
-
-    def remaining(self, session: str) -> dict[int, list[int]]:
-        """Return the numbers of the blocks of a session that are not measured yet, by concurrency."""
-        remaining: dict[int, list[int]] = {}
-        for concurrency, blocks in self._blocks.items():
-            for number in range(len(blocks)):
-                if Block(session, concurrency, number) not in self.measured:
-                    remaining.setdefault(concurrency, []).append(number)
-        return remaining
+    def remaining(self, session: str) -> list[Block]:
+        """Return the blocks of a session that are not measured yet, by concurrency."""
+        blocks = []
+        for concurrency, planned in self._blocks.items():
+            blocks += [Block(session, concurrency, number) for number in range(len(planned))]
+        return [block for block in blocks if block not in self.measured]
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
         """Measure the remaining blocks of a session, whose servers answer each block in turn, in
@@ -243,22 +188,17 @@ class BenchRun:
 
         A concurrency at which requests keep failing is left out with a note.
         """
-        remaining = self.remaining(session)
-        count = sum(
-            len(self._blocks[concurrency][number])
-            for concurrency, numbers in remaining.items()
-            for number in numbers
-        )
+        blocks = self.remaining(session)
+        count = sum(len(self._blocks[block.concurrency][block.number]) for block in blocks)
         names = " and ".join(target.name for target in targets)
         with self.progress.phase(
             f"measuring {names}", count * len(targets), "conversations"
         ) as phase:
-            for concurrency, numbers in remaining.items():
+            for concurrency in dict.fromkeys(block.concurrency for block in blocks):
                 phase.update(phase.completed, f"concurrency {concurrency}")
+                chosen = [block for block in blocks if block.concurrency == concurrency]
                 try:
-                    asyncio.run(
-                        self._measure_concurrency(session, targets, concurrency, numbers, phase)
-                    )
+                    asyncio.run(self._measure_concurrency(targets, chosen, phase))
                 except BlockFault as fault:
                     text = (
                         f"concurrency {concurrency} was not measured, since requests kept failing:"
@@ -267,37 +207,34 @@ class BenchRun:
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
     async def _measure_concurrency(
-        self,
-        session: str,
-        targets: Sequence[Target],
-        concurrency: int,
-        numbers: Sequence[int],
-        phase: Phase,
+        self, targets: Sequence[Target], blocks: Sequence[Block], phase: Phase
     ) -> None:
+        concurrency = blocks[0].concurrency
         async with AsyncExitStack() as stack:
             # 1. connect, and warm up
-            servers = [ServerBench(target, self.options, concurrency) for target in targets]
-            for server in servers:
-                await stack.enter_async_context(server.servers)
+            servers = []
+            for target in targets:
+                client = await stack.enter_async_context(connect(self.cfg, target.url, concurrency))
+                servers.append(ServerBench(target, client, self._parameters, self.cfg.seed))
             if self.cfg.warmup:
                 for server in servers:
-                    await server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
+                    await server.warm_up(self._questions, max(self.cfg.warmup, concurrency))
             # 2. each block, by the servers in one order and then in the other
-            for number in numbers:
+            for block in blocks:
                 in_order = servers
-                if number % 2 == 1:
+                if block.number % 2 == 1:
                     in_order = servers[::-1]
                 measured = {}
                 for server in in_order:
-                    measured[server.target.name] = await self._measure_block(server, number, phase)
-                block = Block(session, concurrency, number)
+                    measured[server.target.name] = await self._measure_block(server, block, phase)
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    async def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
+    async def _measure_block(self, server: ServerBench, block: Block, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
-        conversations = self._blocks[server.concurrency][number]
+        conversations = self._blocks[block.concurrency][block.number]
         completed = phase.completed
+        name = server.target.name
         for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
@@ -307,15 +244,11 @@ class BenchRun:
                 break
             except BlockFault as fault:
                 if attempt + 1 == ATTEMPTS:
-                    raise BlockFault(f"{server.target.name}: {fault}") from None
-                self.note(
-                    f"{server.target.name} at concurrency {server.concurrency}: {fault}; measured"
-                    " again"
-                )
+                    raise BlockFault(f"{name}: {fault}") from None
+                self.note(f"{name} at concurrency {block.concurrency}: {fault}; measured again")
         if server.rejected_tools:
             self.note(
-                f"{server.target.name}: chats with tools that it rejects are left out:"
-                f" {server.rejected_tools}"
+                f"{name}: chats with tools that it rejects are left out: {server.rejected_tools}"
             )
         self._check(server.target, measurement)
         return measurement
@@ -335,7 +268,7 @@ class BenchRun:
                 f"server {target.url}: is to be measured without heads, but its /metrics count"
                 " drafts; start it without --speculative-config"
             )
-        if target.has_heads and not drafts.drafts:
+        if target.name not in (PLAIN, ALONE) and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
         for measured in self.measured.values():
             earlier = measured[target.name].drafts if target.name in measured else None
@@ -351,34 +284,62 @@ class BenchRun:
                 " too low"
             )
 
+    def report(self, meta: dict[str, Any]) -> list[Path]:
+        """Write the report of what is complete, and print its tables; returns the paths of its
+        files, of which there are none if nothing is.
+        """
+        planned = {concurrency: len(blocks) for concurrency, blocks in self._blocks.items()}
+        cells = collect_cells(self.measured, planned)
+        if not cells:
+            return []
+        summary = summarize(cells, greedy=self._parameters["temperature"] == 0)
+        notes = [*self.notes, *summary.pop("notes")]
+        seconds = round(self.progress.total_seconds, 1)
+        report = {"meta": {**meta, "seconds": seconds, "notes": notes}, **summary}
+        written = write_report(report, cells, self.directory)
+        self.progress.console.print(terminal_report(report))
+        return written
 
-def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
-    """Write the report, and print its tables."""
-    cells = run.cells()
-    summary = summarize(cells, greedy=run.options.parameters["temperature"] == 0)
-    notes = [*run.notes, *summary.pop("notes")]
-    seconds = round(run.progress.total_seconds, 1)
-    report = {"meta": {**meta, "seconds": seconds, "notes": notes}, **summary}
-    written = write_report(report, cells, directory)
-    run.progress.console.print(terminal_report(report))
-    return written
+
+def connect(cfg: EvalConfig, url: str, concurrency: int) -> Servers:
+    """Return the client of a server. One of `--serve` that does not answer has ended."""
+    return Servers(
+        [url],
+        key_variable=KEY_VARIABLE if cfg.serve else cfg.api_key_env,
+        timeout=cfg.request_timeout,
+        retry_seconds=min(cfg.retry_seconds, 5.0) if cfg.serve else cfg.retry_seconds,
+        concurrency=concurrency,
+    )
 
 
-def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
+def running_servers(targets: Sequence[Target]) -> MeasuredServers:
+    """Return servers that run already, as one session: nothing is known of their models but the
+    names.
+    """
+    turns = "in turns, block by block" if len(targets) > 1 else "one server alone"
+    metadata = {
+        "model": targets[-1].model,
+        "servers": {target.name: f"{target.model} at {target.url}" for target in targets},
+        "turns": turns,
+    }
+    settings = {"servers": [[target.name, target.url, target.model] for target in targets]}
+    return MeasuredServers({"running servers": lambda: nullcontext(targets)}, settings, metadata)
+
+
+def find_targets(cfg: EvalConfig) -> list[Target]:
     """Check the servers and find their models' names, the plain one first; ConfigError or
     ServerError without one.
     """
     assert cfg.server_url is not None
-    if cfg.against is None:
-        return [_target(ALONE, cfg.server_url, cfg.base_model, options)]
-    return [
-        _target(PLAIN, cfg.against, cfg.base_model, options),
-        _target(HEADS, cfg.server_url, cfg.base_model, options),
-    ]
+    urls = {ALONE: cfg.server_url}
+    if cfg.against is not None:
+        urls = {PLAIN: cfg.against, HEADS: cfg.server_url}
+    return [_target(name, url, cfg) for name, url in urls.items()]
 
 
-def _target(name: str, url: str, model: str | None, options: RequestOptions) -> Target:
-    (server,) = options.connect(url, concurrency=1).servers
+def _target(name: str, url: str, cfg: EvalConfig) -> Target:
+    (server,) = connect(cfg, url, concurrency=1).servers
+    model = cfg.base_model
 
     async def list_models() -> dict[str, dict[str, Any]]:
         async with server:
@@ -408,41 +369,27 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions) -> 
     return Target(name, server.url, model, is_vllm)
 
 
-def request_options(
+def request_settings(
     cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None
-) -> RequestOptions:
-    """Return what all requests have in common.
+) -> dict[str, Any]:
+    """Return what all requests have in common, but for the model.
 
-    A server of `--serve` that does not answer has ended.
+    The variables of a chat template are those that a run was trained with. vLLM, which reads no chat
+    template for the tokens that end answers, gets those of a model that is served from here.
     """
-    # 1. how tokens are chosen
     parameters = request_parameters(
         temperature=0.0,
         max_new_tokens=cfg.max_new_tokens,
-        chat_template_kwargs=_template_kwargs(cfg, paths),
+        chat_template_kwargs=paths.chat_template_kwargs if paths else cfg.chat_template_kwargs,
     )
     rule = mode.baseline_rule
     if isinstance(rule, Sampling):
         parameters |= {"temperature": rule.temperature, "top_p": rule.top_p}
         if rule.top_k:  # 0: all tokens
             parameters["top_k"] = rule.top_k
-    # 2. what is known of a model that is served from here
-    retry_seconds = cfg.retry_seconds
-    key_variable = cfg.api_key_env
-    stop_tokens: tuple[int, ...] = ()
     if cfg.serve and paths is not None:
-        retry_seconds = min(cfg.retry_seconds, 5.0)
-        key_variable = KEY_VARIABLE
-        # those of a running server's model are known to it alone
-        stop_tokens = read_stop_tokens(paths)[0].ids
-    return RequestOptions(
-        parameters,
-        cfg.seed,
-        cfg.request_timeout,
-        retry_seconds,
-        key_variable,
-        stop_tokens=stop_tokens,
-    )
+        parameters["stop_token_ids"] = list(read_stop_tokens(paths)[0].ids)
+    return parameters
 
 
 def output_directory(
@@ -460,10 +407,3 @@ def output_directory(
         return paths.home / "eval" / directory
     model = re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_")
     return runs_directory() / "served" / model / name
-
-
-def _template_kwargs(cfg: EvalConfig, paths: ModelPaths | None) -> dict[str, Any] | None:
-    """Return the variables of the chat template: a run's are those that it was trained with."""
-    if paths is None:
-        return cfg.chat_template_kwargs
-    return dict(paths.chat_template_kwargs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -28,7 +29,7 @@ from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import PLAIN, Target
+from medusa_train.server_bench.pairs import PLAIN, MeasuredServers, Target
 from medusa_train.server_bench.vllm import (
     SERVED_NAME,
     VLLMServer,
@@ -53,126 +54,119 @@ FOREIGN_WEIGHTS = (
 )
 
 
-class StartedServers:
-    """Servers of the model at `paths`, in sessions: those that run at the same time, by their
-    num_speculative_tokens (0: without a draft).
+def started_servers(
+    cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
+) -> MeasuredServers:
+    """Return the servers of the model at `paths`: without a draft, and with drafts of several
+    num_speculative_tokens. They are started with their sessions.
 
     Heads in vLLM's layout are served as they are, prompt lookup without any; others are exported. A
-    trained adapter is merged first. Within a `with` block; all servers are stopped at its end.
+    trained adapter is merged first.
 
     Args:
         directory: for exports and the servers' logs.
-
-    Attributes:
-        sessions: the servers of each, in the order to measure them. notes: remarks for the report.
 
     Raises:
         ConfigError: vLLM is not installed, there is no draft, or fewer heads than
             `serve_speculative_tokens` asks for.
         CheckpointError: the heads cannot be exported.
     """
+    # 1. what vLLM loads
+    python = vllm_python()
+    version = vllm_version(python)
+    target_model, heads = _export(paths, directory, progress)
+    options = _options(cfg, paths, directory)
+    # 2. which servers to start
+    draft, lengths = _draft_for_vllm(paths.lookup, heads)
+    tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
+    if draft["method"] == "medusa" and max(tokens) > max(lengths):
+        raise ConfigError(
+            f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of"
+            f" {heads}"
+        )
+    together = cfg.serve_together
+    if together == "auto":
+        together = not torch.cuda.is_available()
+    stop_tokens, tokenizer = read_stop_tokens(paths)
+    ends = stop_tokens.describe(tokenizer)
+    if ends is not None:
+        progress.print(f"{ends}; sent to the servers as stop_token_ids")
+    # 3. what reports say of them
+    settings = {
+        **model_settings(paths),
+        "vllm": version,
+        "arguments": options,
+        "draft": draft,
+    }
+    metadata: dict[str, Any] = {
+        "model": public_name(str(paths.home)),
+        "base_model": public_name(target_model),
+    }
+    if paths.heads is not None:
+        metadata["weights"] = digest_files(find_heads(paths.heads).files)[:16]
+    public = {"model": public_name(draft["model"])} if "model" in draft else {}
+    metadata["draft"] = {**draft, **public}
+    metadata["server"] = version
+    metadata["arguments"] = options
+    metadata["turns"] = (
+        "the server without heads next to each one with heads, in turns, block by block"
+        if together
+        else "one server at a time; the one without heads first and last, of which the faster counts"
+    )
+
+    def start(count: int) -> VLLMServer:
+        name = server_name(count)
+        port = free_port()
+        speculative = {**draft, "num_speculative_tokens": count} if count else None
+        command = serve_command(python, target_model, port, options, speculative)
+        return VLLMServer(name, command, port, directory / f"vllm-{name}.log")
+
+    pool = ServerPool(start, cfg.serve_start_seconds, progress)
+    sessions = {
+        name: partial(pool.session, counts)
+        for name, counts in plan_sessions(tokens, together=together).items()
+    }
+    notes = _notes(cfg, paths, target_model, heads, version)
+    return MeasuredServers(sessions, settings, metadata, notes, lambda: pool.keep(()))
+
+
+class ServerPool:
+    """Servers that run, by their num_speculative_tokens (0: without a draft).
+
+    Args:
+        start: starts one. seconds: until it has to be ready.
+    """
 
     def __init__(
-        self, cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
+        self, start: Callable[[int], VLLMServer], seconds: float, progress: RunProgress
     ) -> None:
-        self._paths = paths
-        self._directory = directory
+        self._start = start
+        self._seconds = seconds
         self._progress = progress
-        self._seconds = cfg.serve_start_seconds
         self._running: dict[int, VLLMServer] = {}
-        # 1. what vLLM loads
-        self._python = vllm_python()
-        self._version = vllm_version(self._python)
-        self._target_model, heads = _export(paths, directory, progress)
-        self._options = _options(cfg, paths, directory)
-        self.notes = _notes(cfg, paths, self._target_model, heads, self._version)
-        # 2. which servers to start
-        self._draft, lengths = _draft_for_vllm(paths.lookup, heads)
-        tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
-        if self._draft["method"] == "medusa" and max(tokens) > max(lengths):
-            raise ConfigError(
-                f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of"
-                f" {heads}"
-            )
-        together = cfg.serve_together
-        if together == "auto":
-            together = not torch.cuda.is_available()
-        self.sessions = plan_sessions(tokens, together=together)
-        stop_tokens, tokenizer = read_stop_tokens(paths)
-        ends = stop_tokens.describe(tokenizer)
-        if ends is not None:
-            progress.print(f"{ends}; sent to the servers as stop_token_ids")
 
-    def __enter__(self) -> StartedServers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._keep(())
-
-    def settings(self) -> dict[str, Any]:
-        """Return what answers and times depend on."""
-        return {
-            **model_settings(self._paths),
-            "vllm": self._version,
-            "arguments": self._options,
-            "draft": self._draft,
-        }
-
-    def metadata(self) -> dict[str, Any]:
-        """Return their part of `meta` of served.json."""
-        meta: dict[str, Any] = {
-            "model": public_name(str(self._paths.home)),
-            "base_model": public_name(self._target_model),
-        }
-        if self._paths.heads is not None:
-            meta["weights"] = digest_files(find_heads(self._paths.heads).files)[:16]
-        meta["draft"] = dict(self._draft)
-        if "model" in self._draft:
-            meta["draft"]["model"] = public_name(self._draft["model"])
-        meta["server"] = self._version
-        meta["arguments"] = self._options
-        meta["turns"] = (
-            "one server at a time; the one without heads first and last, of which the faster counts"
-        )
-        if all(len(tokens) > 1 for tokens in self.sessions.values()):
-            meta["turns"] = (
-                "the server without heads next to each one with heads, in turns, block by block"
-            )
-        return meta
-
-    def targets(self, session: str) -> list[Target]:
-        """Return a session's servers, started as needed, with others stopped; ServerError with the
-        end of a log.
+    @contextmanager
+    def session(self, wanted: Sequence[int]) -> Iterator[list[Target]]:
+        """Run these servers, and stop all others; ServerError with the end of the log of one that
+        has ended.
         """
-        wanted = self.sessions[session]
-        self._keep(wanted)
+        self.keep(wanted)
         for tokens in wanted:
             if tokens not in self._running:
-                self._start(tokens)
-        return [
-            Target(server_name(tokens), self._running[tokens].url, SERVED_NAME, is_vllm=True)
-            for tokens in wanted
-        ]
+                self._running[tokens] = self._start(tokens)
+                self._running[tokens].wait_ready(self._seconds, self._progress)
+        try:
+            yield [
+                Target(server_name(tokens), self._running[tokens].url, SERVED_NAME, is_vllm=True)
+                for tokens in wanted
+            ]
+        except ServerError as error:
+            for server in self._running.values():
+                if server.has_ended(STOPPING_SECONDS):
+                    raise ServerError(server.explain()) from error
+            raise
 
-    def explain(self, error: ServerError) -> ServerError:
-        """Return the error with the end of the server that caused it, if one has ended."""
-        for server in self._running.values():
-            if server.has_ended(STOPPING_SECONDS):
-                return ServerError(server.explain())
-        return error
-
-    def _start(self, tokens: int) -> None:
-        name = server_name(tokens)
-        port = free_port()
-        speculative: dict[str, Any] | None = None
-        if tokens:
-            speculative = {**self._draft, "num_speculative_tokens": tokens}
-        command = serve_command(self._python, self._target_model, port, self._options, speculative)
-        server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
-        self._running[tokens] = server
-        server.wait_ready(self._seconds, self._progress)
-
-    def _keep(self, wanted: Sequence[int]) -> None:
+    def keep(self, wanted: Sequence[int]) -> None:
         """Stop all servers but the wanted ones, even if stopping one is interrupted."""
         with ExitStack() as stack:
             for tokens in self._running.keys() - wanted:
@@ -276,14 +270,18 @@ def _draft_for_vllm(
             "prompt_lookup_min": min(2, longest),
         }, NGRAM_TOKENS
     assert heads is not None
-    if find_heads(heads).layout == "eagle3":
-        return {"method": "eagle3", "model": str(heads.resolve())}, range(1, EAGLE3_TOKENS + 1)
-    if find_heads(heads).layout == "dflash":
-        config = read_json(heads / "config.json")
+    layout = find_heads(heads).layout
+    config = read_json(heads / "config.json")
+    if layout == "eagle3":
+        method = "eagle3"
+        longest = EAGLE3_TOKENS
+    elif layout == "dflash":
         method = "dspark" if DSPARK in config["architectures"] else "dflash"
-        return {"method": method, "model": str(heads.resolve())}, range(1, block_size(config))
-    count = int(read_json(heads / "config.json").get("num_heads", 0))
-    return {"method": "medusa", "model": str(heads.resolve())}, range(1, count + 1)
+        longest = block_size(config) - 1
+    else:
+        method = "medusa"
+        longest = int(config.get("num_heads", 0))
+    return {"method": method, "model": str(heads.resolve())}, range(1, longest + 1)
 
 
 def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:

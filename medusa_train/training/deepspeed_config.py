@@ -80,7 +80,13 @@ _NOT_USED: Mapping[str, str] = {
     "sparse_attention": "set flash_attention in the YAML",
     "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory: true in offload_optimizer",
     "zero_optimization.zenflow": "write offload_optimizer: {device: cpu}",
+    # DeepSpeed's own check accepts these
+    "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without it",
+    "zero_optimization.legacy_stage1": "remove it",
+    "zero_optimization.pipeline_loading_checkpoint": "remove it",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is AdamW; remove it",
 }
 #: Entries with only one value here.
 _FIXED: Mapping[str, Any] = {
@@ -194,17 +200,14 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
     idle = [name for name in ("fp16", "bf16") if getattr(cfg, name) is False]
     for name, value in _entries(config, known):
         section, _, entry = name.partition(".")
+        is_idle = section in idle and entry != "enabled"
+        is_auto = value == AUTO and (name in known or section in _ANSWERED)
         if _is_section(name, known):
             yield f"{name}: expected a mapping, got {value!r}"
         elif name in _NOT_USED:
-            is_off = value is False or (
-                isinstance(value, Mapping) and value.get("enabled") is False
-            )
-            if not is_off:
+            if not _is_off(value):
                 yield f"{name} is not used: {_NOT_USED[name]}"
-        elif (section in idle and entry != "enabled") or (
-            value == AUTO and (name in known or section in _ANSWERED)
-        ):
+        elif is_idle or is_auto:
             continue
         elif name in wanted:
             expected, reason = wanted[name]
@@ -213,7 +216,15 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
         elif name in _PASSED_ON:
             yield from _check_value(name, value, _PASSED_ON[name])
         elif section != "zero_optimization":  # of which DeepSpeed itself checks the others
-            yield unknown_entry(name, known)
+            sections = {entry.partition(".")[0] for entry in known}
+            yield unknown_entry(name, [*known, *sorted(sections)])
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a section or entry asks for nothing."""
+    if isinstance(value, Mapping):
+        return value.get("enabled", bool(value)) is False
+    return value is False
 
 
 def _is_section(name: str, known: Iterable[str]) -> bool:
@@ -268,7 +279,7 @@ def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
 
 def unknown_entry(name: str, known: Iterable[str]) -> str:
     """Say that an entry is unknown, with the nearest one that is known."""
-    for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.65):
+    for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7):
         return f"{name}: unknown key; did you mean {nearest}?"
     return f"{name}: unknown key, or one that is not used here; remove it"
 

@@ -203,19 +203,17 @@ def _drop_unknown_tokens(
     if not problems:
         return []
     found = list(problems.values())
-    remedy = (
-        f"has no embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
-        " another chat_template"
+    more = f" (and {len(found) - 1} more conversations)" if len(found) > 1 else ""
+    problem = (
+        f"{found[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings, or"
+        f" set another chat_template{more}"
     )
-    more = ""
-    if len(found) > 1:
-        more = f" (and {len(found) - 1} more conversations)"
     if not cfg.skip_bad_records:
-        raise DataError(f"{found[0]} {remedy}{more}")
+        raise DataError(problem)
     for part in parts:
         part.examples[:] = [row for row in part.examples if row.source not in problems]
     if not parts[0].examples:
-        raise DataError(f"no conversation to train on is left: {found[0]} {remedy}{more}")
+        raise DataError(f"no conversation to train on is left: {problem}")
     return found
 
 

@@ -1,5 +1,5 @@
-"""Traces kept next to tree.json, so that a tree for another device, dtype or compilation needs no
-answers again.
+"""Traces kept next to tree.json: what the tree was fitted to, for measurements that need no answers
+again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from medusa_train.evaluation.report import build_report, decoders_table, metrics
 from medusa_train.evaluation.report_page import (
     answers_section,
     colored_runs,
-    draw_charts,
     html_page,
     proposing_heads,
     sections_of,
@@ -61,9 +60,8 @@ def page(records: list[Turn], **changes: Any) -> str:
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = build_report(records, meta(**changes), tree, extra)
     tables = [metrics_table(report), decoders_table(report)]
-    sections = sections_of(
-        report, draw_charts(report), [answer(one) for one in records], tables, summary_of(report)
-    )
+    answers = [answer(one) for one in records]
+    sections = sections_of(report, answers, tables, summary_of(report))
     return html_page(report, sections)
 
 

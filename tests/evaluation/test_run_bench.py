@@ -16,7 +16,7 @@ from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import CheckpointError, ConfigError, TargetModelError
+from medusa_train.errors import CheckpointError, ConfigError, DataError, TargetModelError
 from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
 from medusa_train.evaluation.questions import load_bench
@@ -441,6 +441,13 @@ def test_an_interrupted_evaluation_is_resumed(
     assert report["overall"]["answers"] == 4
     assert report["meta"]["resumed_turns"] == 2
     assert not (tmp_path / "turns.jsonl").exists()
+
+
+def test_if_no_question_fits_the_error_says_why(run_dir: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "long.jsonl"
+    bench.write_text(json.dumps({"question_id": 1, "turns": ["x" * 250]}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"context of 256 tokens: 16 are reserved.*prompt has 268"):
+        run(bench, run_dir, tmp_path / "out", dtype="float32", prompt_lookup=False)
 
 
 def test_the_log_of_an_older_version_starts_over_and_says_so(

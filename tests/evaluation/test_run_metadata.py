@@ -9,7 +9,8 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.evaluation.run_metadata import measurement_settings
+from medusa_train.evaluation.run_metadata import bench_settings, measurement_settings
+from tests.evaluation.tiny_model import write_bench
 
 SAMPLES = ["acceptance=sampling", "temperature=0.7"]
 TYPICAL = ["acceptance=typical"]
@@ -50,3 +51,13 @@ def test_an_evaluation_is_resumed_with_equal_settings_only(
     before = settings_of(run_dir, bench_file, words)
     assert settings_of(run_dir, bench_file, words) == before
     assert settings_of(run_dir, bench_file, [*words, change]) != before
+
+
+def test_a_question_file_that_was_moved_or_extended(tmp_path: Path) -> None:
+    here, there, longer = (tmp_path / name / "q.jsonl" for name in ("here", "there", "longer"))
+    for path in (here, there, longer):
+        path.parent.mkdir()
+        write_bench(path)
+    longer.write_text(longer.read_text() + '{"question_id": 4, "turns": ["Say no."]}')
+    settings = [bench_settings(load_bench(str(path))) for path in (here, there, longer)]
+    assert settings[0] == settings[1] != settings[2]

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,9 @@ import pytest
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import DataError, TargetModelError
+from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.questions import Question, load_bench
+from medusa_train.evaluation.timed_decoders import GREEDY, build_decoders
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Answer, Turn
 from medusa_train.inference.cuda_graphs import FixedShapeRunner
@@ -25,7 +27,12 @@ def subject(run_dir: Path) -> LoadedModel:
 
 
 def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
-    return SpeedTest(subject, ChatEncoder(subject.target_model.tokenizer), max_new_tokens)
+    return mode_test(subject, GREEDY, max_new_tokens)
+
+
+def run(test: SpeedTest, questions: Sequence[Question]) -> list[Turn]:
+    """Return the turns by question, also those of batches."""
+    return sorted(test.run(questions), key=lambda turn: turn.question_id)
 
 
 def split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
@@ -36,10 +43,9 @@ def split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
 def test_every_decoder_answers_every_turn_and_all_agree(
     subject: LoadedModel, bench_file: Path
 ) -> None:
-    turns_seen: list[Any] = []
     test = speed_test(subject, 24)
     test.warm_up(load_bench(str(bench_file)).questions)
-    records, skipped = split(test.run(load_bench(str(bench_file)).questions, turns_seen.append))
+    records, skipped = split(run(test, load_bench(str(bench_file)).questions))
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),
         (1, 2),
@@ -57,15 +63,12 @@ def test_every_decoder_answers_every_turn_and_all_agree(
         assert 0 < record.plain.prefill_seconds < record.plain.seconds
     assert [(turn.question_id, turn.turn) for turn in skipped] == [(3, 1), (3, 2)]
     assert skipped[0].prompt_ids == skipped[1].prompt_ids
-    assert turns_seen == [*records, *skipped]
 
 
 def test_the_plain_first_answer_is_the_history_of_the_second_turn(
     subject: LoadedModel, bench_file: Path
 ) -> None:
-    first, second = speed_test(subject, 12).run(
-        load_bench(str(bench_file)).questions[:1], lambda turn: None
-    )
+    first, second = run(speed_test(subject, 12), load_bench(str(bench_file)).questions[:1])
     tokenizer = subject.target_model.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
     assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(
@@ -76,7 +79,7 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(
 
 def test_a_system_message_begins_every_prompt_of_its_chat() -> None:
     question = Question(1, "c", ("ab", "c"), "", system="xyz")
-    records = stub_test(99, [], ("plain", "tree")).run([question], lambda turn: None)
+    records = run(stub_test(99, [], ("plain", "tree")), [question])
     assert [len(record.prompt_ids) for record in records] == [5, 5 + 1 + len(records[0].history)]
 
 
@@ -106,13 +109,12 @@ def stub_test(
 
     special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
     tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)
-    test: Any = SpeedTest.__new__(SpeedTest)
-    test._target_model = SimpleNamespace(
+    target_model: Any = SimpleNamespace(
         tokenizer=tokenizer, max_context=context, eos_ids=frozenset()
     )
-    test._chat, test._max_new_tokens = StubChat(), 4
-    test._decoders, test._batch_size = {name: Stub(name) for name in names}, 1
-    return test
+    chat: Any = StubChat()
+    decoders: Any = {name: Stub(name) for name in names}
+    return SpeedTest(target_model, chat, decoders, 4)
 
 
 def test_the_reported_text_begins_with_the_reasoning_tag_that_the_prompt_opened() -> None:
@@ -120,7 +122,7 @@ def test_the_reported_text_begins_with_the_reasoning_tag_that_the_prompt_opened(
     test = stub_test(99, [], ("plain", "tree"))
     test._chat.opened_reasoning = lambda messages, variables=None: "<think>\n"
     question = Question(1, "c", ("a", "b"), "")
-    for record in test.run([question], lambda turn: None):
+    for record in test.run([question]):
         assert (record.opened, record.text, record.history) == ("<think>\n", "<think>\nab", "ab")
 
 
@@ -137,7 +139,7 @@ def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() 
         return prompt(test._chat, messages)  # type: ignore[arg-type]
 
     test._chat.prompt = ask  # type: ignore[method-assign]
-    first, second, third = test.run([Question(1, "a", ("q", "r", "s"), "")], lambda turn: None)
+    first, second, third = test.run([Question(1, "a", ("q", "r", "s"), "")])
     assert seen == [["q"], ["q", "123", "r"], ["q", "123", "r", "123", "s"]]
     for record in (first, second, third):
         assert record.tree is not None
@@ -150,7 +152,7 @@ def test_later_turns_are_asked_after_the_plain_answer_whatever_the_others_say() 
 def test_the_decoders_take_turns_in_an_order_that_rotates() -> None:
     order: list[str] = []
     test = stub_test(100, order, ("plain", "generate", "tree"))
-    test.run([Question(1, "a", ("q", "r"), ""), Question(2, "a", ("q",), "")], lambda turn: None)
+    run(test, [Question(1, "a", ("q", "r"), ""), Question(2, "a", ("q",), "")])
     assert [tuple(order[i : i + 3]) for i in (0, 3, 6)] == [
         ("generate", "plain", "tree"),
         ("plain", "tree", "generate"),
@@ -161,42 +163,13 @@ def test_the_decoders_take_turns_in_an_order_that_rotates() -> None:
 def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
     # turn 1 has 6 tokens, turn 2 has 6 + 2 (the answer) + 3; answers take 4
     question = Question(1, "a", ("x" * 6, "y" * 3), "")
-    records, skipped = split(
-        stub_test(15, [], ("plain", "generate")).run([question], lambda turn: None)
-    )
+    records, skipped = split(run(stub_test(15, [], ("plain", "generate")), [question]))
     assert (len(records), skipped) == (2, [])
-    records, skipped = split(
-        stub_test(14, [], ("plain", "generate")).run([question], lambda turn: None)
-    )
+    records, skipped = split(run(stub_test(14, [], ("plain", "generate")), [question]))
     assert [(turn.turn, turn.skipped, len(turn.prompt_ids)) for turn in (*records, *skipped)] == [
         (1, False, 6),
         (2, True, 11),
     ]
-
-
-def test_if_no_question_fits_the_error_says_why() -> None:
-    with pytest.raises(
-        DataError, match=r"context of 9 tokens: 4 are reserved.*shortest prompt has 6"
-    ):
-        stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
-
-
-def test_completed_questions_are_not_asked_again() -> None:
-    order: list[str] = []
-    questions = [Question(number, "a", ("q",), "") for number in (1, 2, 3)]
-    test = stub_test(100, order, ("plain", "generate"))
-    whole = test.run(questions, lambda turn: None)
-    order.clear()
-    turns_seen: list[Any] = []
-    unanswered = Turn(3, "a", 1, (1,) * 50)
-    records, skipped = split(
-        test.run(questions, turns_seen.append, {2: [whole[1]], 3: [unanswered]})
-    )
-    assert [record.question_id for record in records] == [1, 2]
-    assert records[1] is whole[1]
-    assert skipped == [unanswered]
-    assert len(order) == 2
-    assert turns_seen == records[:1]
 
 
 def bench_questions(count: int) -> list[Question]:
@@ -204,9 +177,9 @@ def bench_questions(count: int) -> list[Question]:
 
 
 def mode_test(subject: LoadedModel, mode: DecodingMode, max_new_tokens: int = 24) -> SpeedTest:
-    return SpeedTest(
-        subject, ChatEncoder(subject.target_model.tokenizer), max_new_tokens, None, mode
-    )
+    target_model, decoders = subject.target_model, build_decoders(subject, mode)
+    chat = ChatEncoder(target_model.tokenizer)
+    return SpeedTest(target_model, chat, decoders, max_new_tokens, mode.batch_size)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -214,12 +187,12 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
     subject: LoadedModel, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = bench_questions(5)
-    alone = speed_test(subject, 24).run(questions, lambda turn: None)
+    alone = run(speed_test(subject, 24), questions)
     monkeypatch.setattr(subject.target_model, "step_runner", FixedShapeRunner() if static else None)
     test = mode_test(subject, DecodingMode(batch_size=3))
     assert test.names == ["generate", "plain", "tree"]
     test.warm_up(questions)
-    records, skipped = split(test.run(questions, lambda turn: None))
+    records, skipped = split(run(test, questions))
     assert skipped == []
     assert [(record.question_id, record.turn) for record in records] == [
         (n, turn) for n in range(5) for turn in (1, 2)
@@ -267,12 +240,12 @@ def test_no_graph_is_captured_while_answers_are_timed(
         ),
     )
     questions = bench_questions(4)
-    alone = speed_test(subject, 24).run(questions, lambda turn: None)
+    alone = run(speed_test(subject, 24), questions)
     test = mode_test(subject, DecodingMode(batch_size=rows))
     test.warm_up(questions[:warm])
     test.capture(questions)
     before = runner.captures
-    records = test.run(questions, lambda turn: None)
+    records = run(test, questions)
     assert runner.captures == before > 0
     for record, single in zip(records, alone, strict=True):
         assert record.tree is not None
@@ -283,9 +256,7 @@ def test_rows_whose_prompt_does_not_fit_leave_the_batch(
     subject: LoadedModel, bench_file: Path
 ) -> None:
     questions = load_bench(str(bench_file)).questions  # the third one is too long
-    records, skipped = split(
-        mode_test(subject, DecodingMode(batch_size=3)).run(questions, lambda turn: None)
-    )
+    records, skipped = split(run(mode_test(subject, DecodingMode(batch_size=3)), questions))
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),
         (1, 2),
@@ -301,23 +272,20 @@ def test_sampled_answers_repeat_with_their_seed(subject: LoadedModel, batch_size
 
     def tokens(seed: int) -> list[tuple[int, ...]]:
         mode = DecodingMode("sampling", 1.0, 0.9, 40, batch_size=batch_size, seed=seed)
-        records = mode_test(subject, mode, 12).run(questions, lambda turn: None)
+        records = run(mode_test(subject, mode, 12), questions)
         answers = [[record.tree, record.plain, record.answers["generate"]] for record in records]
         return [answer.tokens for row in answers for answer in row if answer is not None]
 
     first = tokens(1)
     assert tokens(1) == first
     assert tokens(2) != first
-    assert first[1] != speed_test(subject, 12).run(questions, lambda turn: None)[0].plain.tokens
+    assert first[1] != run(speed_test(subject, 12), questions)[0].plain.tokens
 
 
 def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: LoadedModel) -> None:
     questions = bench_questions(1)
     mode = DecodingMode("typical", 1.0, epsilon=1e-6, delta=1e-6)  # accepts nearly everything
-    records = [
-        mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)
-        for seed in (1, 2)
-    ]
+    records = [run(mode_test(subject, replace(mode, seed=seed), 12), questions) for seed in (1, 2)]
     trees = [record[0].tree for record in records]
     assert trees[0] is not None
     assert trees[1] is not None

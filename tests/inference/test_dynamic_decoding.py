@@ -105,12 +105,20 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
     assert len(shapes) > 1 or len(paths) in (2, 3, 21)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash-markov", "dflash-bidirectional"])
-def test_trees_of_dflash_are_the_most_probable_paths(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("dflash", "llama"),
+        ("dflash-markov", "llama"),
+        ("dflash-bidirectional", "llama"),
+        ("dflash", "granite"),  # which divides its logits by 8
+    ],
+)
+def test_trees_of_dflash_are_the_most_probable_paths(kind: str, family: str) -> None:
     """Of all paths, and with a Markov bias given each node's parent: with at most ten nodes none is
     missed.
     """
-    target_model = random_target_model("llama")
+    target_model = random_target_model(family)
     size = Limits(9, 3)
     draft = dynamic_draft(target_model, size, kind)
     proposal = proposal_after(target_model, draft, TREE, [[3, 14, 15, 9]], [5])

@@ -88,6 +88,8 @@ def test_sampling_is_seeded(model: Model) -> None:
     first = model.generate("Hi?", 30, temperature=1.0, seed=1)
     assert model.generate("Hi?", 30, temperature=1.0, seed=1) == first
     assert model.generate("Hi?", 30, temperature=1.0, seed=2) != first
+    unseeded = {model.generate("Hi?", 30, temperature=1.0) for _ in range(5)}
+    assert len(unseeded) > 1
     assert model.generate("Hi?", 30, temperature=1.0, top_k=1, seed=3) == model.generate("Hi?", 30)
     # greedy at temperature 0
     assert model.generate("Hi?", 30, typical=True) == model.generate("Hi?", 30)

@@ -240,16 +240,21 @@ def test_answers_do_not_depend_on_the_batch(
         ) == all_answers(limited)
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_answers_that_loop_end_early_and_others_stay(
-    target_model: TargetModel, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target_model: TargetModel,
+    temperature: float,
+    batch_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def loops(text: str) -> bool:  # random text of a random model does not repeat words
         return text.count(text[:1]) > 2
 
     monkeypatch.setattr(local, "is_looping", loops)
     monkeypatch.setattr(local, "LOOP_INTERVAL", 4)
-    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 4}
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40}
+    settings["batch_size"] = batch_size
     whole, cut = (
         all_answers(engine(target_model, **settings, stop_looping=stop)) for stop in (False, True)
     )

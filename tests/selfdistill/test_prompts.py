@@ -111,8 +111,7 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "no user message"), ('[{"turns": ["a"]},', "seeds.jsonl: not valid JSON")],
+    ("text", "message"), [("", "no user message"), ('[{"turns": ["a"]},', ": not valid JSON")]
 )
 def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "seeds.jsonl"

@@ -5,7 +5,6 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.server_bench.metrics import (
     Cell,
     busy_shares,
-    cell_metrics,
     collect_cells,
     compare_cells,
     recommend,
@@ -52,40 +51,44 @@ def cell(
 
 def test_moments_are_divided_among_the_answers_under_way() -> None:
     # 0-1: first; 1-3: both; 3-4: second; 4-6: nothing; 6-7: third
-    assert busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]) == [
-        2.0,
-        2.0,
-        1.0,
-        0.0,
-    ]
+    answers = [answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]
+    assert busy_shares(answers) == [2.0, 2.0, 1.0, 0.0]
 
 
 def test_rates_are_tokens_over_the_busy_time() -> None:
     made = cell("plain", [answer(1, 0, 4), answer(2, 0, 4), answer(3, 4, 2)], concurrency=2)
-    assert made.tokens_per_s == pytest.approx(30 / 6)
-    figures = cell_metrics(made)
-    assert figures["time_to_first_token_s"] == {"median": 1.0}
-    assert figures["time_per_token_s"]["median"] == pytest.approx(3 / 9)
-    assert figures["acceptance"] is None
+    assert made.metrics["tokens_per_s"] == pytest.approx(30 / 6)
+    assert made.metrics["time_to_first_token_s"] == {"median": 1.0}
+    assert made.metrics["time_per_token_s"]["median"] == pytest.approx(3 / 9)
+    assert made.metrics["acceptance"] is None
 
 
 def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     counts = DraftCounts(5, (3, 1))
-    one, two = (
-        Measurement((answer(1, 0, 1),), ((1, 2),), counts),
-        Measurement((answer(2, 0, 3),), (), counts),
-    )
+    one = Measurement((answer(1, 0, 1),), 1, counts)
+    two = Measurement((answer(2, 0, 3),), 0, counts)
     blocks = {
         Block("s", 1, 0): {"k=2": one},
         Block("s", 1, 1): {"k=2": two},
         Block("s", 2, 0): {"k=2": one},
     }
     (made,) = collect_cells(blocks, {1: 2, 2: 2})
-    assert (made.concurrency, made.tokens_per_s, made.skipped) == (1, 5.0, 1)
-    assert made.drafts == DraftCounts(10, (6, 2))
-    assert cell_metrics(made)["num_speculative_tokens"] == 2
+    metrics = made.metrics
+    assert (metrics["concurrency"], metrics["tokens_per_s"]) == (1, 5.0)
+    assert (metrics["skipped_turns"], metrics["drafts"]) == (1, 10)
+    assert metrics["acceptance"] == [0.6, 0.2]
+    assert metrics["num_speculative_tokens"] == 2
     blocks[Block("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
-    assert collect_cells(blocks, {1: 2})[0].drafts is None
+    assert collect_cells(blocks, {1: 2})[0].metrics["drafts"] is None
+
+
+def test_turns_that_only_one_server_answered_are_not_in_the_ratio() -> None:
+    """One server may skip turns that do not fit into its context."""
+    plain = cell("plain", [answer(n, n * 10, 2) for n in range(4)], blocks=2)
+    answered = [answer(0, 0, 1), answer(9, 10, 90), answer(2, 20, 1), answer(3, 30, 1)]
+    compared = compare_cells(cell("k=1", answered, blocks=2), plain, greedy=True)
+    assert compared is not None
+    assert (compared["ratio"], compared["compared_answers"]) == (pytest.approx(2.0), 3)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +196,13 @@ def test_a_page_of_another_program_has_none(page: str) -> None:
 
 
 def test_differences_are_those_of_the_requests_between() -> None:
-    before, after = DraftCounts(10, (6,)), DraftCounts(20, (12, 4))
-    difference = after.since(before)
-    assert difference == DraftCounts(10, (6, 4))
+    before, after = DraftCounts(10, (6,), 5), DraftCounts(20, (12, 4), 7)
+    difference = after.plus(before, -1)
+    assert difference == DraftCounts(10, (6, 4), 2)
     assert difference.tokens_per_step == 2.0
     assert difference.acceptance == [0.6, 0.4]
     assert difference.speculative_tokens == 2
-    assert before.since(after) is None
-    assert before + after == DraftCounts(30, (18, 4))
+    assert before.plus(after) == DraftCounts(30, (18, 4), 12)
 
 
 def test_blocks_hold_answers_of_chats_with_tools_of_one_category() -> None:

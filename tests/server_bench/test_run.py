@@ -20,7 +20,7 @@ from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.pairs import Conversation, ServerBench, Target
 from medusa_train.server_bench.report import metrics_table
-from medusa_train.server_bench.run import measure_servers, request_options
+from medusa_train.server_bench.run import connect, measure_servers, request_settings
 from tests import chatml
 from tests.fake_server import Reply, completion, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -109,16 +109,14 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
     questions = write_questions(tmp_path / "few.jsonl")
     cfg = load_config(EvalConfig, None, [f"bench={questions}", "serve=true"])
     paths = resolve_model(None, str(target_model), None)
-    options = request_options(cfg, DecodingMode(), paths)
+    parameters = request_settings(cfg, DecodingMode(), paths)
     question = load_bench(cfg.bench).questions[0]
-    sent = []
-    for is_vllm in (True, False):
-        with bench_server() as server:
-            target = Target("plain", server.url, "m", is_vllm=is_vllm)
-            bench = ServerBench(target, options, 1)
-            asyncio.run(measure_block(bench, Conversation(question, 0)))
-        sent.append(server.fake.bodies[-1].get("stop_token_ids"))
-    assert sent == [[chatml.END_OF_TEXT, chatml.IM_END], None]
+    with bench_server() as server:
+        target = Target("plain", server.url, "m", is_vllm=True)
+        bench = ServerBench(target, connect(cfg, server.url, 1), parameters, seed=1)
+        asyncio.run(measure_block(bench, Conversation(question, 0)))
+    expected = [chatml.END_OF_TEXT, chatml.IM_END]
+    assert server.fake.bodies[-1]["stop_token_ids"] == expected
 
 
 def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) -> None:

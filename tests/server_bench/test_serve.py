@@ -29,10 +29,10 @@ from medusa_train.models.loading import load_target_model
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.run import output_directory
 from medusa_train.server_bench.serve import (
-    StartedServers,
     _draft_for_vllm,
     note_on_layers,
     plan_sessions,
+    started_servers,
 )
 from medusa_train.server_bench.vllm import TAIL_LINES, VLLMServer, serve_command, vllm_version
 from tests import chatml
@@ -431,7 +431,7 @@ def test_the_end_of_answers_that_is_sent_to_the_servers_is_printed(
     cfg = load_config(EvalConfig, None, ["serve=true", "draft=prompt_lookup"])
     paths = resolve_model(None, str(target_model), None, lookup=cfg.lookup_choice)
     printed = io.StringIO()
-    StartedServers(cfg, paths, tmp_path, RunProgress(Console(file=printed, width=200)))
+    started_servers(cfg, paths, tmp_path, RunProgress(Console(file=printed, width=200)))
     assert "sent to the servers as stop_token_ids" in printed.getvalue()
 
 

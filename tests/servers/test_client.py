@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import client as module
 from medusa_train.servers.client import Servers
@@ -142,18 +144,16 @@ def test_a_wrong_url_is_reported() -> None:
         servers = connect(server.url.removesuffix("/v1"))
         with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
             send(servers, BODY)
-    for url in (
-        "localhost:8000",
-        "ftp://host/v1",
-        "http://",
-        "http://[::1/v1",
-        "http://host:99999/v1",
-    ):
+
+
+def test_an_address_that_is_none_is_an_error_without_the_key_in_it() -> None:
+    wrong = ["localhost:8000", "ftp://host/v1", "http://", "http://[::1/v1", "http://host:99999/v1"]
+    for url in wrong:
         with pytest.raises(ConfigError, match="expected an address"):
-            connect(url)
+            load_config(SelfDistillConfig, None, flags={"server_url": [url]})
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
         with pytest.raises(ConfigError, match="environment variable") as caught:
-            connect(url)
+            load_config(SelfDistillConfig, None, flags={"server_url": [url]})
         assert KEY not in str(caught.value)
 
 

@@ -73,8 +73,10 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert text.count("</s>»") >= 3
     rows = rows_of(text)
     assert rows["training"].startswith("32 conversations, 1,")
-    described = "61, of which 0.0% loop and 0.0% are known to be cut off by a length limit"
-    assert rows["answers"] == described
+    assert (
+        rows["answers"]
+        == "61, of which 0.0% loop and 0.0% are known to be cut off by a length limit"
+    )
     assert rows["held"].startswith("out 8 conversations")
     assert rows["rows"].startswith("one conversation each; ")
     assert rows["loss"] == "cross-entropy against the tokens of the data; head k weighted by 0.8^k"

@@ -367,7 +367,14 @@ def test_one_process_tokenizes_and_all_have_the_same_data(make_config, console, 
         assert data.validation.fingerprint() == alone.validation.fingerprint()
         assert data.train.row_len == alone.train.row_len
         assert data.train.report == alone.train.report
-        assert data.prompts is data.train
+        assert data.prompts is data.validation
+
+
+def test_rows_are_sent_once(make_config, console):
+    """Each is a slice of one tensor, which pickle would store with every slice."""
+    train = pickle.loads(pickle.dumps(load_data(make_config(), console).train))
+    assert len(train) > 20
+    assert len(pickle.dumps(train)) < 1.1 * len(train.to_bytes())
 
 
 def test_data_that_one_process_cannot_read_end_all(make_config, console, tmp_path):

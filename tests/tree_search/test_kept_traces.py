@@ -3,8 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.tree_search import kept_traces
 from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
 from medusa_train.tree_search.traces import trace_conversations
 from tests.evaluation.tiny_model import write_run, write_target_model
@@ -63,3 +66,14 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
     assert all(one not in keys[:i] for i, one in enumerate(keys))
     # not in the hub's cache
     assert weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys
+
+
+def test_the_key_changes_with_the_tokens_that_end_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", write_target_model(tmp_path / "base_model"))
+    paths = resolve_model(str(run), None, None)
+    monkeypatch.setattr(kept_traces, "added_stop_tokens", lambda paths: ())
+    key = weights_key(paths, SETTINGS)
+    monkeypatch.setattr(kept_traces, "added_stop_tokens", lambda paths: (7,))
+    assert weights_key(paths, SETTINGS) != key

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_train.data.batch import Example
+from medusa_train.data.examples import EncodedDataset
+from medusa_train.data.report import DataReport
 from medusa_train.inference.batch_decoder import RunningBatch
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -14,7 +17,13 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search import traces as traces_module
 from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
 from medusa_train.tree_search.kept_traces import load_traces, save_traces
-from medusa_train.tree_search.traces import TracedAnswers, greedy_answers, rank_of, trace_answer
+from medusa_train.tree_search.traces import (
+    TracedAnswers,
+    greedy_answers,
+    prompts_by_conversation,
+    rank_of,
+    trace_answer,
+)
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 
@@ -157,6 +166,21 @@ def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     for position, token in enumerate(order):
         assert int(rank_of(guesses, torch.tensor([token]))) == position
     assert int(rank_of(guesses, torch.tensor([24]))) == -1
+
+
+def test_prompts_suffice_if_answers_are_a_quarter_as_long_as_the_datas() -> None:
+    examples = [
+        Example(
+            torch.tensor([i, i + 1, 5, 6, 7, 8, 9, 10, 11, 12], dtype=torch.int32),
+            torch.arange(10) >= 2,  # an answer of eight tokens
+            *("key", "id", "source"),
+            prompt=str(i),
+        )
+        for i in range(20)
+    ]
+    conversations = prompts_by_conversation(EncodedDataset(examples, DataReport()), 16, seed=0)
+    assert len(conversations) == 4 * 16 // 8
+    assert all(len(prompts) == 1 for prompts in conversations)
 
 
 def test_damaged_traces_are_none(tmp_path: Path) -> None:

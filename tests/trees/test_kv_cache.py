@@ -54,6 +54,14 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
         PromptCache(kv_cache, 0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
 
 
+def test_room_is_made_for_one_answer() -> None:
+    kv_cache = KVCache(LAYERS, 50, BLOCK)
+    write(kv_cache, 0, [6])
+    kv_cache.make_room(1, 40)
+    kv_cache.reset()
+    assert kv_cache.storage(6).shape[4] == BLOCK + 1
+
+
 def test_layers_differ_in_the_number_and_width_of_their_heads() -> None:
     """Keys and values are returned as they were written, by prompts and by nodes of trees."""
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -347,6 +347,21 @@ class Draft(Proposer, nn.Module):
         """N for a reduced vocabulary, whose tokens are the buffer `token_map`; else None."""
         token_map = getattr(self, "token_map", None)
         return None if token_map is None else len(token_map)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights and the vocabulary that they belong to."""
+        if self.draft_vocab_size is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        before = self.get_buffer("token_map").clone()
+        result = super().load_state_dict(state_dict, strict, assign)
+        if not torch.equal(before, self.get_buffer("token_map")):
+            self.restrict_lm_head()
+        return result
+
+    def restrict_lm_head(self) -> None:
+        """Follow a new `token_map`; drafts with a matrix of their own for its tokens need not."""
 
     @property
     def settings(self) -> dict[str, Any]:

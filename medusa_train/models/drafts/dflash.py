@@ -134,10 +134,8 @@ class DFlashDraft(Draft):
         # 1. E and lm_head, neither of which is registered as a module
         self.embedding = target_model.embedding()
         self.register_buffer("token_map", None if token_map is None else token_map.long())
-        self._lm_head = target_model.lm_head()
-        if token_map is not None:
-            with torch.no_grad():
-                self._lm_head = self._lm_head.restrict_to(token_map)
+        self._full_lm_head = target_model.lm_head()
+        self.restrict_lm_head()
 
         # 2. fc with its norm, the layers, and the norm before lm_head; the layers are Qwen3's,
         # whatever the target model's are
@@ -175,6 +173,12 @@ class DFlashDraft(Draft):
             "vocab_size": self.draft_vocab_size,
             **({"layer": self._layer_overrides} if self._layer_overrides else {}),
         }
+
+    def restrict_lm_head(self) -> None:
+        """Use the target model's lm_head, or a copy of its part for a reduced vocabulary."""
+        self._lm_head = self._full_lm_head
+        if self.token_map is not None:
+            self._lm_head = self._lm_head.restrict_to(self.token_map)
 
     def lm_head(self, k: int) -> LMHead:
         """Return the target model's, with the Markov bias."""
@@ -262,9 +266,8 @@ class DFlashDraft(Draft):
         known: list[Tensor] = []
         for attention in self._attentions:
             known += attention.keys_values(context, angles)
-        # 2. x_{t+1}; behind the last position of a document there is none, nor a target
-        last_tokens = shift_labels(batch.tokens, 0, batch.segments)  # [B, T]
-        last_tokens = last_tokens.masked_fill(last_tokens == IGNORE_INDEX, self.mask_token_id)
+        # 2. x_{t+1}; behind the last position of a document there is no target, so any token will do
+        last_tokens = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # [B, T]
         # 3. some blocks at a time, whose activations are computed again in the backward pass
         parts = []
         for part in places.split(BLOCKS, dim=1):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.draft_sections import default_layers
-from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.data.batch import shift_labels
 from medusa_train.models.document_attention import document_mask
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
@@ -258,12 +258,10 @@ class Eagle3Draft(LMHeadsDraft):
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         attend = TrainingAttention(document_mask(batch.segments, mask_dtype))
         for k in range(1, steps + 1):
-            # 2. E of the data's token x_{t+k} at each t, 0 past the end of the document;
-            # shift_labels(tokens, j) is x_{t+1+j}
-            tokens = shift_labels(batch.tokens, k - 1, batch.segments)  # [B, T]
-            past_end = tokens == IGNORE_INDEX  # [B, T]
-            e = self.embedding(tokens.masked_fill(past_end, 0))  # [B, T, d]
-            e = e.masked_fill(past_end[..., None], 0.0).to(states.dtype)
+            # 2. E of the data's token x_{t+k} at each t; past the end of a document there is no
+            # target, so any token will do. shift_labels(tokens, j) is x_{t+1+j}
+            tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
+            e = self.embedding(tokens).to(states.dtype)  # [B, T, d]
             # 3. the layer over all positions; in decoding x_{t+k} is read k - 1 positions after t
             positions = batch.positions + (k - 1)  # [B, T]
             outputs = self.midlayer(e, states, positions, attend=attend)  # [B, T, d] a_k

@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.models.hf_config import head_dim, key_value_heads, largest
-from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 
 #: Cosines and sines of rotary positions.
@@ -120,15 +119,15 @@ class Eagle3Layer(nn.Module):
 
     # Decoding, where a position [e ; x] is one vector of 2 d numbers
 
-    def extend(self, states: Tensor, cache: PromptCache) -> Tensor:
-        """Read prompts, [B, q, 2 d] -> [B, q, d]; see `DraftLayer.extend`."""
-        length = states.shape[1]
-        positions = torch.arange(length, device=states.device) + cache.length
-        positions = positions.expand(len(states), -1)  # [B, q]
-        mask = None  # then attention is causal from the first key on
-        if cache.length:
-            mask = causal_mask(positions, cache.length + length, None, states.dtype)
-        return self._run_cached(states, positions, mask, cache)
+    def extend(self, states: Tensor, cache: PromptCache) -> None:
+        """Write the keys and values of prompts [B, q, 2 d], after the `cache.length` positions
+        before them.
+
+        They depend on no other position, and nobody reads what the layer returns here, so that the
+        attention needs no mask.
+        """
+        positions = torch.arange(states.shape[1], device=states.device) + cache.length
+        self._run_cached(states, positions.expand(len(states), -1), None, cache)
 
     def run_cached(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.data.batch import shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
@@ -110,11 +110,10 @@ class HydraDraft(LMHeadsDraft):
         if self.prefix is not None:
             x = self.prefix(x, batch.positions, batch.segments)
         for k, blocks in enumerate(self.blocks, start=1):
-            # 2. E of the data's token x_{t+k} at each t; 0 past the end of the document
-            tokens = shift_labels(batch.tokens, k - 1, batch.segments)  # [B, T]
-            past_end = tokens == IGNORE_INDEX
-            e = self._embed(tokens.masked_fill(past_end, 0))  # [B, T, d]
-            e = e.masked_fill(past_end[..., None], 0.0)
+            # 2. E of the data's token x_{t+k} at each t; past the end of a document there is no
+            # target, so any token will do
+            tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
+            e = self._embed(tokens)  # [B, T, d]
             # 3. head k reads what head k - 1 read, and e
             x = torch.cat([x, e.to(x.dtype)], dim=-1)  # [B, T, (k + 1) d]
             yield blocks(x)

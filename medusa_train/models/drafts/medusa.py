@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,7 @@ class MedusaDraft(StackedDraft):
         self.scale = scale
         self.register_buffer("token_map", None if token_map is None else token_map.long())
         self._full_shared = shared
-        self.shared = self._reduced_shared()
+        self.restrict_lm_head()
         self.blocks = nn.ModuleList()
         for _ in range(num_heads):
             layers = [ResBlock(hidden_size, dtype) for _ in range(num_layers)]
@@ -149,26 +149,13 @@ class MedusaDraft(StackedDraft):
             "markov_rank": self.markov.rank if self.markov is not None else 0,
         }
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load weights and the vocabulary that they belong to."""
-        if self.token_map is None:
-            return super().load_state_dict(state_dict, strict, assign)
-        before = self.token_map.clone()
-        result = super().load_state_dict(state_dict, strict, assign)
-        if not torch.equal(before, self.token_map):
-            self.shared = self._reduced_shared()
-        return result
-
-    def _reduced_shared(self) -> LMHead | None:
-        """The lm_head that shared heads use: the target model's, or a copy of its part for a
-        reduced vocabulary.
+    def restrict_lm_head(self) -> None:
+        """Let shared heads use the target model's lm_head, or a copy of its part for a reduced
+        vocabulary.
         """
-        if self._full_shared is None or self.token_map is None:
-            return self._full_shared
-        with torch.no_grad():
-            return self._full_shared.restrict_to(self.token_map)
+        self.shared = self._full_shared
+        if self.shared is not None and self.token_map is not None:
+            self.shared = self.shared.restrict_to(self.token_map)
 
     # Training
 

@@ -295,7 +295,9 @@ def test_the_embeddings_and_lm_head_of_the_target_model_are_not_saved() -> None:
 
 def test_settings_recreate_the_draft() -> None:
     tokens = torch.arange(60, 3, -2)
-    draft = random_dflash(markov_rank=4, vocab_size=len(tokens), token_map=tokens, window=9)
+    draft = random_dflash(
+        markov_rank=4, vocab_size=len(tokens), token_map=tokens, window=9, mask_token_id=7
+    )
     again = DFlashDraft(random_target_model("qwen3"), **draft.settings, token_map=tokens)
     again.load_state_dict(draft.state_dict())
     hidden_states = features(draft)

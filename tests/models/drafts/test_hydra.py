@@ -25,6 +25,7 @@ def trained(
     num_layers: int = 2,
     prefix_layer: bool = True,
     normalize_embeddings: bool = True,
+    dropout: float = 0.0,
 ) -> HydraDraft:
     """Random weights in every part."""
     draft = HydraDraft(
@@ -33,6 +34,7 @@ def trained(
         num_layers,
         prefix_layer=prefix_layer,
         normalize_embeddings=normalize_embeddings,
+        dropout=dropout,
     )
     torch.manual_seed(1)
     with torch.no_grad():
@@ -168,3 +170,13 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
         states = rows.extend(last_tokens[:2], TREE)
         for row, text in enumerate([texts[0], texts[2]]):
             assert torch.allclose(states[row], prefixed(draft, text)[-1], atol=1e-6)
+
+
+def test_dropout_acts_on_what_every_block_adds() -> None:
+    target_model = random_target_model("llama")
+    d = target_model.hidden_size
+    draft = trained(target_model, num_layers=3, prefix_layer=False, dropout=1.0).train()
+    for k, blocks in enumerate(draft.blocks, start=1):
+        x = torch.randn(5, (k + 1) * d, dtype=torch.float64)
+        first = blocks[0].linear
+        torch.testing.assert_close(blocks(x), linear(x, first.weight[:d], first.bias[:d]))

@@ -192,3 +192,18 @@ def test_the_token_map_is_loaded_with_the_weights(kind: str) -> None:
     assert head.tokens_of(head.indices_of(KEPT)).tolist() == KEPT.tolist()
     assert head.tokens_of(torch.tensor([[0, 4]])).tolist() == [[40, 60]]
     assert other.half().token_map.dtype == torch.int64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["medusa-shared", "dflash"])
+def test_shared_rows_are_those_of_the_vocabulary_that_is_loaded(kind: str) -> None:
+    """A run that goes on with other data has chosen other tokens before it loads its weights."""
+    settings = SETTINGS.get(kind, {"max_draft_tokens": 3, "num_layers": 1})
+    target_model = random_target_model("llama")
+    draft_class = DRAFTS[kind.partition("-")[0]]
+    trained, draft = (
+        draft_class.from_target_model(target_model, **settings, vocab_size=16, token_map=tokens)
+        for tokens in (KEPT, torch.arange(16))
+    )
+    draft.load_state_dict(trained.state_dict())
+    assert torch.equal(draft.lm_head(1).tokens_of(torch.arange(16)), KEPT)
+    assert torch.equal(draft.lm_head(1).weight, target_model.lm_head().weight[KEPT])

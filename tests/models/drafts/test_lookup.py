@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from medusa_train.models.drafts.lookup import CopyAccuracy, PromptLookupDraft
+from medusa_train.models.drafts.lookup import MAX_CANDIDATES, CopyAccuracy, PromptLookupDraft
 from medusa_train.trees.row_trees import TokenTree
 
 
@@ -116,3 +116,9 @@ def test_the_most_probable_nodes_are_proposed() -> None:
     tree = text.draft_tree(1, draft.num_heads, draft.nodes)
     # 1 is followed by 2 3 twice and by 6 once: 6 is less frequent than 3, but more probable
     assert (tree.tokens, tree.parents) == ([1, 6, 2], [-1, 0, 0])
+
+
+def test_the_most_recent_copies_are_compared() -> None:
+    draft = PromptLookupDraft(max_ngram=1, max_tokens=1, nodes=5, min_probability=0)
+    text = draft.new_request_state([1, 2] * 40 + [1, 3] * MAX_CANDIDATES)
+    assert text.draft_tree(1, draft.num_heads, draft.nodes).tokens == [1, 3]
