@@ -81,8 +81,11 @@ def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[P
     ranks = []
     for turn in answered:
         if turn.trace is not None:
-            line: dict[str, Any] = {"question_id": turn.question_id, "turn": turn.turn}
-            line["ranks"] = turn.trace.ranks
+            line: dict[str, Any] = {
+                "question_id": turn.question_id,
+                "turn": turn.turn,
+                "ranks": turn.trace.ranks,
+            }
             if turn.trace.confidence:
                 line["confidence"] = turn.trace.confidence
             ranks.append(line)

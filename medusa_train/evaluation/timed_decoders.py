@@ -83,8 +83,9 @@ class LoopDecoder:
         # 1. decode; a batch reports its passes, a single row's are its steps
         passes = None
         if isinstance(decoder, Decoder):
-            generator = generators[0] if generators else None
-            outputs = [decoder.generate(rows[0], max_new_tokens, None, self._rule, generator)]
+            (row,) = rows
+            generator = None if generators is None else generators[0]
+            outputs = [decoder.generate(row, max_new_tokens, None, self._rule, generator)]
         else:
             passes_before = decoder.passes
             outputs = decoder.generate_batch(rows, max_new_tokens, None, self._rule, generators)
