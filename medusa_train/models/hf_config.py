@@ -108,14 +108,6 @@ def key_value_heads(config: Any) -> int:
     return largest(config, "num_key_value_heads") or config.num_attention_heads
 
 
-def cache_elements_per_position(config: Any) -> int:
-    """Return how many numbers the keys and values of one position have in all layers; of latent
-    attention (DeepSeek-V3) both are stored with the heads of keys.
-    """
-    width = getattr(config, "qk_head_dim", None) or head_dim(config)
-    return 2 * config.num_hidden_layers * key_value_heads(config) * width
-
-
 def logit_scale(config: Any) -> float:
     """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by
     `logit_scale`.

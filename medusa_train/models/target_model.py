@@ -408,6 +408,17 @@ class TargetModel:
         """
         return KVCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
+    @torch.no_grad()
+    def cached_shape(self) -> tuple[int, int, int]:
+        """Return the layers, heads and size of a head of the keys, and of the values, that a pass
+        stores for a position: latent attention (DeepSeek-V3) stores what both are computed from.
+        """
+        kv_cache = KVCache(self.num_layers, 1)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.run(token, cache=PromptCache(kv_cache, 0, 1))
+        layers, _, _, heads, _, dim = kv_cache.storage(1).shape
+        return layers, heads, dim
+
     def to_dtype(self, dtype: str | torch.dtype) -> TargetModel:
         """Convert the weights in place and return the model as a new target model."""
         with exact_buffers(self.model):
@@ -616,11 +627,7 @@ class TargetModel:
         self._warm_up(self.compiled)
 
     def _warm_up(self, compiled: CompiledPass) -> None:
-        kv_cache = KVCache(self.num_layers, 1)
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=PromptCache(kv_cache, 0, 1))
-        layers, _, _, heads, _, dim = kv_cache.storage(1).shape
-        compiled.warm_up((layers, heads, dim), self.device, self.dtype)
+        compiled.warm_up(self.cached_shape(), self.device, self.dtype)
 
     def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:
         """Return the compiled passes, if there are any and they return the hidden states of

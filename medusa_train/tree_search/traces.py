@@ -13,7 +13,6 @@ from torch import Tensor
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
@@ -172,8 +171,8 @@ def _rows_in_memory(target_model: TargetModel, positions: int) -> int:
     if not BatchDecoder(target_model).can_batch:
         return 1
     positions = min(positions, target_model.max_context)
-    elements = positions * cache_elements_per_position(target_model.config)
-    row_bytes = elements * target_model.dtype.itemsize
+    layers, heads, dim = target_model.cached_shape()
+    row_bytes = positions * 2 * layers * heads * dim * target_model.dtype.itemsize
     return max(1, min(MAX_ROWS, MAX_CACHE_BYTES // row_bytes))
 
 

@@ -24,6 +24,8 @@ from medusa_train.tree_search.traces import (
     rank_of,
     trace_answer,
 )
+from medusa_train.trees.kv_cache import COLUMNS
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 
@@ -114,6 +116,21 @@ def test_answers_share_passes_as_far_as_memory_allows(monkeypatch: pytest.Monkey
     passes.clear()
     greedy_answers(target_model, prompts, 11, 3 * 11)
     assert passes == [2] * 10 + [1] * 10
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
+def test_rows_that_fit_are_counted_by_what_a_pass_stores(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention stores less than keys and values."""
+    target_model = random_target_model(family)
+    kv_cache = target_model.new_kv_cache()
+    target_model.run(torch.tensor([[3, 14, 15]]), cache=PromptCache(kv_cache, 0, 1))
+    storage = kv_cache.storage(3)
+    position_bytes = storage.nbytes // storage.shape[COLUMNS]
+    monkeypatch.setattr(traces_module, "MAX_CACHE_BYTES", 5 * 20 * position_bytes)
+    assert traces_module._rows_in_memory(target_model, 20) == 5
+    assert traces_module._rows_in_memory(target_model, 21) == 4
 
 
 def noisy_heads(target_model: TargetModel) -> MedusaDraft:
