@@ -53,7 +53,7 @@ def vllm_eagle3_warnings(config: Any) -> list[str]:
     if not without:
         return []
     return [
-        f"vLLM {VLLM_VERSION} cannot draft with EAGLE-3 for {without[0]}: its class of that model"
-        " gives no states of inner layers (SupportsEagle3). A later version may; Medusa heads"
-        " need no such states"
+        f"vLLM {VLLM_VERSION} cannot draft with EAGLE-3 for {without[0]} by its own class of that"
+        " model, which gives no states of inner layers (SupportsEagle3). Start the server with"
+        " --model-impl transformers: that backend gives them. Medusa heads need no such states"
     ]

@@ -397,3 +397,4 @@ def test_a_target_model_without_states_in_vllm_is_named(
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     said = [w for w in exported.warnings if f"cannot draft with EAGLE-3 for {architecture}" in w]
     assert len(said) == warned
+    assert all("--model-impl transformers" in warning for warning in said)
