@@ -5,6 +5,7 @@ import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, TargetModelError
 from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
-from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Turn
@@ -441,6 +442,28 @@ def test_an_interrupted_evaluation_is_resumed(
     assert report["overall"]["answers"] == 4
     assert report["meta"]["resumed_turns"] == 2
     assert not (tmp_path / "turns.jsonl").exists()
+
+
+def test_a_question_that_was_skipped_before_an_interruption_is_not_asked_again(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = bench_file.read_text().splitlines(keepends=True)
+    bench_file.write_text("".join(reversed(lines)))  # the third one does not fit
+    measure, ask, asked = SpeedTest._measure, SpeedTest._ask, []
+
+    def recorded(self: SpeedTest, question: Question, *args: Any) -> Turn:
+        asked.append(question.question_id)
+        return ask(self, question, *args)
+
+    monkeypatch.setattr(SpeedTest, "_measure", Mock(side_effect=KeyboardInterrupt))
+    keys = {"dtype": "float32", "exactness": False, "generate": False, "prompt_lookup": False}
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_file, run_dir, tmp_path / "out", **keys)
+    monkeypatch.setattr(SpeedTest, "_measure", measure)
+    monkeypatch.setattr(SpeedTest, "_ask", recorded)
+    report, _ = run(bench_file, run_dir, tmp_path / "out", **keys)
+    assert asked == [2, 2, 1, 1]
+    assert report["meta"]["resumed_turns"] == report["meta"]["skipped_turns"] == 2
 
 
 def test_if_no_question_fits_the_error_says_why(run_dir: Path, tmp_path: Path) -> None:
