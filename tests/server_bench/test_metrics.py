@@ -85,7 +85,7 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
 def test_turns_that_only_one_server_answered_are_not_in_the_ratio() -> None:
     """One server may skip turns that do not fit into its context."""
     plain = cell("plain", [answer(n, n * 10, 2) for n in range(4)], blocks=2)
-    answered = [answer(0, 0, 1), answer(9, 10, 90), answer(2, 20, 1), answer(3, 30, 1)]
+    answered = [answer(0, 0, 1), answer(9, 10, 9), answer(2, 20, 1), answer(3, 30, 1)]
     compared = compare_cells(cell("k=1", answered, blocks=2), plain, greedy=True)
     assert compared is not None
     assert (compared["ratio"], compared["compared_answers"]) == (pytest.approx(2.0), 3)
