@@ -156,7 +156,7 @@ def stream(
     ]
     if end is not None:
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": end}]})
-    if tokens != -1 and end is not None:
+    if tokens != -1:
         chunks.append({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": count}})
     lines = [": keep-alive", *(f"data: {json.dumps(chunk)}" for chunk in chunks)]
     lines += ["data: [DONE]"] if end is not None else []

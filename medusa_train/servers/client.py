@@ -19,7 +19,7 @@ import httpx2
 import openai
 
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.hide_secrets import excerpt, remember
+from medusa_train.hide_secrets import remember
 from medusa_train.network import client_options
 from medusa_train.servers.responses import (
     Fault,
@@ -27,8 +27,10 @@ from medusa_train.servers.responses import (
     describe_response,
     parse_models,
     read_stream,
+    read_to_end,
     retry_after,
     says_too_long,
+    split_lines,
     token_count,
     usable_answer,
 )
@@ -196,30 +198,18 @@ class Server:
         """Send a chat as it is; raises as `complete`."""
         # 1. an answer
         try:
-            stream = await self._openai.post(
-                "/chat/completions",
-                cast_to=object,
-                body=dict(body),
-                stream=True,  # also of a whole answer, of which nothing is parsed
-                stream_cls=openai.AsyncStream[object],
-            )
-            async with stream:
-                response = stream.response
+            async with self._openai.chat.completions.with_streaming_response.create(
+                model=body["model"], messages=body["messages"], extra_body=body
+            ) as raw:
+                response = raw.http_response
                 is_json = "json" in response.headers.get("content-type", "")
                 if body.get("stream") and not is_json:
-                    started = response.request.extensions["started"]
-                    # the connection's own limit is one between two chunks
-                    return await asyncio.wait_for(read_stream(stream, started), self._timeout)
+                    return await self._read_stream(response)
                 await response.aread()
-        except asyncio.TimeoutError:
-            raise Fault(f"no complete answer within {self._timeout:g} s") from None
         except openai.APIStatusError as error:
             response = error.response
         except (openai.APIConnectionError, httpx2.HTTPError) as error:
             raise _connection_fault(error) from None
-        except openai.APIError as error:
-            text = error.body if isinstance(error.body, str) else error.message
-            raise Fault(f"error within the stream: {excerpt(text, 300)}") from None
         if response.status_code == 200 and (answer := usable_answer(response)) is not None:
             if body.get("stream"):
                 raise ServerError(
@@ -236,6 +226,16 @@ class Server:
             too_long = status == 413 or says_too_long(response.text)
             raise RequestRejected(reason, too_long=too_long, text=response.text)
         raise self._error(response)
+
+    async def _read_stream(self, response: httpx2.Response) -> dict[str, Any]:
+        lines = split_lines(response.aiter_bytes())
+        started = response.request.extensions["started"]
+        try:  # the connection's own limit is one between two chunks
+            answer = await asyncio.wait_for(read_stream(lines, started), self._timeout)
+        except asyncio.TimeoutError:
+            raise Fault(f"no complete answer within {self._timeout:g} s") from None
+        await read_to_end(lines)
+        return answer
 
     def _error(self, response: httpx2.Response) -> ServerError:
         """Return the error of a status that ends the run, with what to do about it."""

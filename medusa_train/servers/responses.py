@@ -4,9 +4,12 @@ the server, a rejection, or a fault after which the request may be sent again.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     import httpx2
 
 ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
+#: Seconds that the server has to close the stream after the end of an answer.
+END_SECONDS = 1.0
 _TOO_LONG = re.compile(
     r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len"
     r"|maximum.{0,20}length|must have less|max_new_tokens`? must be <=",
@@ -124,8 +129,21 @@ def retry_after(response: httpx2.Response) -> float | None:
     return max(seconds, 0.0)
 
 
+# Answers that are streamed, as server-sent events
+
+
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Split at newlines only: JSON may hold other line separators, such as U+2028."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace")
+    yield rest.decode("utf-8", "replace")
+
+
 async def read_stream(
-    chunks: AsyncIterator[Any], started: float, clock: Callable[[], float] = time.perf_counter
+    lines: AsyncIterator[str], started: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
     """Assemble the chunks of a streamed answer to the response of a request without `stream`, with
     its `timing`.
@@ -134,18 +152,27 @@ async def read_stream(
     `clock`.
 
     Raises:
-        Fault: the stream holds something else, or was closed before the end of the answer.
+        Fault: the server reports an error in the stream, or closed it before the end of the answer.
     """
-    message = {"role": "assistant", "content": "", "reasoning_content": ""}
+    message = {"content": "", "reasoning_content": ""}
     usage: dict[str, Any] | None = None
     finish_reason: str | None = None
     first_token: float | None = None
-    finished = started
-    try:
-        async for chunk in chunks:
-            finished = clock()
-            usage = chunk.get("usage") or usage
-            for choice in chunk.get("choices") or ():
+    finished: float | None = None
+    async for line in lines:
+        now = clock()
+        # 1. the data of a line, or the end of the answer
+        if not line.startswith("data:"):
+            continue  # comments that keep the connection alive, names of events, empty lines
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            finished = now
+            break
+        # 2. what the chunk adds to the answer
+        chunk = _parse_chunk(data)
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices") or ():
+            try:
                 if "message" in choice:
                     raise Fault("the stream holds a whole answer in place of its parts")
                 delta = choice.get("delta") or {}
@@ -153,16 +180,52 @@ async def read_stream(
                 content = delta.get("content") or ""
                 message["content"] += content
                 message["reasoning_content"] += reasoning
-                if first_token is None and (content or reasoning or delta.get("tool_calls")):
-                    first_token = finished
-                finish_reason = choice.get("finish_reason") or finish_reason
-    except (AttributeError, TypeError, ValueError) as error:
-        raise Fault(
-            f"the stream holds something else than parts of a text: {excerpt(str(error), 80)}"
-        ) from None
-    # usage comes last: a few servers give no reason
-    if (finish_reason is None and usage is None) or finish_reason == ABORTED:
+            except (AttributeError, TypeError):
+                raise Fault(
+                    f"a part of the stream is no text message: {excerpt(data, 80)}"
+                ) from None
+            if first_token is None and (content or reasoning or delta.get("tool_calls")):
+                first_token = now
+            finish_reason = choice.get("finish_reason") or finish_reason
+    # 3. the whole answer, as without `stream`
+    is_whole = finish_reason is not None or finished is not None
+    if not is_whole or finish_reason == ABORTED:
         raise Fault("the server closed the stream before the end of the answer")
-    answer = {"index": 0, "message": message, "finish_reason": finish_reason}
+    if finished is None:  # a server that closes the stream without [DONE]
+        finished = clock()
+    answer = {
+        "index": 0,
+        "message": {"role": "assistant", **message},
+        "finish_reason": finish_reason,
+    }
     timing = {"started": started, "first_token": first_token, "finished": finished}
     return {"choices": [answer], "usage": usage, "timing": timing}
+
+
+async def read_to_end(lines: AsyncIterator[str]) -> None:
+    """Read what follows a complete answer: only then does its connection serve the next request.
+
+    A stream that breaks here, or goes on, costs the connection and not the answer.
+    """
+    import httpx2
+
+    async def read() -> None:
+        async for _ in lines:
+            pass
+
+    with suppress(asyncio.TimeoutError, httpx2.HTTPError):
+        await asyncio.wait_for(read(), END_SECONDS)
+
+
+def _parse_chunk(data: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+        error = chunk.get("error")
+    except (ValueError, AttributeError, RecursionError):
+        raise Fault(
+            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
+        ) from None
+    if error is not None:
+        text = error.get("message", error) if isinstance(error, dict) else error
+        raise Fault(f"error within the stream: {excerpt(str(text), 300)}")
+    return dict(chunk)

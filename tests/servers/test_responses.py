@@ -3,11 +3,10 @@
 """
 
 import asyncio
-import itertools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,52 +14,61 @@ from typing import Any
 import pytest
 
 from medusa_train.errors import ServerError
+from medusa_train.servers import responses as module
 from medusa_train.servers.client import Server, Servers
-from medusa_train.servers.responses import Fault, read_stream, says_too_long
+from medusa_train.servers.responses import Fault, read_stream, read_to_end, says_too_long
 from tests.fake_server import Reply, completion, error, serving, stream
+
+
+def lines(*chunks: dict[str, Any] | str) -> list[str]:
+    return [chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}" for chunk in chunks]
 
 
 def delta(finish: str | None = None, **fields: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
-USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
+async def one_by_one(content: Sequence[str]) -> AsyncIterator[str]:
+    for line in content:
+        yield line
 
 
-async def one_by_one(chunks: Sequence[Any]) -> AsyncIterator[Any]:
-    for chunk in chunks:
-        yield chunk
-
-
-def read(*chunks: Any, started: float = 0.0) -> dict[str, Any]:
-    """Assemble chunks, of which each comes a second after the one before, the first at 10 s."""
-    moments = itertools.count(10.0)
-    return asyncio.run(read_stream(one_by_one(chunks), started, lambda: next(moments)))
+def read(
+    content: Sequence[str], started: float = 0.0, clock: Callable[[], float] = lambda: 1.0
+) -> dict[str, Any]:
+    return asyncio.run(read_stream(one_by_one(content), started, clock))
 
 
 def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
-    answer = read(
-        delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"),
-        delta(content="b"), delta("length"), USAGE, started=1.0,
+    moments = iter(range(10, 100))
+    usage = {"prompt_tokens": 3, "completion_tokens": 7}
+    content = lines(
+        ": ping", delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), "",
+        delta(content="b"), delta("length"), {"choices": [], "usage": usage}, "data: [DONE]", delta(content="late"),
     )  # fmt: skip
+    answer = read(content, 1.0, lambda: float(next(moments)))
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
         "content": "ab",
         "reasoning_content": "hm",
     }
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"] == USAGE["usage"]
-    assert answer["timing"] == {"started": 1.0, "first_token": 11.0, "finished": 15.0}
+    assert answer["usage"] == usage
+    assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 18.0}
 
 
 def test_a_call_that_the_server_parses_counts_as_the_first_token() -> None:
+    moments = iter([10.0, 11.0, 12.0, 13.0])
     calls = {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}
-    answer = read(delta(role="assistant", content=""), calls, delta("tool_calls"))
+    answer = read(
+        lines(delta(role="assistant", content=""), calls, delta("tool_calls"), "data: [DONE]"),
+        clock=lambda: next(moments),
+    )
     assert answer["timing"]["first_token"] == 11.0
 
 
 def test_an_empty_answer_has_no_first_token() -> None:
-    answer = read(delta("stop"))
+    answer = read(lines(delta("stop"), "data: [DONE]"))
     assert answer["timing"]["first_token"] is None
     assert answer["usage"] is None
 
@@ -68,25 +76,26 @@ def test_an_empty_answer_has_no_first_token() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([delta(content="a")], "before the end of the answer"),
-        ([delta("abort", content="a")], "before the end of the answer"),
+        (lines(delta(content="a")), "before the end of the answer"),
+        (lines(delta("abort", content="a")), "before the end of the answer"),
         ([], "before the end of the answer"),
-        ([3], "something else than parts of a text"),
-        ([{"choices": ["a"]}], "something else than parts of a text"),
         (
-            [{"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}],
-            "something else than parts of a text",
+            lines(delta(content="a"), {"error": {"message": "EngineCore\ndied", "code": 500}}),
+            "EngineCore died",
+        ),
+        (lines({"error": "no"}), "error within the stream: no"),
+        (["data: <html>"], "something else than JSON"),
+        (["data: 3"], "something else than JSON"),
+        (lines({"choices": ["a"]}), "no text message"),
+        (
+            lines({"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}),
+            "no text message",
         ),
     ],
 )
-def test_a_broken_stream_says_what_is_wrong(content: list[Any], message: str) -> None:
+def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) -> None:
     with pytest.raises(Fault, match=message):
-        read(*content)
-
-
-def test_a_stream_that_ends_with_its_usage_needs_no_finish_reason() -> None:
-    answer = read(delta(content="a"), USAGE)
-    assert answer["choices"][0]["finish_reason"] is None
+        read(content)
 
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -111,6 +120,20 @@ def test_streams_that_are_read_to_their_end_share_a_connection() -> None:
         ask(connect(fake.url), 5)
         assert len(fake.bodies) == 5
         assert fake.connections == 1
+
+
+@pytest.mark.parametrize("pings", [True, False], ids=["goes on", "stays open"])
+def test_a_stream_that_does_not_end_after_its_answer_is_left(
+    pings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_SECONDS", 0.1)
+
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            await asyncio.sleep(0.01 if pings else 60.0)
+            yield ": ping"
+
+    asyncio.run(asyncio.wait_for(read_to_end(endless()), 5.0))
 
 
 def test_a_connection_that_breaks_after_the_answer_does_not_cost_it() -> None:
@@ -171,14 +194,6 @@ def test_a_server_that_ignores_stream_is_reported_as_that(kind: str) -> None:
         ("application/json", b"", "200 OK"),
         ("application/problem+json", b'{"error": "no"}', "no"),
         ("text/html", b"<html>starting</html>", "before the end of the answer"),
-        ("text/event-stream", b"data: <html>\n\n", "something else than parts of a text"),
-        ("text/event-stream", b"data: \xff\n\n", "something else than parts of a text"),
-        (
-            "text/event-stream",
-            b'data: {"error": {"message": "EngineCore\\ndied", "code": 500}}\n\n',
-            "error within the stream: EngineCore died",
-        ),
-        ("text/event-stream", b'data: {"error": "no"}\n\n', "error within the stream: no"),
         (
             "text/event-stream",
             b'data: {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}\n\n',
@@ -198,50 +213,36 @@ def test_other_replies_in_place_of_a_stream_are_asked_again(
     assert message in servers.last_fault
 
 
-class Stream(BaseHTTPRequestHandler):
-    """Streams `beginning`, then comments until the client leaves."""
-
-    beginning = b""
-
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with suppress(OSError):
-            self.wfile.write(self.beginning)
-            while True:
-                self.wfile.write(b": keep-alive\n")
-                time.sleep(0.01)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def ask_endless(beginning: bytes, timeout: float) -> dict[str, Any]:
-    async def send(url: str) -> dict[str, Any]:
-        async with Server(url, key_variable="NONE", timeout=timeout) as server:
-            return await server.complete(BODY)
-
-    handler = type("Handler", (Stream,), {"beginning": beginning})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as endless:
-        threading.Thread(target=endless.serve_forever, args=(0.05,), daemon=True).start()
-        try:
-            return asyncio.run(send(f"http://127.0.0.1:{endless.server_port}/v1"))
-        finally:
-            endless.shutdown()
+def test_a_stream_that_ends_with_done_needs_no_finish_reason() -> None:
+    answer = read(lines(delta(content="a"), "data: [DONE]"))
+    assert answer["choices"][0]["finish_reason"] is None
 
 
 def test_a_stream_that_never_ends_is_a_fault() -> None:
-    with pytest.raises(Fault, match=r"no complete answer within 0\.2 s"):
-        ask_endless(b"", timeout=0.2)
+    class Pings(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
 
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # until the client leaves
+                while True:
+                    self.wfile.write(b": keep-alive\n")
+                    time.sleep(0.01)
 
-def test_a_stream_that_does_not_end_after_its_answer_is_left() -> None:
-    _, _, content = stream(BODY)
-    answer = ask_endless(content, timeout=5.0)
-    assert answer["choices"][0]["message"]["content"] == "answer to x"
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    async def send(url: str) -> None:
+        async with Server(url, key_variable="NONE", timeout=0.2) as server:
+            await server.complete(BODY)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pings) as endless:
+        threading.Thread(target=endless.serve_forever, daemon=True).start()
+        with pytest.raises(Fault, match=r"no complete answer within 0\.2 s"):
+            asyncio.run(send(f"http://127.0.0.1:{endless.server_port}/v1"))
+        endless.shutdown()
 
 
 def models_and_metrics(url: str) -> tuple[dict[str, dict[str, Any]], str | None]:
