@@ -110,9 +110,14 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("words", of(*MODULES))
-def test_commands_are_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_valid(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """README's own configuration is `mine.yaml` there."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS["README.md"], flags=re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
     monkeypatch.chdir(PROJECT_ROOT)
-    parse(words, monkeypatch)
+    parse([str(tmp_path / word) if word == "mine.yaml" else word for word in words], monkeypatch)
 
 
 @pytest.mark.parametrize("words", of("torchrun", "srun"))

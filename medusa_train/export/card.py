@@ -95,7 +95,7 @@ def card(
     part.
 
     Args:
-        target model: the one to serve; it is named if others have it, too.
+        target_model: the one to serve; it is named if others have it, too.
         licence: the one to name; None: the base model's.
         facts: of the draft, as card.md.jinja takes them.
     """

@@ -456,7 +456,7 @@ def choose_attention(
     which need a mask even in rows of one conversation.
 
     Args:
-        target model: as loaded, before any part of it is converted for training. Switched to varlen
+        target_model: as loaded, before any part of it is converted for training. Switched to varlen
             attention if possible.
         wanted: the key `flash_attention`.
         packed: whether rows hold several conversations (`sample_packing`).

@@ -79,7 +79,7 @@ class DeepSpeedStrategy(Strategy):
         """Hand the trained parameters to DeepSpeed.
 
         Args:
-            draft, base model: all weights that a step reads; rank 0's are broadcast.
+            draft, target_model: all weights that a step reads; rank 0's are broadcast.
             read_directly: parameters that losses read without calling the module they belong to.
             config: from `deepspeed_config.engine_config`.
         """

@@ -48,7 +48,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
       heads give the target model's next-token logits exactly.
 
     Args:
-        target model: the model whose layer class, embeddings and lm_head are used; it is neither
+        target_model: the model whose layer class, embeddings and lm_head are used; it is neither
             kept nor changed.
         num_heads: K.
         auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits

@@ -337,7 +337,7 @@ class Draft(Proposer, nn.Module):
         """Create an untrained draft for `target_model`, on its device.
 
         Args:
-            target model: what the draft shares with it must not become a parameter of the draft.
+            target_model: what the draft shares with it must not become a parameter of the draft.
             kwargs: `settings`, and `dtype` of the parameters, by default the target model's.
         """
         return cls(target_model, *args, **kwargs)

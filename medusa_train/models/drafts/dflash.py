@@ -68,7 +68,7 @@ class DFlashDraft(Draft):
     Letters: B rows, T positions, N blocks of a row, S = K + 1 slots, d width, V tokens.
 
     Args:
-        target model: the model whose embedding and lm_head are used, and neither saved nor trained.
+        target_model: the model whose embedding and lm_head are used, and neither saved nor trained.
         max_draft_tokens: K.
         num_layers: L.
         layers: after how many layers of the target model the n states are read; by default

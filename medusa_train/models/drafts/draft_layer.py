@@ -44,7 +44,7 @@ class DraftLayer(nn.Module):
     layers differ in their attention, this one has full attention.
 
     Args:
-        target model: the model whose layer class and configuration are used; it is not kept.
+        target_model: the model whose layer class and configuration are used; it is not kept.
         final_norm: whether a norm follows, of the kind of the target model's final norm.
         mlp_size: width of the MLP; None for the target model's. 0 leaves out the MLP and the norms
             that serve only it: norm, attention, residual (Kangaroo).

@@ -73,7 +73,7 @@ class Eagle3Draft(LMHeadsDraft):
     The arguments are the draft's `settings`, so files with drafts contain their names.
 
     Args:
-        target model: the model whose lm_head is copied; of its embeddings the draft keeps a
+        target_model: the model whose lm_head is copied; of its embeddings the draft keeps a
             reference, which is neither saved nor trained.
         num_heads: K, the depth of the deepest tree: the attribute `max_draft_tokens`. The key is
             Medusa's; here one head drafts K tokens in a row.

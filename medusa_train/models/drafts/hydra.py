@@ -52,7 +52,7 @@ class HydraDraft(LMHeadsDraft):
     - Dropout acts on what each SiLU branch adds.
 
     Args:
-        target model: the model whose embeddings, lm_head and layer class are used; its weights are
+        target_model: the model whose embeddings, lm_head and layer class are used; its weights are
             not changed.
         num_heads: K. num_layers: blocks per head, the first one included.
         prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.

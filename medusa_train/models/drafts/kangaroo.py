@@ -53,7 +53,7 @@ class KangarooDraft(Draft):
     depend on the other rows, but their distribution does not.
 
     Args:
-        target model: the model whose layers, angles and lm_head are used; none of its parameters
+        target_model: the model whose layers, angles and lm_head are used; none of its parameters
             belongs to the draft.
         num_heads: gamma, the maximum number of drafted tokens, and so the depth of the deepest
             tree.
