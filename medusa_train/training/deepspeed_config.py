@@ -1,8 +1,9 @@
-"""The key `deepspeed`: what it may hold, and the configuration that DeepSpeed's engine is given.
+"""Check the key `deepspeed`, and build the configuration of DeepSpeed's engine.
 
-Every entry is passed on to DeepSpeed, or repeats what the run's keys say, or is an error that says
-what to write instead. This is checked without DeepSpeed, whose import takes seconds, except for the
-entries of `zero_optimization`: `deepspeed_strategy.check_zero` leaves those to DeepSpeed's own model.
+Every entry is either passed on to DeepSpeed, or repeats a key of the run, or is an error that says
+what to write instead. The checks do not import DeepSpeed, because that takes seconds. The exception
+is `zero_optimization`: `deepspeed_strategy.check_zero` checks it with DeepSpeed's own pydantic
+model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from medusa_train.errors import ConfigError
 from medusa_train.io import parse_json
 
 AUTO = "auto"
-#: Used by several processes if `deepspeed` is not set.
+#: The default if several processes train and `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
 
-#: Entries that are passed on to DeepSpeed, with what is expected; `optimizer.type` is only checked. A
-#: dot separates a section and its entry, a tuple lists the values.
+#: Entries that are passed on to DeepSpeed -> the expected type, or a tuple of the allowed values.
+#: `optimizer.type` is checked but not passed on. A dot separates a section and its entry.
 _PASSED_ON: Mapping[str, Any] = {
     "steps_per_print": float,
     "wall_clock_breakdown": bool,
@@ -58,8 +59,8 @@ _PASSED_ON: Mapping[str, Any] = {
     "zero_optimization.offload_optimizer.device": ("cpu", "none"),
 }
 _EXPECTED = {bool: "true or false", float: "a number", str: "text", list: "a list"}
-#: Sections and entries without an effect here, with what to do instead. Accepted is what asks for
-#: nothing: false, and a section with `enabled: false`.
+#: Sections and entries that have no effect here -> what to do instead. They are accepted only if
+#: they are off: false, or a section with `enabled: false`.
 _NOT_USED: Mapping[str, str] = {
     "activation_checkpointing": "set gradient_checkpointing: true in the YAML",
     "amp": "set fp16: true or bf16: true in the YAML",
@@ -82,13 +83,13 @@ _NOT_USED: Mapping[str, str] = {
     "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory: true in offload_optimizer",
     "zero_optimization.zenflow": "write offload_optimizer: {device: cpu}",
-    # DeepSpeed's own check accepts these
+    # DeepSpeed's own check accepts the entries below
     "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without it",
     "zero_optimization.legacy_stage1": "remove it",
     "zero_optimization.pipeline_loading_checkpoint": "remove it",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is AdamW; remove it",
 }
-#: Entries with only one value here.
+#: Entries for which only this value is allowed.
 _FIXED: Mapping[str, Any] = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
@@ -96,12 +97,12 @@ _FIXED: Mapping[str, Any] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": True,
     "zero_optimization.load_from_fp32_weights": True,
     "zero_optimization.compute_grad_norm": True,
-    # of DeepSpeed's own Adam
+    # settings of DeepSpeed's own Adam, which is not used
     "zero_optimization.offload_optimizer.ratio": 1,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.8,
 }
-#: Entries that repeat a key of the run.
+#: Entries that repeat a key of the run -> that key.
 _REPEATED: Mapping[str, str] = {
     "gradient_clipping": "max_grad_norm",
     "optimizer.params.lr": "learning_rate",
@@ -115,8 +116,8 @@ _REPEATED: Mapping[str, str] = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-#: Sections of which "auto" is accepted for every entry: the run's keys answer the first four, and
-#: DeepSpeed itself checks `zero_optimization`.
+#: Sections that accept "auto" for every entry: the run's keys set the first four, and DeepSpeed
+#: itself checks `zero_optimization`.
 _ANSWERED = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization")
 #: Our schedules under DeepSpeed's names.
 _SCHEDULES = {
@@ -127,11 +128,11 @@ _SCHEDULES = {
 
 
 def read_deepspeed(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if
-    it is not set. What is null is left out.
+    """Return the mapping in the key `deepspeed`, or the content of the JSON file that it names;
+    `DEFAULT` if the key is not set. Null entries are left out.
 
     Raises:
-        ConfigError: there is no such file, or it holds no JSON object.
+        ConfigError: the file does not exist, or its content is not a JSON object.
     """
     if isinstance(config, str):
         path = resolve_path(config)
@@ -151,8 +152,8 @@ def read_deepspeed(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _without(left_out: object, value: Any) -> Any:
-    """Copy a value of JSON without the entries that are `left_out`, and with numbers in place of
-    the text that YAML makes of them (5e8).
+    """Copy a JSON value without the entries whose value is `left_out`. Strings that look like
+    numbers become numbers, because YAML reads 5e8 as a string.
     """
     if isinstance(value, Mapping):
         return {k: _without(left_out, item) for k, item in value.items() if item != left_out}
@@ -171,10 +172,11 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def check_deepspeed(cfg: TrainConfig, processes: int) -> dict[str, Any]:
-    """Read `deepspeed` and check it for so many processes, before anything is loaded.
+    """Read `deepspeed` and check it for a run with this number of processes, before anything is
+    loaded.
 
     Raises:
-        ConfigError: all problems at once.
+        ConfigError: lists all problems.
     """
     config = read_deepspeed(cfg.deepspeed)
     problems = list(_problems(config, cfg, processes))
@@ -191,12 +193,12 @@ def check_deepspeed(cfg: TrainConfig, processes: int) -> dict[str, Any]:
 
 
 def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> Iterator[str]:
-    """Compare every entry with the tables above and with the run's keys."""
-    if cfg.fp16:  # in the place of `bf16: auto`
+    """Compare every entry with the tables above and with the run's keys; yield the problems."""
+    if cfg.fp16:  # fp16 replaces `bf16: auto`
         cfg = cfg.model_copy(update={"bf16": False})
     wanted = _values_of_run(cfg, processes)
     known = [*wanted, *_NOT_USED, *_PASSED_ON]
-    # entries of a precision that the run does not compute in have no effect anywhere
+    # the entries of a precision that the run does not use have no effect, so they are accepted
     idle = [name for name in ("fp16", "bf16") if getattr(cfg, name) is False]
     for name, value in _entries(config, known):
         section, _, entry = name.partition(".")
@@ -215,13 +217,13 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
                 yield f'{name}: {format_value(value)}, but {reason}; remove it, or set it to "auto"'
         elif name in _PASSED_ON:
             yield from _check_value(name, value, _PASSED_ON[name])
-        elif section != "zero_optimization":  # of which DeepSpeed itself checks the others
+        elif section != "zero_optimization":  # DeepSpeed itself checks the entries of this section
             sections = {entry.partition(".")[0] for entry in known}
             yield unknown_entry(name, [*known, *sorted(sections)])
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a section or entry asks for nothing."""
+    """Return whether a section or entry is switched off."""
     if isinstance(value, Mapping):
         return value.get("enabled", bool(value)) is False
     return value is False
@@ -234,7 +236,7 @@ def _is_section(name: str, known: Iterable[str]) -> bool:
 def _entries(
     section: Mapping[str, Any], known: Sequence[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every entry, of sections those that they have."""
+    """Yield the dotted name and the value of every entry, including the entries of sections."""
     for key, value in section.items():
         name = prefix + key
         if isinstance(value, Mapping) and _is_section(name, known):
@@ -244,7 +246,7 @@ def _entries(
 
 
 def _check_value(name: str, value: Any, expected: Any) -> Iterator[str]:
-    """Compare a value with its type in `_PASSED_ON`, or with the values that are listed there."""
+    """Compare a value with its type in `_PASSED_ON`, or with the values listed there."""
     if isinstance(expected, tuple):
         if str(value).lower() not in expected:
             yield f"{name}: expected one of {', '.join(expected)}, got {value!r}"
@@ -253,7 +255,7 @@ def _check_value(name: str, value: Any, expected: Any) -> Iterator[str]:
 
 
 def _values_of_run(cfg: TrainConfig, processes: int) -> dict[str, tuple[Any, str]]:
-    """Return the only value of each entry that the run decides on, and where it comes from."""
+    """Return, for each entry that the run sets, the only allowed value and the reason for it."""
     values = {name: (value, f"it is {format_value(value)} here") for name, value in _FIXED.items()}
     for name, key in _REPEATED.items():
         value = getattr(cfg, key)
@@ -278,23 +280,23 @@ def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
 
 
 def unknown_entry(name: str, known: Iterable[str]) -> str:
-    """Say that an entry is unknown, with the nearest one that is known."""
+    """Return the message for an unknown entry; it suggests the most similar known entry."""
     for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7):
         return f"{name}: unknown key; did you mean {nearest}?"
     return f"{name}: unknown key, or one that is not used here; remove it"
 
 
 def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
-    """Return what DeepSpeed's engine is given: the checked key `deepspeed` with the run's batch and
-    clipping, and without what repeats other keys.
+    """Return the configuration of DeepSpeed's engine: the checked key `deepspeed`, plus the run's
+    batch sizes and gradient clipping, without the entries that repeat other keys.
 
-    Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by
-    DeepSpeed, which partitions them over the processes and reduces gradients in float32. Every
-    entry that is left to "auto" takes DeepSpeed's default, except for the buckets of gradients,
-    whose 500 million elements would take 2 GB in float32.
+    This package sets the compute dtype (autocast over float32 weights) and builds the optimizer and
+    the schedule. DeepSpeed only partitions them over the processes and reduces the gradients in
+    float32. Every entry with "auto" takes DeepSpeed's default, except for the size of the gradient
+    buckets: the default of 500 million elements would take 2 GB in float32.
 
     Args:
-        hidden_size: of the base model.
+        hidden_size: hidden size of the base model.
     """
     given = _without(AUTO, read_deepspeed(cfg.deepspeed))
     passed_on = {name.partition(".")[0] for name in _PASSED_ON} - {"optimizer"}
@@ -306,18 +308,18 @@ def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[st
         **_batch_sizes(cfg, processes),
         "zero_optimization": zero | config.get("zero_optimization", {}),
         "gradient_clipping": cfg.max_grad_norm,
-        "zero_allow_untested_optimizer": True,  # the tests compare torch's with one process
-        # torch's fused AdamW runs on CPUs as well, and nothing has to be compiled for it
+        "zero_allow_untested_optimizer": True,  # our tests compare torch's AdamW with one process
+        # torch's fused AdamW also runs on CPUs, and needs no compilation
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, Any] | None:
     """Return the configuration with which ZeRO-3 partitions weights of `dtype` while they are
-    loaded; None without it.
+    loaded; None if they are not partitioned during loading.
 
-    Modules that PEFT copies are loaded whole, and the base model with which each process computes
-    its hidden states.
+    Two cases need whole weights: PEFT copies modules (`lora_modules_to_save`), and each process
+    computes cached hidden states with its own base model (`cache_hidden_states`).
     """
     if processes == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
         return None

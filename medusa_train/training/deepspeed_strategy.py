@@ -1,11 +1,11 @@
 """Train in several processes with DeepSpeed's ZeRO stages 0 to 3, as a `Strategy`.
 
 Weights are float32 and autocast sets the compute dtype, as in one process, so gradients are reduced
-in float32. DeepSpeed averages gradients over processes, but every micro-batch's loss is already
-divided by the targets of the whole global batch; it is therefore multiplied by the number of
-processes first.
+in float32. DeepSpeed averages gradients over processes, but the loss of every micro-batch is
+already divided by the number of targets in the global batch. Each loss is therefore multiplied by
+the number of processes first.
 
-The saved state is the one that `LocalStrategy` saves, gathered from all processes: a run can be
+The saved state has the format of `LocalStrategy`, gathered from all processes. So a run can be
 resumed on another number of processes, with another ZeRO stage, or without DeepSpeed.
 """
 
@@ -40,9 +40,9 @@ T = TypeVar("T")
 class _Root(nn.Module):
     """Draft and base model as one module whose forward pass calls a given function.
 
-    ZeRO-3 gathers a module's weights while its `forward` runs, and losses read some of them
-    (lm_head) directly. Only a tensor may leave `forward`, for DeepSpeed's hooks to find it;
-    everything else is kept in `result`.
+    ZeRO-3 gathers a module's weights while its `forward` runs, but losses read some weights
+    (lm_head) directly. `forward` may only return a tensor, because DeepSpeed's hooks look for one;
+    the full result is kept in `result`.
     """
 
     def __init__(self, draft: nn.Module, target_model: nn.Module) -> None:
@@ -79,14 +79,15 @@ class DeepSpeedStrategy(Strategy):
         """Hand the trained parameters to DeepSpeed.
 
         Args:
-            draft, target_model: all weights that a step reads; rank 0's are broadcast.
+            draft, target_model: modules with all weights that a step reads. DeepSpeed broadcasts
+                rank 0's weights.
             read_directly: parameters that losses read without calling the module they belong to.
             config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._distributed = distributed
         self._stage = int(stage_of(config))
-        self._pending = False  # all gradients of a step are accumulated and not yet applied
+        self._pending = False  # whether all gradients of a step are accumulated but not applied yet
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # DeepSpeed does not report the norm at this stage, so gradients are clipped here
         if self._stage == 0:
@@ -106,8 +107,8 @@ class DeepSpeedStrategy(Strategy):
     def forward_backward(
         self, compute: Callable[..., ObjectiveOutput], *args: Any
     ) -> ObjectiveOutput:
-        """Compute the loss while ZeRO-3 gathers weights; hooks of one backward pass reduce the
-        gradients.
+        """Compute the loss while ZeRO-3 gathers weights, and run one backward pass, whose hooks
+        reduce the gradients.
         """
         loss: Tensor = self._engine(partial(compute, *args))
         output: ObjectiveOutput = self._root.pop_result()
@@ -128,7 +129,7 @@ class DeepSpeedStrategy(Strategy):
         return self._stage == 3 and self._distributed.size > 1
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
-        """End training: gather the parameters `saved` in rank 0, one at a time, and remove
+        """End training: gather the parameters in `saved` in rank 0, one at a time, and remove
         DeepSpeed's hooks.
         """
         if self.partitioned:
@@ -137,7 +138,7 @@ class DeepSpeedStrategy(Strategy):
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
         self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:  # flat copies of the weights
+        for group in self.optimizer.param_groups:  # they hold flat copies of the weights
             group["params"] = []
         if self._stage == 3:
             _forget_module(self._root)
@@ -147,10 +148,10 @@ class DeepSpeedStrategy(Strategy):
 
     def _drop_gradients(self) -> None:
         if self._pending:
-            self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
+            self.step()  # loss and gradients are NaN/Inf, so this step only drops the gradients
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return the state in the form of `LocalStrategy`, its tensors in rank 0 only, in CPU
+        """Return the state in the format of `LocalStrategy`. Only rank 0 gets the tensors, in CPU
         memory.
         """
         if self._stage == 0:
@@ -167,7 +168,7 @@ class DeepSpeedStrategy(Strategy):
         """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over
         all processes.
 
-        A NaN/Inf loss makes all gradients NaN in all processes, so that none of them applies the
+        A NaN/Inf loss makes all gradients NaN in all processes, so that no process applies the
         step.
         """
         poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
@@ -188,13 +189,13 @@ class DeepSpeedStrategy(Strategy):
             if not self._engine.was_step_applied():
                 return math.inf
             return float(self._engine.get_global_grad_norm())
-        # gradients and optimizer states are whole in every process, as without DeepSpeed
+        # stage 0: every process has all gradients and optimizer states, as without DeepSpeed
         norm = self._clip()
         if math.isfinite(norm):
             self._engine.step()
         else:
             self._engine.zero_grad()
-            self._engine.micro_steps += 1  # which its `step` would have done
+            self._engine.micro_steps += 1  # the engine's `step` would have done this
         return norm
 
     def _flat_groups(self) -> list[Tensor]:
@@ -207,8 +208,8 @@ class DeepSpeedStrategy(Strategy):
         return list(getattr(self._engine.optimizer, name))
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups as `Optimizer.state_dict` does: parameters are numbered
-        through all groups.
+        """Return the parameter groups in the format of `Optimizer.state_dict`: parameter numbers
+        count up across all groups.
         """
         described = []
         first = 0
@@ -219,7 +220,7 @@ class DeepSpeedStrategy(Strategy):
         return described
 
     def _gather_optimizer(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's state per parameter, whole: elementwise tensors are gathered from
+        """Return the optimizer's full state per parameter: elementwise tensors are gathered from
         all processes.
         """
         states = list(self.optimizer.state.values())
@@ -236,20 +237,20 @@ class DeepSpeedStrategy(Strategy):
         return gathered if self._distributed.is_main else {}
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load this process's partition of what `_gather_optimizer` returned.
+        """Load this process's partition of the state that `_gather_optimizer` returned.
 
-        ZeRO flattens each parameter group and cuts it into equal parts, one for each process. Of
-        two groups with the parameters a, b, c and d, and two processes:
+        ZeRO flattens each parameter group and cuts it into equal parts, one per process. An example
+        with two processes and two groups with the parameters a, b, c and d:
 
             group 1          a a a a b b|b b b . . .      . is padding
             group 2          c c c d|d d d .
             process 0 has    a a a a b b  c c c d
-            process 1 has    b b b . . .  d d d .         one flat tensor for each group
+            process 1 has    b b b . . .  d d d .         one flat tensor per group
 
-        The optimizer updates these flat tensors, so its state has one entry for each of them. At
-        stage 3 every parameter is cut by itself, and a flat tensor joins the parts of its group:
+        The optimizer updates these flat tensors, so its state has one entry per flat tensor. At
+        stage 3 every parameter is cut separately, and a flat tensor joins the parts of its group:
 
-            process 0 has    a a b b b  c c d d           each part padded to equal sizes
+            process 0 has    a a b b b  c c d d           each part is padded to equal size
             process 1 has    a a b b .  c . d d
         """
         if not saved:
@@ -258,7 +259,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}"
             )
-        # 1. A state of zeros for each flat tensor; fused optimizers want their counters on its device.
+        # 1. Create a zero state for each flat tensor. Fused optimizers need counters on its device.
         elementwise, counters = _split(saved[0])
         is_fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for flat in self._flat_groups():
@@ -267,7 +268,7 @@ class DeepSpeedStrategy(Strategy):
                 state = {key: value.to(flat.device) for key, value in state.items()}
             state.update({key: torch.zeros_like(flat) for key in elementwise})
             self.optimizer.state[flat] = state
-        # 2. The values of each parameter, in its slice of a flat tensor.
+        # 2. Copy the values of each parameter into its slice of a flat tensor.
         self._link_optimizer_state()
         for number, parameter in enumerate(self.parameters):
             for key in elementwise:
@@ -276,8 +277,8 @@ class DeepSpeedStrategy(Strategy):
     def _link_optimizer_state(self) -> None:
         """Link every parameter to its slice of the current flat optimizer state (ZeRO 1 and 2).
 
-        DeepSpeed creates these links only once, when only the first parameter group has a state, so
-        they are created again here.
+        DeepSpeed creates these links only once, at a time when only the first parameter group has a
+        state. So they are created again here.
         """
         if self._stage < 3:
             for parameters, flat in zip(self._groups, self._flat_groups(), strict=True):
@@ -294,7 +295,7 @@ class DeepSpeedStrategy(Strategy):
         if self._stage < 3:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, key)
             return
-        # of equal size in all processes: the last one is padded
+        # all processes have parts of equal size, so the last part is padded
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype)
         own = value.flatten()[len(part) * self._distributed.rank :][: len(part)]
         part[: len(own)] = own
@@ -302,8 +303,8 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _split(entry: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Split the state of a parameter: the names of tensors with one number per weight, which ZeRO
-    partitions in the same way, and the counters.
+    """Split the state of a parameter. Return the names of its elementwise tensors (one number per
+    weight), which ZeRO partitions like the weights, and its counters.
     """
     elementwise = [
         key for key, value in entry.items() if isinstance(value, Tensor) and value.dim() > 0
@@ -313,8 +314,8 @@ def _split(entry: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def check_zero(config: Mapping[str, Any]) -> None:
-    """Check the entries of `zero_optimization` with DeepSpeed's own model; ConfigError lists all
-    problems.
+    """Check the entries of `zero_optimization` with DeepSpeed's own pydantic model; ConfigError
+    lists all problems.
 
     Args:
         config: from `deepspeed_config.check_deepspeed`.
@@ -337,11 +338,12 @@ def check_zero(config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
-    """Partition the models that transformers loads in this block, see
-    `deepspeed_config.loading_config`.
+    """Partition the models that transformers loads in this block; does nothing if `config` is None.
 
-    Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing
-    with None.
+    Rank 0 reads the weights. After each module, every process keeps only its part.
+
+    Args:
+        config: from `deepspeed_config.loading_config`.
     """
     if config is None:
         yield
@@ -355,13 +357,13 @@ def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        # transformers has a weak reference to it, and partitions as long as it lives
+        # transformers keeps a weak reference to this object, and partitions while it is alive
         del partitioning
 
 
 def _forget_module(root: nn.Module) -> None:
-    """Drop what DeepSpeed's globals keep of a model whose engine was destroyed, with all of its
-    memory (ZeRO-3).
+    """Drop the references to a model that DeepSpeed's globals keep after its engine was destroyed
+    (ZeRO-3). They would keep all of its memory.
     """
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
@@ -369,7 +371,7 @@ def _forget_module(root: nn.Module) -> None:
     if root in stack:
         stack.remove(root)
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-        # of a decorator around `functools.lru_cache`
+        # the closure of a decorator holds the method with its `functools.lru_cache`
         for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
@@ -377,15 +379,16 @@ def _forget_module(root: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress DeepSpeed's informational output; warnings and errors still go to stderr. Nothing is
-    compiled.
+    """Suppress DeepSpeed's informational output, and keep it from compiling extensions; warnings
+    and errors still go to stderr.
     """
     debug = os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
-    with contextlib.redirect_stdout(sys.stderr):  # its logger binds this stream at import
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger binds stdout at import
         import deepspeed.ops
 
-    # On a CPU an extension would be built for sums in tensor-parallel inference, which takes a C++
-    # compiler, half a minute and 67 MB of shared memory. Without it torch computes them.
+    # On a CPU, DeepSpeed would build an extension for the all-reduce of tensor-parallel inference.
+    # That needs a C++ compiler, half a minute and 67 MB of shared memory. torch computes it
+    # instead.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     if debug:
         yield

@@ -1,5 +1,5 @@
-"""In which dtype a run computes on its device, and whether it recomputes activations. The rules are
-fixed: nothing is timed.
+"""Choose the compute dtype of a run on its device, and whether it recomputes activations. The rules
+are fixed: nothing is timed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.estimate import Estimate
 
-#: Of a GPU's memory, what a run may take by the estimate, which is a few percent off for large models.
+#: The share of a GPU's memory that the estimate of a run may reach. For large models the estimate
+#: is a few percent off.
 USABLE = 0.9
 
 
 def precision_of_run(
     cfg: TrainConfig, device: torch.device, report: Callable[[str], None]
 ) -> Precision:
-    """Return in what a run on `device` computes; `report` receives why `bf16: auto` is slow here.
+    """Return the compute precision of a run on `device`.
+
+    If `bf16: auto` is slow on this device, `report` receives the reason.
 
     Raises:
         TargetModelError: the base model cannot be found.
@@ -48,9 +51,11 @@ def decide_auto(
     report: Callable[[str], None],
     distributed: DistributedContext = SINGLE_PROCESS,
 ) -> tuple[TrainConfig, Precision]:
-    """Return in what a run computes, and its configuration with true or false in place of
-    `gradient_checkpointing: auto`: true on a GPU if a joint run would not fit into its memory
-    without. The dtype is the same in every process, however much memory each finds.
+    """Replace `gradient_checkpointing: auto` by true or false; return the new configuration and the
+    compute precision of the run.
+
+    It becomes true if a joint run would not fit into the GPU's memory otherwise. The dtype is the
+    same in every process, even if their devices differ in memory.
     """
     device = distributed.device
     dtype = distributed.run_on_main(lambda: precision_of_run(cfg, device, report).dtype)

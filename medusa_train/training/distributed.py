@@ -22,11 +22,12 @@ from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
-#: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
+#: How long one process waits for another. Rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
-#: How long the processes wait for all to have started.
+#: How long the processes wait until all have started.
 JOIN_TIMEOUT = timedelta(minutes=15)
-#: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
+#: Parts of the error messages of gloo, NCCL and torch's store if another process closed the
+#: connection.
 _LOST = (
     "by peer",
     "by remote peer",
@@ -35,7 +36,7 @@ _LOST = (
     "broken pipe",
     "connection refused",
 )
-#: A string of JSON with a slash: the name of a file, which may differ between machines.
+#: A JSON string with a slash: a path, which may differ between machines.
 _PATH = re.compile(r'"[^"]*/[^"]*"')
 _BACK_ENDS = ("gloo", "nccl", "socket")
 
@@ -53,8 +54,8 @@ class PeerError(MedusaError):
 class DistributedContext:
     """All processes of a run, seen from one of them; a single process communicates with none.
 
-    Every method except the properties must be called by all processes, in the same order. They
-    communicate through CPU memory (gloo), so that a process waiting for a disk does not keep a GPU
+    All processes must call every method (not the properties), in the same order. They communicate
+    through CPU memory (gloo), so that a process that waits for a disk does not keep a GPU
     collective open.
 
     Attributes:
@@ -82,8 +83,8 @@ class DistributedContext:
         return torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all processes' tensors, which have equal shape and dtype, on this
-        tensor's device.
+        """Return the sum of all processes' tensors, on the device of `tensor`. They must have equal
+        shape and dtype.
         """
         if self.size == 1:
             return tensor
@@ -113,8 +114,8 @@ class DistributedContext:
         return values[0]
 
     def run_on_main(self, action: Callable[[], T]) -> T:
-        """Call `action` in rank 0 and return its result in every process; if it fails, the others
-        raise PeerError.
+        """Call `action` in rank 0 and return its result in every process; if it fails, the other
+        processes raise PeerError.
         """
         result: Any = None
         with self.failing_together():
@@ -124,8 +125,8 @@ class DistributedContext:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run a block in every process; the lowest rank in which it fails raises its error, the
-        others PeerError.
+        """Run a block in every process. If it fails in any, the lowest rank that failed raises its
+        error, and all other processes raise PeerError.
         """
         error: MedusaError | None = None
         try:
@@ -138,8 +139,8 @@ class DistributedContext:
                 raise error if error is not None and rank == self.rank else PeerError(exit_code)
 
     def error_on_main(self, error: MedusaError) -> MedusaError:
-        """Return what to raise for an error that occurs in all processes: `error` in rank 0,
-        PeerError elsewhere.
+        """Return the exception to raise for an error that occurs in all processes: `error` in rank
+        0, PeerError elsewhere.
         """
         if self.is_main:
             return error
@@ -160,7 +161,7 @@ def init_distributed(
     """Initialize the process group; returns when all processes have joined.
 
     Raises:
-        MedusaError: not all have joined within `join_timeout`, or the back end cannot connect.
+        MedusaError: not all processes joined within `join_timeout`, or the back end cannot connect.
     """
     os.environ.update(
         RANK=str(info.rank),
@@ -170,12 +171,12 @@ def init_distributed(
         MASTER_PORT=str(info.port),
     )
     cuda = torch.cuda.is_available()
-    # without it DeepSpeed warns that it guesses
+    # if it is not set, DeepSpeed guesses the accelerator and prints a warning
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
     if cuda:
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
+        os.environ["LOCAL_RANK"] = str(device)  # DeepSpeed reads the GPU's index from it
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=join_timeout))
         store.set_timeout(TIMEOUT)
@@ -192,21 +193,21 @@ def init_distributed(
     distributed = DistributedContext(info, group)
     if cuda:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        # not every build of torch has it
+        # not every build of torch has `uuid`
         check_distinct_gpus(distributed, str(getattr(properties, "uuid", info.rank)))
     return distributed
 
 
 def check_same_config(distributed: DistributedContext, values: Mapping[str, Any] | None) -> None:
-    """Check that all processes train by the same values; only paths may differ between machines.
+    """Check that all processes have the same configuration; only paths may differ between machines.
 
     Args:
-        values: of this process; None where it could not read its configuration.
+        values: this process's configuration; None if it could not be read.
 
     Raises:
-        ConfigError: in rank 0, with the keys that differ; the others raise PeerError.
+        ConfigError: in rank 0; it lists the keys that differ. Other processes raise PeerError.
     """
-    # 1. What each process has, by rank. Paths are left out.
+    # 1. Gather the host and the values of each process, by rank. Paths are left out.
     of_ranks = distributed.gather((socket.gethostname(), _without_paths(values)))
     # 2. Compare with rank 0.
     expected = of_ranks[0][1] or {}
@@ -234,10 +235,11 @@ def _without_paths(values: Mapping[str, Any] | None) -> dict[str, str] | None:
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:
-    """Return the index of this process's GPU among the `visible` ones; MedusaError if there is
+    """Return the index of this process's GPU among the `visible` GPUs; MedusaError if there is
     none.
 
-    Where a process sees one GPU, it is its own, whatever its local rank (srun --gpus-per-task=1).
+    If a process sees only one GPU, it uses that one, whatever its local rank (srun
+    --gpus-per-task=1).
     """
     if visible > 1 and info.local_rank >= visible:
         raise MedusaError(
@@ -251,8 +253,10 @@ def gpu_index(info: ProcessInfo, visible: int) -> int:
 
 
 def check_distinct_gpus(distributed: DistributedContext, uuid: str) -> None:
-    """Check that no two processes use the same GPU, which NCCL would say only in its log; `uuid` is
-    this one's.
+    """Check that no two processes use the same GPU, because NCCL would report it only in its log.
+
+    Args:
+        uuid: the UUID of this process's GPU.
     """
     uuids = distributed.gather(uuid)
     if len(set(uuids)) < distributed.size:

@@ -1,4 +1,4 @@
-"""Estimate what a run costs, without weights: memory and arithmetic."""
+"""Estimate the memory and the floating-point operations of a run, without loading weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from medusa_train.models.precision import Precision
 from medusa_train.models.target_model import TargetModel
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
-#: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
-#: -> rate.
+#: Name and memory of a GPU -> its dense bfloat16 operations per second in the vendor's data sheet.
 GPUS = {
     "RTX 4090, 24 GB": 165e12,
     "L40S, 48 GB": 362e12,
@@ -36,12 +35,13 @@ GPUS = {
 
 
 class Rate(NamedTuple):
-    """How much of a GPU's rate a recipe reached on one H100 at 7B shape (benchmarks/results/gpu.json).
+    """The rate that a recipe reached on one H100 with the shape of a 7B model
+    (benchmarks/results/gpu.json).
 
     Attributes:
-        measured: the recipe, in words.
-        share: of `GPUS`.
-        tokens: per second.
+        measured: description of the recipe.
+        share: share of the GPU's rate in `GPUS`.
+        tokens: trained tokens per second.
     """
 
     measured: str
@@ -49,32 +49,33 @@ class Rate(NamedTuple):
     tokens: int
 
     def describe(self) -> str:
-        """Say in a line what it is and where it comes from."""
+        """Describe the rate and its origin in one line."""
         return (
             f"{self.share:.0%} of the matrix rate, as measured with {self.measured} on an H100 at 7B"
             f" shape: {self.tokens:,} tokens/s"
         )
 
 
-#: By the key `recipe`; what was not measured is assumed to reach what the nearest recipe did.
+#: Value of the key `recipe` -> measured rate. Variants that were not measured are assumed to reach
+#: the rate of their recipe.
 RATES: Mapping[str | None, Rate] = {
     "medusa1": Rate("Medusa-1", 0.38, 20_898),
     "medusa2": Rate("Medusa-2 with QLoRA", 0.27, 5_846),
 }
 
 # Bytes per parameter
-_TRAINED = 4  # a trained weight, and its gradient: float32 in every recipe
+_TRAINED = 4  # a trained weight or its gradient: float32 in every recipe
 # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM = 2 * 4  # two float32 moments
-ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
+ADAM_8BIT = 2 * (1 + 4 / 256)  # two 1-byte moments, each with a float32 scale per 256 values
 
-# What a layer keeps of every token for the backward pass, in hidden states: inputs of norms and of
-# linear layers. Layers with trained weights keep copies in two precisions, layers of a draft also
-# what joins embeddings and states.
+# Activations that a layer keeps per token for the backward pass, in multiples of a hidden state:
+# the inputs of norms and of linear layers. Layers with trained weights keep copies in two
+# precisions. Layers of a draft also keep the inputs of the layer that joins embeddings and states.
 _KEPT_FROZEN, _KEPT_TRAINED, _KEPT_DRAFT = 6, 13, 20
 
-# bytes of a GPU that torch's allocator does not count
+# GPU memory in bytes that torch's allocator does not count
 _CUDA_CONTEXT = 1 << 30
 _NCCL_BUFFERS = 1 << 30
 
@@ -85,7 +86,7 @@ class Memory:
 
     Attributes:
         parts: bytes by purpose, in display order.
-        frozen, trained: numbers of parameters.
+        frozen, trained: number of frozen and of trained parameters.
         checkpoint: bytes of a checkpoint: trained weights and optimizer states.
     """
 
@@ -106,16 +107,18 @@ class Memory:
 
 
 class Estimate:
-    """What a configuration costs, counted on a model of the same shapes without weights.
+    """The cost of a configuration, counted on a model with the same shapes but without weights.
 
-    Parameters are counted exactly, activations and operations within about 15 %.
+    The number of parameters is exact; activations and operations are within about 15 %.
 
     Attributes:
-        trained: number of trained parameters: of the draft, the adapter and unfrozen layers.
+        trained: number of trained parameters in the draft, the adapter and unfrozen layers.
     """
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
-        """Build the draft and apply the recipe; `model_config` is of transformers."""
+        """Build the draft and apply the recipe; `model_config` is the base model's transformers
+        config.
+        """
         text = model_config.get_text_config()
         model = model_without_weights(model_config, trust_remote_code=cfg.trust_remote_code)
         lm_head = model.get_output_embeddings()
@@ -126,8 +129,9 @@ class Estimate:
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
         self._draft_vocab: int = settings.get("vocab_size") or self._vocab
-        # 1. Weights that quantization applies to, and those that every token is multiplied by: of
-        # experts, the ones that it is sent to. Layers are the longest list: `layers`, Falcon's `h`.
+        # 1. Count the weights that are quantized, and the weights that a token is multiplied by. Of
+        # the experts, only those that a token is routed to count. The decoder layers are the
+        # longest module list (`layers`, or `h` in Falcon).
         linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
         self._linear = _count(part.weight for part in linear if part is not lm_head)
         lists = [part for part in decoder_of(model).children() if isinstance(part, nn.ModuleList)]
@@ -136,14 +140,14 @@ class Estimate:
         for weight in max(lists, key=len).parameters():
             is_expert = weight.dim() == 3 and experts
             self._in_layers += weight.numel() * (experts / len(weight) if is_expert else 1)
-        # 2. The draft, and the draft without embeddings that are looked up.
+        # 2. Count the draft's weights, and those without embeddings, which are only looked up.
         target_model = TargetModel(model.requires_grad_(False), None)
         count = DRAFTS[cfg.draft].count_parameters
         self._draft = count(target_model, **settings)
         self._multiplied = self._draft
         if settings.get("markov_rank"):
             self._multiplied = count(target_model, **{**settings, "markov_rank": 0})
-        # 3. What the recipe trains of the base model, or adds to it.
+        # 3. Count the weights that the recipe trains in the base model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
@@ -154,8 +158,8 @@ class Estimate:
         self.trained = self._draft + self._trained_base
 
     def memory_of_run(self, train: EncodedDataset, precision: Precision) -> Memory:
-        """Estimate the peak memory of a training step on these data, with what a GPU's libraries
-        take: assumed, not measured.
+        """Estimate the peak memory of a training step on `train`. On a GPU it includes an assumed
+        amount for CUDA's and NCCL's own memory.
         """
         device = precision.device.type
         rows = min(self._cfg.micro_batch_size, len(train))
@@ -171,8 +175,8 @@ class Estimate:
         """Estimate the peak memory of a training step on one device, without ZeRO.
 
         Args:
-            rows: rows of a micro-batch. width: tokens of its longest row.
-            dtype: compute dtype, also of the base model's unquantized weights.
+            rows: number of rows in a micro-batch. width: number of tokens in its longest row.
+            dtype: compute dtype. The base model's unquantized weights have it too.
         """
         cfg = self._cfg
         item = dtype.itemsize
@@ -198,25 +202,27 @@ class Estimate:
     def operations(self, *, tokens: int, supervised: int, width: int, epochs: float) -> float:
         """Estimate the floating-point operations of a run.
 
-        A matrix product takes two operations per weight and token. A forward pass of the base model
-        is one of them, a backward pass two, or one where the weights themselves are not trained.
-        The draft runs on all tokens, or on those of its blocks; its output matrices on supervised
-        ones. Soft targets take the base model's logits there, over the draft's vocabulary.
+        A matrix product takes two operations per weight and token. A forward pass needs one product
+        per weight matrix. A backward pass needs two, or one if the weights are not trained. The
+        draft runs on all tokens, or only on the tokens of its blocks; its output matrices run on
+        supervised tokens. Soft targets also need the base model's logits of these, over the draft's
+        vocabulary.
 
         Args:
-            tokens, supervised: of an epoch. epochs: their number.
-            width: tokens of a row; on average a token attends to half of them.
+            tokens, supervised: number of tokens and of supervised tokens per epoch.
+            width: number of tokens per row. On average a token attends to half of them.
+            epochs: number of epochs.
         """
         cfg = self._cfg
         layers = self._text.num_hidden_layers
         # 1. One forward pass through the base model's layers.
         forward = tokens * (2 * self._in_layers + layers * self._attention(width))
         in_draft = self.draft_operations(tokens, supervised, width)
-        # 2. A frozen base model: forward passes alone, in one epoch if their states are stored.
+        # 2. A frozen base model: only forward passes, and only in one epoch if states are cached.
         if cfg.recipe == "medusa1":
             passes = min(epochs, 1) if cfg.cache_hidden_states else epochs
             return forward * passes + in_draft * epochs
-        # 3. A trained one: also the teacher's pass, those backward, and its lm_head.
+        # 3. A trained base model: also the teacher's pass, backward passes, and the lm_head.
         backward = 1 if cfg.adapter else 2
         share = self._trained_layers / layers
         passes = 1 + self._has_teacher + share * (bool(cfg.gradient_checkpointing) + backward)
@@ -226,24 +232,22 @@ class Estimate:
         return (forward * passes + in_lm_head + in_draft) * epochs
 
     def _attention(self, width: int) -> float:
-        """Return the operations of a layer's attention for a token: two products with half of the
-        row, on average.
+        """Return the operations per token in one layer's attention: two products, each with half of
+        the row on average.
         """
         text = self._text
         return 2 * text.num_attention_heads * head_dim(text) * width
 
     def draft_operations(self, tokens: int, supervised: int, width: int = 0) -> float:
-        """Estimate the operations of an epoch in the draft, forward and backward; see
-        `operations`.
-        """
+        """Estimate the draft's operations in one epoch, forward and backward; see `operations`."""
         text = self._text
         cost = self._cost
-        # 1. Layers and blocks, without matrices that give logits.
+        # 1. Layers and blocks, without the output matrices.
         outputs = cost.repeats * cost.output_matrices
         own_outputs = cost.output_matrices - cost.shared_lm_heads
         once = cost.joined_states * self._hidden**2
         inner = self._multiplied - own_outputs * self._draft_vocab * self._hidden - once
-        if "auto_blocks" in self._settings:  # which run on the vectors of all heads
+        if "auto_blocks" in self._settings:  # these blocks run on the vectors of all heads
             projections = 4 * self._hidden * text.num_attention_heads * head_dim(text)
             inner += (outputs - 1) * self._settings["auto_blocks"] * projections
         passes = 3 * cost.layer_passes * self._attention(width)
@@ -256,10 +260,11 @@ class Estimate:
                 blocks = min(blocks, tokens / width * cost.anchors)
             positions = blocks * cost.slots
             targets = blocks * (cost.slots - 1)
-            per_weight = 8  # and 2 for the blocks that are computed again
+            per_weight = 8  # 2 more, because blocks are recomputed in the backward pass
         inner_operations = positions * (per_weight * cost.repeats * inner + passes)
         inner_operations += 6 * tokens * once
-        # 2. Logits: forward, backward to the states, and to a matrix of its own; the teacher's.
+        # 2. Logits: forward, the gradient of the states, and the gradient of the output matrix if
+        # the draft has its own. Then the teacher's logits.
         per_logit = (4 if cost.shared_lm_heads else 6) * self._hidden
         per_logit += 6 * self._settings.get("markov_rank", 0)
         if self._cfg.draft_config.heads_loss.soft_targets:
@@ -267,16 +272,17 @@ class Estimate:
         return inner_operations + per_logit * self._draft_vocab * targets
 
     def _activations(self, tokens: int, item: int, device: str) -> int:
-        """Estimate what a micro-batch adds at its peak, in addition to all gradients; `item` is
-        bytes in the compute dtype.
+        """Estimate the peak bytes of a micro-batch's activations and loss, without gradients of
+        weights; `item` is the size of a number in the compute dtype.
 
-        The base model's layers keep their activations, or only their inputs if they are recomputed,
-        or nothing if they are frozen. After them come the draft and the largest loss.
+        The base model's layers keep all activations; only their inputs if activations are
+        recomputed; nothing if the layers are frozen. The draft and the largest loss come after
+        them.
         """
         cfg = self._cfg
         section, cost = cfg.draft_config, self._cost
         states = tokens * self._hidden * item
-        # 1. The draft, a head at a time or all of them, and its loss.
+        # 1. The draft (its heads one at a time or all at once) and its loss.
         at_once = 1 if DRAFTS[cfg.draft].independent_heads else section.num_heads
         draft = at_once * (3 * cost.blocks_per_head + 1) * states
         draft += cost.layer_passes * tokens * self._layer_bytes(_KEPT_DRAFT, item)
@@ -284,7 +290,7 @@ class Estimate:
         loss = self._loss_bytes(self._draft_vocab, tokens, item, device, taught)
         if cfg.recipe == "medusa1":
             return max(tokens * self._layer_bytes(_KEPT_FROZEN, item), states + draft + loss)
-        # 2. The layers of a trained base model, and its loss.
+        # 2. The layers of a trained base model and its loss.
         loss = max(loss, self._loss_bytes(self._vocab, tokens, item, device, self._has_teacher))
         layer = tokens * self._layer_bytes(_KEPT_TRAINED, item)
         if cfg.gradient_checkpointing:
@@ -292,8 +298,8 @@ class Estimate:
         return self._trained_layers * layer + states + draft + loss
 
     def _layer_bytes(self, hidden_states: int, item: int) -> int:
-        """Count the bytes that a decoder layer keeps of a token: `hidden_states` of them, q, k, v,
-        attention's output, and the gated MLP.
+        """Count the bytes that a decoder layer keeps per token: this number of hidden states, q, k,
+        v, the attention output, and the activations of the gated MLP.
         """
         text = self._text
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
@@ -301,8 +307,8 @@ class Estimate:
         return int(hidden_states * self._hidden + attention + 4 * inner) * item
 
     def _loss_bytes(self, vocab: int, tokens: int, item: int, device: str, taught: bool) -> int:
-        """Estimate the buffers of a loss: a chunk of logits, of the teacher's too, float32 blocks of
-        them, and the output matrix in the compute dtype.
+        """Estimate the buffers of a loss: a chunk of logits, float32 blocks of them, both also for
+        the teacher if `taught`, and the output matrix in the compute dtype.
         """
         chunk = min(chunk_size(vocab, device, item, gpu_bytes(torch.device(device))), tokens)
         block = min(block_size(vocab, device), tokens)
@@ -316,14 +322,14 @@ class Estimate:
 
     @property
     def _trained_layers(self) -> int:
-        """Number of the last layers that gradients go through."""
+        """Number of layers, counted from the last, that gradients flow through."""
         if self._cfg.adapter or not self._cfg.medusa_num_unfreeze_layers:
             return int(self._text.num_hidden_layers)
         return self._cfg.medusa_num_unfreeze_layers
 
     def _quantized_bytes(self) -> float | None:
-        """Return the bytes of a quantized weight, by the configuration or in a quantized
-        checkpoint; None if none is.
+        """Return the bytes per quantized weight, as configured or as stored in a quantized
+        checkpoint; None if weights are not quantized.
         """
         if (chosen := self._cfg.quantization) is not None:
             return _NF4 if chosen == "nf4" else 1.0

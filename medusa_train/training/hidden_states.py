@@ -1,11 +1,10 @@
-"""Keep the hidden states of a frozen base model on disk, so that later epochs and runs need no pass
-of it.
+"""Keep the hidden states of a frozen base model on disk, so that later epochs and runs need not run
+the base model.
 
-A document's states depend on its tokens alone: it starts at position 0 and attends to nothing else,
-packed or not. They are stored as computed in the batch that has the document first, and read from
-then on. The rounding of a pass depends on the shape of its batch, so a run with the cache equals
-one without it to the bit where a document's batches have the same shape in all epochs, and up to
-rounding elsewhere.
+A document's states depend only on its tokens: packed or not, it starts at position 0 and attends to
+nothing else. The states are stored when the first batch with this document is computed, and read
+from then on. Rounding depends on the shape of a batch. So a run with the cache equals a run without
+it bit for bit if all batches with a document have the same shape, and up to rounding otherwise.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ class HiddenStateCache:
     """The states of a frozen base model: read from disk, or computed and stored.
 
     Attributes:
-        device: where hidden states are returned.
-        rope_switch: see `TargetModel`; beyond it a model computes the whole batch with other
-            positions.
-        distributed: the processes that train together; all of them call `hidden_states`, the same number
-            of times.
-        read, computed: number of documents whose states were read, and computed, by this process.
+        device: device of the returned hidden states.
+        rope_switch: see `TargetModel`. If a batch has a position from here on, the model computes
+            the whole batch with other rotary angles.
+        distributed: the processes that train together. All of them must call `hidden_states`
+            equally often.
+        read, computed: number of documents whose states this process read from disk, and number of
+            documents that it computed.
     """
 
     store: StateStore
@@ -58,12 +58,12 @@ class HiddenStateCache:
     _warned: bool = field(default=False, repr=False)
 
     def hidden_states(self, batch: Batch, compute: Callable[[], HiddenStates]) -> HiddenStates:
-        """Return the hidden states of `batch`; `compute` runs the base model on it, unless all documents
-        are stored.
+        """Return the hidden states of `batch`. `compute` runs the base model on it; it is called
+        unless all documents are stored.
 
-        The states at padding are zero where they are read, and the base model's where it ran. A
-        base model that is partitioned over the processes has to run in all of them, so it runs if any
-        process lacks a document.
+        At padding, states from disk are zero, and computed states are the base model's output. A
+        base model that is partitioned over the processes must run in all of them, so it runs in all
+        if any process lacks a document.
         """
         documents = list(self._documents(batch))
         states, missing = self._read(batch, documents)
@@ -75,10 +75,10 @@ class HiddenStateCache:
             return HiddenStates(first, torch.cat(aux, dim=-1))
         hidden_states = compute()
         self.computed += len(documents)
-        # views, so that stored values replace computed ones in `hidden_states`
+        # these are views: assigning to them changes `hidden_states` in place
         computed = _states_of(hidden_states)
         for document in documents:
-            # keep the values of the batch that had it first: a resumed run reads them
+            # use the stored values of known documents, because a resumed run reads them too
             if document not in missing:
                 for state, stored in zip(computed, states, strict=True):
                     state[document.row, document.part] = stored[document.row, document.part].to(
@@ -88,7 +88,9 @@ class HiddenStateCache:
         return hidden_states
 
     def describe(self, distributed: DistributedContext) -> str:
-        """Return what all processes read and computed, in one sentence; each of them calls this."""
+        """Describe in one sentence what all processes read and computed. All of them must call
+        this.
+        """
         of_each = distributed.gather((self.read, self.computed, self.store.damaged))
         read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
         noted = f"; {damaged} files were damaged" if damaged else ""
@@ -110,7 +112,7 @@ class HiddenStateCache:
                 start = end
 
     def _read(self, batch: Batch, documents: list[_Document]) -> tuple[Tensor, list[_Document]]:
-        """Return the stored states [states, B, T, d], on the CPU, and the documents that have none."""
+        """Return the stored states [states, B, T, d], on the CPU, and the documents without any."""
         spec = self.store.format
         pinned = self.device.type == "cuda"
         states = torch.zeros(
@@ -131,15 +133,17 @@ class HiddenStateCache:
         return states, missing
 
     def _write(self, documents: list[_Document], computed: list[Tensor]) -> None:
-        """Store the states of `documents`, each computed tensor [B, T, d]; a full disk ends
-        storing, not the run.
+        """Store the states of `documents`; if the disk is full, the run continues without storing.
+
+        Args:
+            computed: one tensor [B, T, d] per state.
         """
         if not documents or not self._writable:
             return
         states = [state.cpu() for state in computed]
         try:
             for document in documents:
-                if document.key not in self.store:  # twice in one batch
+                if document.key not in self.store:  # a batch may have a document twice
                     values = torch.stack([state[document.row, document.part] for state in states])
                     self.store.write(document.key, values)
         except OSError as error:
@@ -153,7 +157,7 @@ class HiddenStateCache:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A document's key and its place in a batch."""
+    """A document's key and its position in a batch."""
 
     key: str
     row: int
@@ -161,7 +165,7 @@ class _Document:
 
 
 def _states_of(hidden_states: HiddenStates) -> list[Tensor]:
-    """Return the states of one width d, [B, T, d] each."""
+    """Return the final states and each layer's auxiliary states as views [B, T, d]."""
     if hidden_states.aux is None:
         return [hidden_states.final]
     width = hidden_states.final.shape[-1]
@@ -180,14 +184,14 @@ def open_hidden_states(
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of all documents of the run in `prepared`, for a frozen base model, and print
-    its full size.
+    """Open the hidden-state cache of a frozen base model in the directory `prepared`, and print its
+    size with the states of all `examples`.
     """
     fingerprint = distributed.run_on_main(
         lambda: target_model_fingerprint(target_model, aux_layers, tf32=tf32)
     )
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
-    with torch.no_grad():  # the states of one token have the dtype and width of all
+    with torch.no_grad():  # run one token to learn the dtype and width of the states
         states = _states_of(
             target_model.run(
                 torch.zeros(1, 1, dtype=torch.long, device=target_model.device),
@@ -208,12 +212,12 @@ def open_hidden_states(
 
 
 def distinct_documents(examples: Iterable[Example]) -> dict[str, int]:
-    """Return the number of tokens of every distinct document by its key."""
+    """Return the key of every distinct document -> its number of tokens."""
     return {document_key(example): len(example) for example in examples}
 
 
 def describe_states(format: StateFormat, tokens: int) -> str:
-    """Return the arithmetic of the size of `tokens` tokens' states."""
+    """Return the product that gives the size of the states of `tokens` tokens, as text."""
     states = "" if format.states == 1 else f" x {format.states} states"
     return f"{tokens:,} tokens x {format.width:,} values{states} x {format.dtype.itemsize} bytes"
 
@@ -221,8 +225,8 @@ def describe_states(format: StateFormat, tokens: int) -> str:
 def target_model_fingerprint(
     target_model: TargetModel, aux_layers: tuple[int, ...], *, tf32: bool = False
 ) -> str:
-    """Digest everything that determines the states besides the tokens: weights, config, layers and
-    library versions.
+    """Return a digest of everything except the tokens that determines the states: weights, config,
+    layers and library versions.
     """
     config = target_model.model.config.to_dict()
     inputs = {
@@ -241,8 +245,10 @@ def target_model_fingerprint(
 
 
 def _prepare(store: StateStore, documents: dict[str, int]) -> str:
-    """Create the directory, and describe the size of the states of `documents`; ConfigError if those
-    not stored yet do not fit on the disk.
+    """Create the store's directory, and describe the size of the states of `documents`.
+
+    Raises:
+        ConfigError: the states that are not stored yet do not fit on the disk.
     """
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))

@@ -1,6 +1,6 @@
 """`medusa-train --inspect`: samples with their loss mask, token counts, steps, memory and hours.
 
-No weights are loaded. With `tokens=60M` no data are read either: they need not exist yet.
+No weights are loaded. With `tokens=60M` no data are read either, so they need not exist yet.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from medusa_train.training.preflight import check_run
 from medusa_train.training.schedule import few_steps_advice, plan_steps
 from medusa_train.training.stages import TITLES, load_stages
 
-#: Samples that are shown, and tokens of each.
+#: Number of samples that are shown, and of tokens per sample.
 SAMPLES, MAX_TOKENS = 3, 400
-#: Aligns the tables of the page.
+#: Width of the first column, so that all tables are aligned.
 LABEL_WIDTH = 10
 SUPERVISED = "bold green"
 CONTEXT = "dim"
 
 
 class _Stage:
-    """A run, or a stage of one, with what is estimated of it.
+    """A run, or a stage of a run, with the estimates of its cost.
 
     Attributes:
-        operations: of the whole stage. disk: bytes of checkpoints that may be kept at once.
-        without_checkpointing: bytes, and the share of operations that is saved; None where
-            activations are kept anyway.
+        operations: number of operations of the whole stage.
+        disk: largest number of bytes that checkpoints take at once.
+        without_checkpointing: bytes of memory without gradient checkpointing, and the share of
+            operations that this saves; None if the stage does not use gradient checkpointing.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class _Stage:
         self.model_config = model_config
         self.processes = processes
         self.loader, self.schedule = plan_steps(cfg, data.train, processes=processes)
-        # 1. What `auto` means here.
+        # 1. Replace `auto` by the value it has in this run.
         self.notes: list[str] = []
         self.cfg, self.precision = decide_auto(cfg, data.train, self.notes.append)
         advice = few_steps_advice(cfg, self.schedule)
@@ -67,10 +68,10 @@ class _Stage:
             self.notes.append(advice)
         # 2. Memory, operations and disk.
         self.memory, self.operations = self._costs(self.cfg)
-        # until the next checkpoint two evaluations may be kept: the best one so far, and that of
-        # the last checkpoint
+        # The weights of two evaluations may be kept until the next checkpoint: those of the best
+        # one so far, and of the best one at the last checkpoint.
         self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
-        # 3. The same without gradient checkpointing: bytes, and the share of operations it saves.
+        # 3. The cost without gradient checkpointing: bytes, and the share of operations it saves.
         self.without_checkpointing: tuple[int, float] | None = None
         if cfg.recipe == "medusa2" and self.cfg.gradient_checkpointing:
             kept = self.cfg.model_copy(update={"gradient_checkpointing": False})
@@ -97,22 +98,23 @@ def inspect_run(
     processes: int = 1,
     tokens: int | None = None,
 ) -> int:
-    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit
-    code, 0.
+    """Print to `results` what `cfg` would train on, and notes on the data to `console`; return the
+    exit code, 0.
 
     Args:
-        processes: number of devices that train together; the memory is that of one of them.
-        tokens: assume so many tokens of training data, and read none; None: read the data.
+        processes: number of devices that train together; memory is estimated per device.
+        tokens: number of training tokens to assume without reading data; None: read the data.
 
     Raises:
-        MedusaError: an error of configuration or data, also one of so many processes.
+        MedusaError: an error in the configuration or in the data, also one that only occurs with
+            this number of processes.
     """
     first = stage_one_config(cfg)
     configs = [cfg] if first is None else [first, cfg]
     if processes > 1:
         for config in configs:
             check_run(config, processes)
-    # 1. The data, and what they cost.
+    # 1. Load the data and estimate the cost.
     if tokens is None:
         with LoadingProgress(RunProgress(console)) as shown:
             loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
@@ -130,7 +132,7 @@ def inspect_run(
         tokenizer = load_tokenizer(
             resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
         )
-    # 2. A page for each stage.
+    # 2. Print a page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
@@ -142,7 +144,7 @@ def inspect_run(
             described = list(_describe_data(stage, tokenizer))
         steps = _grid([*described, *_describe_steps(stage)])
         results.print(Group(steps, "", _memory_table(stage), _time_table([stage])))
-    # 3. Both together, one after the other.
+    # 3. Print the totals of both stages, which run one after the other.
     if first is not None:
         total = sum(stage.schedule.total_steps for stage in stages)
         memory = describe_size(max(stage.memory.total for stage in stages))
@@ -170,23 +172,21 @@ def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
 
 
 def _chosen(examples: Sequence[Example]) -> list[Example]:
-    """Choose examples to show: the first of each data set, and one that is a later row."""
+    """Choose the examples to show: the first of each data set, and one that is a later row."""
     numbers = sorted({example.dataset for example in examples})
     each = max(1, SAMPLES // len(numbers))
     shown: list[Example] = []
     for number in numbers:
         examples_of_dataset = (example for example in examples if example.dataset == number)
         shown += islice(examples_of_dataset, each)
-    # a later row shows what the template makes of earlier turns
+    # a later row shows how the template renders earlier turns
     if not any(example.row for example in shown):
         shown += islice((example for example in examples if example.row), 1)
     return shown
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
-    """Decode a sample, special tokens included; supervised tokens are coloured and set between «
-    and ».
-    """
+    """Decode a sample with its special tokens. Supervised tokens are colored, between « and »."""
     text = Text()
     supervised = example.supervised.tolist()
     end = min(len(example), limit)
@@ -194,8 +194,8 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     starts = [i for i in range(end) if i == 0 or supervised[i] != supervised[i - 1]]
     before = ""
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        # decoded as the difference of two prefixes: a piece alone would lose the space before its
-        # first token
+        # A piece is the difference of two decoded prefixes. Decoded alone, it would lose the space
+        # before its first token.
         whole = tokenizer.decode(
             tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -211,13 +211,13 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
 
 
 def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Yield rows on the data that were read."""
+    """Yield table rows on the data that were read."""
     cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
     yield "training", _describe_tokens(train)
     if len(cfg.datasets) > 1:
         for number, entry in enumerate(cfg.datasets):
             examples = [example for example in train.examples if example.dataset == number]
-            described = "nothing"  # what is held out is not counted
+            described = "nothing"  # held-out examples are not counted
             if examples:
                 described = _describe_tokens(EncodedDataset(examples, train.report))
             yield "", f"{entry.path}: {described}"
@@ -233,7 +233,7 @@ def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
     vocabulary = _draft_vocabulary(cfg, train, tokenizer, int(text_config.vocab_size))
     if vocabulary is not None:
         yield from zip(("vocabulary", ""), vocabulary.describe(train, validation), strict=False)
-    if cfg.cache_hidden_states:  # those that are stored already are included
+    if cfg.cache_hidden_states:  # the size includes states that are already stored
         states = 1 + len(cfg.draft_config.aux_layers(text_config.num_hidden_layers))
         spec = StateFormat(states, text_config.hidden_size, stage.precision.dtype)
         tokens = sum(distinct_documents([*train, *validation]).values())
@@ -244,9 +244,9 @@ def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
 def _draft_vocabulary(
     cfg: TrainConfig, train: EncodedDataset, tokenizer: Any, vocab_size: int
 ) -> DraftVocabulary | None:
-    """Return the reduced vocabulary of the heads in `lora_model_dir`, or the one that new heads get."""
+    """Return the reduced vocabulary of the heads in `lora_model_dir`, or else of new heads."""
     heads = None
-    if cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
+    if cfg.lora_model_dir is not None:  # stage one's heads may also exist from an earlier run
         heads = find_initial_heads(cfg.initial_run)
     if heads is None:
         return DraftVocabulary.choose(cfg.draft_config, train, tokenizer, vocab_size)
@@ -255,7 +255,7 @@ def _draft_vocabulary(
 
 
 def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
-    """Yield rows on the loss, and on the rows and steps of an epoch."""
+    """Yield table rows on the loss, and on an epoch's data rows and steps."""
     cfg, train, schedule = stage.cfg, stage.data.train, stage.schedule
     yield "loss", cfg.describe_loss()
     rows = stage.loader.rows_per_epoch
@@ -285,7 +285,7 @@ def _describe_tokens(dataset: EncodedDataset) -> str:
 
 
 def _describe_answers(dataset: EncodedDataset) -> str:
-    """Describe the answers in the report of `dataset`."""
+    """Describe the answers of `dataset`, as counted in its report."""
     counts, share = dataset.report.counts, dataset.report.looping_share
     cut = counts["cut"] / max(1, counts["answers"])
     return (

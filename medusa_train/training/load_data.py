@@ -29,7 +29,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
-#: Tokens of a conversation, and the share of them that is supervised, where no data are read.
+#: If no data are read: the assumed tokens of a conversation, and the share of them that is
+#: supervised.
 ASSUMED_LENGTH, ASSUMED_SHARE = 1000, 0.7
 #: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
@@ -40,12 +41,13 @@ class TrainingData:
     """The tokenized data of a run.
 
     Attributes:
-        train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
-        prompts: conversations to choose the tree on: the validation set, or the training set where
-            that has fewer than a tree is fitted to, with only the assistant's tokens supervised.
-        sequence_len: as configured, or the model's context length if that is less.
-        chat_template: as configured, or the default that was used; None: the tokenizer's.
-        prompts_held_out: whether `prompts` are of the validation set.
+        train, validation: data with the configured supervised tokens (`roles_to_train`,
+            `train_on_inputs`).
+        prompts: conversations on which the tree is chosen: the validation set, or the training set
+            if the validation set has too few. Only the assistant's tokens are supervised.
+        sequence_len: the configured value, or the model's context length if that is smaller.
+        chat_template: the configured template, or the default that was used; None: the tokenizer's.
+        prompts_held_out: whether `prompts` are from the validation set.
     """
 
     train: EncodedDataset
@@ -65,14 +67,17 @@ def load_data(
     """Check the configuration against the base model's config and tokenize the data; no weights are
     loaded.
 
-    Rank 0 tokenizes, and the other processes get what it read. If it fails, it raises in all.
+    Rank 0 tokenizes, and the other processes receive the result. An error is raised in all
+    processes.
     """
     return distributed.run_on_main(lambda: _load_data(cfg, console, distributed.size, on_progress))
 
 
 def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
-    """Check the configuration as `load_data` does, and return data of so many tokens, of which
-    nothing but the lengths is meant: conversations of 1,000 tokens, 70 % of them supervised.
+    """Check the configuration as `load_data` does, and return dummy data with this number of
+    tokens.
+
+    Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
     """
     _, config = check_run(cfg, processes)
     cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
@@ -89,7 +94,7 @@ def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console
 def _load_data(
     cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
 ) -> TrainingData:
-    # 1. The tokenizer and the encoder of chats.
+    # 1. Load the tokenizer and build the encoder of chats.
     resolved, config = check_run(cfg, processes)
     text_config = config.get_text_config()
     cfg = _fit_sequence_len(cfg, text_config, console)
@@ -103,10 +108,10 @@ def _load_data(
     encoder = chat_encoder(cfg, tokenizer, generation_config.eos_token_id)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow")
-    # 2. The data that are trained on.
+    # 2. Load the data to train on.
     train, validation = load_datasets(cfg, encoder, on_progress)
     _print_reports(cfg, train, validation, console)
-    # 3. The data that the tree is chosen on: the same, with the answers alone supervised.
+    # 3. Load the data on which the tree is chosen: the same data, but only answers are supervised.
     answers = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
@@ -115,7 +120,7 @@ def _load_data(
             held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
-    # 4. Drop what the base model cannot read.
+    # 4. Drop conversations with tokens that the base model does not have.
     parts = [train, validation, *answers]
     dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
@@ -123,7 +128,7 @@ def _load_data(
             f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
             f" {dropped[0]}",
         )
-    # 5. A tree needs some conversations: training data, if too few are held out.
+    # 5. Choose the tree on training data if too few conversations are held out.
     prompts, held_out_prompts = answers
     is_enough = len({example.prompt for example in held_out_prompts}) >= MIN_CONVERSATIONS
     if is_enough:
@@ -134,7 +139,7 @@ def _load_data(
 
 
 def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
-    """Set Axolotl's template for ShareGPT where there is no other."""
+    """Set Axolotl's template for ShareGPT data if there is no other template."""
     if cfg.chat_template or tokenizer.chat_template:
         return cfg
     all_have_template = all(entry.conversation for entry in cfg.all_datasets)
@@ -149,9 +154,9 @@ def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -
 def _print_reports(
     cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
 ) -> None:
-    """Print what was skipped or truncated, and how many answers loop."""
+    """Print what was skipped or truncated, and the share of answers that loop."""
     reports = {"data": train.report}
-    if cfg.test_datasets is not None:  # else it is the same report
+    if cfg.test_datasets is not None:  # otherwise both have the same report
         reports["test data"] = validation.report
     for name, report in reports.items():
         for line in report.describe():
@@ -164,8 +169,8 @@ def _print_reports(
 
 
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
-    """Limit sequence_len to the model's context, and where rows share a pass to one set of
-    longrope's angles.
+    """Limit sequence_len to the model's context length. With longrope, limit it also to the length
+    at which the rotary angles switch, if several rows share a forward pass.
     """
     context = context_length(text_config)
     switch = rope_switch(text_config)
@@ -188,13 +193,13 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token for which the base model has no embedding, such as one that was
-    added to the tokenizer alone; return why, for each of them.
+    """Drop conversations with a token that has no embedding in the base model, for example because
+    it was added only to the tokenizer. Return the reason for each dropped conversation.
 
     Raises:
-        DataError: there are such tokens, and `skip_bad_records` is off, or nothing else is left.
+        DataError: there are such tokens, and `skip_bad_records` is off or no conversation remains.
     """
-    problems: dict[str, str] = {}  # by source: a conversation may have several rows
+    problems: dict[str, str] = {}  # by source, because a conversation may have several rows
     for example in itertools.chain.from_iterable(parts):
         token = int(example.tokens.max())
         if token >= vocab_size:
@@ -220,10 +225,13 @@ def _drop_unknown_tokens(
 def chat_encoder(
     cfg: TrainConfig, tokenizer: Any, eos_token_id: int | list[int] | None = None
 ) -> ChatEncoder:
-    """Build the encoder from which every data set derives its own.
+    """Build the encoder from which the encoder of every data set is derived.
 
-    If every data set sets the same `conversation`, or the tokenizer has no template, that of the
-    data sets is used. `eos_token_id` is that of the generation config.
+    Without `chat_template`, the template of the first data set is used if every data set has a
+    `conversation` and either all are equal or the tokenizer has no template.
+
+    Args:
+        eos_token_id: the one in the generation config.
     """
     template = cfg.chat_template or None
     if template is None:
@@ -243,8 +251,8 @@ def chat_encoder(
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
-    """Name variables that the template does not have, and data that were generated with other
-    prompts.
+    """Yield notes on variables that the template does not use, and on data that were generated with
+    other prompts.
     """
     note = encoder.template.describe_unused_kwargs()
     if note:
@@ -255,7 +263,7 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
             continue
         of_dataset = encoder.with_settings(template=entry.conversation)
         note = None
-        # not a settings file after all, or the template rejects the chat
+        # ignore a file that has no settings, or a template that rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
             note = _prompts_differ(settings, of_dataset)
@@ -264,15 +272,17 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
 
 
 def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
-    """Say how the prompts that data were generated with differ from those of this run, if they do.
+    """Describe how the prompts with which data were generated differ from this run's; None if they
+    are equal.
 
     Args:
-        settings: what self-distillation wrote next to the data.
-        encoder: of this run.
+        settings: settings that self-distillation wrote next to the data.
+        encoder: this run's encoder.
     """
     kwargs = settings.get("chat_template_kwargs") or {}
     name = settings.get("chat_template") or None
-    # a base model answered with its tokenizer's template, a run with that of its heads
+    # a plain base model answered with its tokenizer's template, a run with the template of its
+    # heads
     is_of_target_model = "model" in settings and "weights" not in settings
     if name is None and not is_of_target_model:
         name = encoder.template_name

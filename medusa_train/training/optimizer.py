@@ -1,5 +1,7 @@
-"""Parameter groups, optimizer and schedule, and the step with them: gradient clipping and update. Here
-in one process, where gradients come with the losses; `deepspeed_strategy` does it through DeepSpeed.
+"""Parameter groups, optimizer and schedule, and the training step: gradient clipping and update.
+
+`LocalStrategy` trains in one process, where computing a loss also accumulates its gradients.
+`deepspeed_strategy` does the same with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from medusa_train.models.partitioned import full_shape
 
 T = TypeVar("T")
 
-#: Keys of a parameter group that keep this run's values when resuming; the others are restored.
+#: Keys of a parameter group that keep this run's values when resuming; other keys are restored.
 _NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
-#: The entries of bitsandbytes' state that its paged optimizers keep in paged memory.
+#: Entries of bitsandbytes' state that its paged optimizers keep in paged memory.
 _MOMENTS = ("state1", "state2")
 
 
 class Strategy(ABC):
     """How a training step computes, reduces and applies gradients.
 
-    The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several
-    processes all of them call every method, in the same order.
+    Call `forward_backward` for every micro-batch, then `step` or `skip` once. If there are several
+    processes, all of them must call every method, in the same order.
     """
 
     def __init__(
@@ -43,8 +45,11 @@ class Strategy(ABC):
         max_grad_norm: float,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Train the optimizer's parameters; `max_grad_norm` 0 disables clipping, `loss_scale` is
-        for float16.
+        """Train the optimizer's parameters.
+
+        Args:
+            max_grad_norm: 0 disables clipping.
+            loss_scale: needed for float16.
         """
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -69,22 +74,22 @@ class Strategy(ABC):
         self, compute: Callable[..., ObjectiveOutput], *args: Any
     ) -> ObjectiveOutput:
         """Compute the loss of one micro-batch, with all weights readable, and accumulate its
-        gradients.
+        gradients. The returned loss has no graph.
 
-        `compute(*args)` returns a differentiable loss, `compute(*args, grad_scale=factor)` one
-        whose gradients, times `factor`, it has accumulated itself. The loss that is returned here
-        has no graph.
+        Args:
+            compute: `compute(*args)` returns a differentiable loss. `compute(*args, grad_scale=f)`
+                also accumulates the gradients of that loss, times f.
         """
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(*args)`, which computes without gradients, with all weights readable."""
+        """Call `function(*args)` with all weights readable; it must not compute gradients."""
         return function(*args)
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: remove all hooks and the optimizer's state.
 
-        All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in
-        CPU memory.
+        All weights are whole afterwards. If `partitioned`, only the parameters in `saved` are
+        whole, only in rank 0, and in CPU memory.
         """
         self.optimizer.state.clear()
 
@@ -92,8 +97,8 @@ class Strategy(ABC):
         """Clip the gradients, step optimizer and schedule, and zero the gradients.
 
         Returns: The norm of the gradients before clipping, and whether they overflowed float16
-            because of the loss scale, which is halved then. If the norm is NaN/Inf, neither weights
-            nor schedule changed: `skip` follows.
+            because of the loss scale, which is then halved. If the norm is NaN/Inf, neither weights
+            nor schedule changed, and the caller must call `skip`.
         """
         norm = self._update()
         is_finite = math.isfinite(norm)
@@ -105,13 +110,13 @@ class Strategy(ABC):
         return norm, was_overscaled
 
     def skip(self) -> None:
-        """Drop the gradients and step the schedule alone, after a `step` that did not apply them or
-        instead of one.
+        """Drop the gradients and step only the schedule. Call it instead of `step`, or after a
+        `step` that did not apply the gradients.
         """
         self._drop_gradients()
         with warnings.catch_warnings():
-            # torch warns about a schedule stepped before the optimizer; here the first optimizer
-            # step was skipped
+            # if the first optimizer step is skipped, torch warns that the schedule is stepped
+            # before the optimizer
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
@@ -127,17 +132,18 @@ class Strategy(ABC):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
+        """Restore a `state_dict`, but keep the learning rates, weight decay and schedule of this
+        run.
 
-        A run resumed with another learning rate uses it, at the step of the schedule that was
-        reached.
+        A run that is resumed with another learning rate uses the new rate, from the reached step of
+        the schedule on.
 
         Raises:
-            ValueError: it belongs to other parameters.
+            ValueError: the state belongs to other parameters.
         """
-        # 1. The moments of the optimizer.
+        # 1. Restore the moments of the optimizer.
         self._load_optimizer(state["optimizer"])
-        # 2. The step of the schedule, with this run's learning rates.
+        # 2. Restore the step of the schedule, with this run's learning rates.
         scheduler = self.scheduler
         done = int(state["scheduler"]["last_epoch"])
         factors = [factor(done) for factor in scheduler.lr_lambdas]
@@ -147,7 +153,7 @@ class Strategy(ABC):
         current = {"base_lrs": scheduler.base_lrs, "_last_lr": rates}
         current["lr_lambdas"] = scheduler.state_dict()["lr_lambdas"]
         scheduler.load_state_dict({**state["scheduler"], **current})
-        # 3. The loss scale, which is absent if it was trained in another precision.
+        # 3. Restore the loss scale, which is absent if the run was trained in another precision.
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale = LossScale(**state["loss_scale"])
 
@@ -158,8 +164,8 @@ class Strategy(ABC):
         """
 
     def _clip(self) -> float:
-        """Divide this process's gradients by the loss scale and clip them; return their norm
-        before.
+        """Divide this process's gradients by the loss scale and clip them; return their norm before
+        clipping.
         """
         if self.loss_scale is not None:
             for parameter in self.parameters:
@@ -184,8 +190,8 @@ class LocalStrategy(Strategy):
     def forward_backward(
         self, compute: Callable[..., ObjectiveOutput], *args: Any
     ) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is
-        computed.
+        """Compute the loss of one micro-batch; `compute` accumulates the gradients of each of its
+        terms at once.
         """
         grad_scale = 1.0
         if self.loss_scale is not None:
@@ -209,11 +215,11 @@ class LossScale:
 
     The loss is multiplied by `value` before the backward pass and the gradients are divided by it
     afterwards, so that small gradients do not underflow. If they overflow, the step is skipped and
-    the scale halved. All values are powers of two, so scaling rounds nothing (Mixed Precision
-    Training, arXiv 1710.03740, Loss scaling).
+    the scale is halved. All values are powers of two, so scaling causes no rounding (Mixed
+    Precision Training, arXiv 1710.03740, Loss scaling).
 
     Attributes:
-        value: the factor. good: successful steps in a row with it.
+        value: the scale. good: number of successful steps in a row with this scale.
     """
 
     WINDOW: ClassVar[int] = 2000
@@ -222,8 +228,8 @@ class LossScale:
     good: int = 0
 
     def update(self, overflowed: bool) -> bool:
-        """Update the scale after a step; return whether it overflowed because of the scale, which
-        was above 1.
+        """Update the scale after a step; return whether the scale caused an overflow, which
+        requires a scale above 1.
         """
         if overflowed:
             was_above_one = self.value > 1.0
@@ -238,8 +244,11 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` but for weight decay, betas and epsilon; the caller sets learning rates.
-    ValueError if its moments have other names.
+    """Load a `state_dict` except for weight decay, betas and epsilon. The caller sets the learning
+    rates.
+
+    Raises:
+        ValueError: the moments have other names, so they belong to another optimizer.
     """
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
@@ -256,11 +265,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load the state of a paged optimizer of bitsandbytes, whose own loading leaves no moments
-    paged.
+    """Load the state of a paged optimizer of bitsandbytes. Its own loading would keep no moments in
+    paged memory.
 
-    The moments are copied to buffers as the first step would create them: of a CPU and a GPU that
-    share them, so that they need not fit into the GPU's memory.
+    The moments are copied to the buffers that the first step would create. CPU and GPU share these
+    buffers, so the moments need not fit into the GPU's memory.
     """
     optimizer.load_state_dict(saved, move_to_device=False)
     for parameter, entry in optimizer.state.items():
@@ -291,11 +300,11 @@ def parameter_groups(
     base_model_lr: float,
     weight_decay: float,
 ) -> list[ParameterGroup]:
-    """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases
-    and norms (none).
+    """Group the trained parameters by learning rate and by weight decay: matrices get weight decay,
+    biases and norms get none.
 
-    Heads train at `learning_rate * medusa_lr_multiplier`, the base model's trained parameters at
-    `learning_rate` (Medusa, Joint Training, differential learning rates).
+    Heads train at `learning_rate * medusa_lr_multiplier`, and the base model's trained parameters
+    at `learning_rate` (Medusa, Joint Training, differential learning rates).
     """
     groups: list[ParameterGroup] = []
     for parameters, lr in ((heads, heads_lr), (target_model, base_model_lr)):
@@ -315,11 +324,12 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
 ) -> tuple[torch.optim.Optimizer, str | None]:
-    """Build the optimizer `name`, or adamw_torch and a line for the user where it cannot run.
+    """Build the optimizer `name`. If it cannot run here, build adamw_torch and return a line for
+    the user.
 
     Args:
-        betas: decay of the mean of gradients, and of the mean of their squares.
-        epsilon: added to the root of the latter before dividing by it.
+        betas: decay rates of Adam's first and second moment.
+        epsilon: Adam's epsilon, added to the denominator.
     """
     if name not in EIGHT_BIT:
         notice = None

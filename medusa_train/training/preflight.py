@@ -1,5 +1,5 @@
-"""Checks of a configuration before any weights are loaded: of its files, before torch is imported,
-and of what transformers reads of the base model.
+"""Check a configuration before any weights are loaded. `check_files` checks its files before torch
+is imported; `check_run` checks it against the config of the base model that transformers reads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 
 
 def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True) -> None:
-    """Check the files of a run and its stage one, without the seconds that importing torch takes.
-    The data may be missing unless the run `reads_data`.
+    """Check the files of a run and its stage one without importing torch, which takes seconds. The
+    data may be missing unless the run `reads_data`.
 
-    What only the base model's config tells is checked if config.json is here and has it.
+    Checks that need the base model's config are made only if its config.json is on this machine.
 
     Raises:
         MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
@@ -56,8 +56,8 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the base model's config and `processes`; return its path or hub name, and
-    its config.
+    """Check `cfg` against the base model's config and the number of `processes`; return the base
+    model's path or hub name, and its config.
     """
     from transformers.integrations import is_deepspeed_available
 
@@ -65,13 +65,13 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     from medusa_train.training.deepspeed_strategy import check_zero
 
     resolved, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    # 1. The processes, and the weights to start from.
+    # 1. Check the processes, and the weights to start from.
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
         check_zero(deepspeed)
     check_8bit_states(cfg, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
-    # 2. The draft and the recipe on this base model.
+    # 2. Check the draft and the recipe on this base model.
     check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
     return resolved, config
@@ -80,8 +80,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
 def check_shape(
     cfg: TrainConfig, text_config: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> None:
-    """Check the draft and the recipe against the base model's vocabulary, layers and quantization;
-    numbers that `text_config` does not have are not checked.
+    """Check the draft and the recipe against the base model's vocabulary, layers and quantization.
+    Numbers that `text_config` does not have are not checked.
     """
     size = cfg.draft_config.settings.get("vocab_size")
     vocab_size = text_config.get("vocab_size")
@@ -111,7 +111,9 @@ def check_shape(
 
 
 def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
-    """Reject what needs masks or layers of a base model that can only run whole documents."""
+    """Reject settings that need tree masks or single layers, if the base model can only run whole
+    documents.
+    """
     from medusa_train.models.architecture import describe_without_trees
 
     problem = describe_without_trees(model_config, cfg.base_model)
@@ -126,7 +128,7 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
 
 
 def check_8bit_states(cfg: TrainConfig, stage: int, processes: int) -> None:
-    """Reject an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
+    """Reject an 8-bit optimizer if ZeRO would have to partition its states at this stage."""
     from medusa_train.training.optimizer import EIGHT_BIT
 
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
@@ -144,12 +146,12 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
     Args:
-        config: transformers' config of the base model. Without it the layers that an adapter leaves
-            out are not checked, which takes torch.
+        config: transformers' config of the base model. Without it, the function does not check
+            which layers an adapter leaves out, because that check needs torch.
     """
     if cfg.lora_model_dir is None:
         return
-    # 1. There are heads or an adapter.
+    # 1. Check that there are heads or an adapter.
     home = cfg.initial_run
     adapter = find_initial_adapter(home)
     if home is None or (adapter is None and find_initial_heads(home) is None):
@@ -158,7 +160,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
             " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
             " to start from untrained heads."
         )
-    # 2. The base model of heads that were trained jointly is this run's.
+    # 2. Check that jointly trained heads are used with the base model that they were trained with.
     if adapter is not None:
         if cfg.recipe == "medusa1" or cfg.adapter is None:
             raise ConfigError(
@@ -178,8 +180,11 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
 
 
 def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
-    """Check that what a run starts from was trained with its settings: a key, the value with which
-    it was trained, and the configured one.
+    """Check that the weights a run starts from were trained with the run's settings.
+
+    Args:
+        what: describes the weights in the message.
+        settings: triples of a key, the value it had in training, and the configured value.
     """
     different = [setting for setting in settings if setting[1] != setting[2]]
     if different:
@@ -190,7 +195,7 @@ def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> 
 
 def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
-    # 1. The adapter's, under the names of keys.
+    # 1. Collect the adapter's settings under the names of our keys.
     saved = read_adapter_config(directory)
     if saved["peft_type"] != "LORA":
         raise ConfigError(
@@ -207,7 +212,7 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         "lora_target_modules": sorted(targets),
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
-    # 2. What the user set otherwise.
+    # 2. Compare them with the keys that the user set.
     settings = []
     for key, value in stored.items():
         wanted = getattr(cfg, key)
@@ -217,7 +222,7 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         if key in cfg.model_fields_set and wanted is not None and not is_overridden:
             settings.append((key, value, wanted))
     check_same_settings(f"the adapter in {directory} has", settings)
-    # 3. Layers that it lacks, where all are to be trained.
+    # 3. If all linear layers are to be trained, check that the adapter has them all.
     if cfg.lora_target_linear and config is not None:
         from medusa_train.models.loading import model_without_weights
         from medusa_train.models.lora import layers_left_out

@@ -1,5 +1,5 @@
-"""Read from the environment which of how many processes this is; without importing torch, for the
-command line.
+"""Read this process's rank and the number of processes from the environment. The command line uses
+it, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from medusa_train.errors import ConfigError
 
-_DEFAULT_PORT = 29500  # as torch's, for launchers that set none
+_DEFAULT_PORT = 29500  # torch's default, for launchers that set no port
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that no program listens on."""
+    """Return a free port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -27,9 +27,10 @@ class ProcessInfo:
     """One of the processes that train together.
 
     Attributes:
-        rank: 0 .. size - 1; rank 0 prints and writes. size: number of processes, on all machines.
-        local_rank: rank on this machine, the index of its GPU.
-        address, port: where rank 0 listens.
+        rank: 0 .. size - 1; rank 0 prints and writes files.
+        size: number of processes on all machines.
+        local_rank: rank on this machine; also the index of the process's GPU.
+        address, port: address and port on which rank 0 listens.
     """
 
     rank: int
@@ -51,11 +52,11 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
             port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
         )
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        # a batch script outside srun has SLURM_PROCID=0 as well, but no SLURM_STEP_NUM_TASKS
+        # a batch script outside srun also has SLURM_PROCID=0, but no SLURM_STEP_NUM_TASKS
         info = _from_slurm(environ)
     else:
         if "WORLD_SIZE" in environ:
-            _number(environ, "WORLD_SIZE")  # a launcher's variable, which is wrong, is named
+            _number(environ, "WORLD_SIZE")  # an invalid value is an error that names the variable
         return None
     if not 0 <= info.rank < info.size:
         raise ConfigError(f"invalid process environment: rank {info.rank} of {info.size} processes")

@@ -1,7 +1,7 @@
-"""Decide what a run goes on from, once and before anything is loaded; then load it, and say what
-differs.
+"""Decide where a run resumes, once and before anything is loaded. Then compare the loaded
+checkpoint with the run, and print what differs.
 
-`plan_resume` is the only place that looks for checkpoints; stages, setup and trainer read its plan.
+Only `plan_resume` looks for checkpoints; stages, setup and trainer read its plan.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, rng_sta
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What a run goes on from, in the stage that trains first; a stage after it is new.
+    """Where the first stage that still has to train resumes; a stage after it starts new.
 
     Attributes:
-        checkpoint: what is restored before the next step; None: the stage begins with step 1.
-        changed: `key: was A, now B` of the settings behind the checkpoint's weights.
-        stage_one_is_finished: the run begins with stage two.
-        note: what the user asked for and did not get, or what is not known, in words.
+        checkpoint: the checkpoint that is restored; None: the stage starts with step 1.
+        changed: `key: was A, now B` for each setting that affects weights and changed since then.
+        stage_one_is_finished: whether the run starts with stage two.
+        note: message on what the user asked for and did not get, or on what is not known.
     """
 
     checkpoint: Path | None = None
@@ -54,17 +54,17 @@ NEW_STAGE = ResumePlan()
 
 
 def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
-    """Return what the run of `cfg` goes on from.
+    """Return where the run of `cfg` resumes.
 
     Raises:
-        CheckpointError: the named checkpoint does not exist or is one of stage one, or results in
-            `output_dir`, or its first stage, would be lost.
-        ConfigError: stage one is finished, with other settings.
+        CheckpointError: the named checkpoint does not exist or belongs to stage one, or results in
+            `output_dir` or in its first stage would be lost.
+        ConfigError: stage one is finished, but was trained with other settings.
     """
     if cfg.resume_from_checkpoint is None:
         return NEW_STAGE
 
-    # 1. A checkpoint of the run itself, which is stage two where there are two stages.
+    # 1. Look for a checkpoint of the run itself. If there are two stages, this is stage two.
     named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
     if named and stage_one and named.resolve().is_relative_to(stage_one.run_dir.resolve()):
         raise CheckpointError(
@@ -75,11 +75,11 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
     if checkpoint is not None:
         return _resume_from(checkpoint, cfg, stage_one_is_finished=stage_one is not None)
 
-    # 2. None, but the heads that stage two starts from.
+    # 2. There is none. Look for the finished heads that stage two starts from.
     if stage_one is not None and _has_finished_heads(stage_one, cfg):
         return ResumePlan(stage_one_is_finished=True)
 
-    # 3. A checkpoint of stage one, or none at all.
+    # 3. Look for a checkpoint of the stage that trains first; without one, start a new run.
     trained_first = cfg if stage_one is None else stage_one
     store = CheckpointStore(trained_first.run_dir)
     checkpoint = store.latest()
@@ -87,7 +87,7 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
         return _resume_from(checkpoint, trained_first)
     check_nothing_is_lost(trained_first.run_dir)
     run = cfg.run_dir
-    if stage_one is None and (run / STAGE_ONE).exists():  # which a run of one stage would delete
+    if stage_one is None and (run / STAGE_ONE).exists():  # a run with one stage would delete it
         raise CheckpointError(
             f"resume_from_checkpoint: {run / STAGE_ONE} is the first stage of a run, but the"
             f" configuration has no stage_one. Resume with {run / CONFIG}, or set output_dir to a"
@@ -101,7 +101,7 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
 def _resume_from(
     checkpoint: Path, cfg: TrainConfig, stage_one_is_finished: bool = False
 ) -> ResumePlan:
-    """Plan to go on from a checkpoint, with what changed since then."""
+    """Return the plan to resume from a checkpoint, with the settings that changed since then."""
     run = checkpoint.parent.parent
     before = config_of(run)
     if before is None:
@@ -123,7 +123,7 @@ def config_of(run: Path) -> TrainConfig | None:
 
 
 def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
-    """List `key: was A, now B` of the keys behind weights and optimizer."""
+    """List `key: was A, now B` for the changed keys that affect weights and optimizer."""
     earlier = _weight_keys(before)
     changed = []
     for key, value in _weight_keys(cfg).items():
@@ -137,15 +137,15 @@ def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
 
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the values behind weights and optimizer, by key."""
+    """Return the keys that affect weights and optimizer -> their values."""
     others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
     return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **others}
 
 
 def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
-    """Return whether stage one saved its heads; ConfigError if other ones are configured now."""
+    """Return whether stage one saved its heads; ConfigError if other heads are configured now."""
     run = stage_one.run_dir
-    # weights and config.json are written one after the other
+    # a crash may have left weights without config.json, which is written after them
     if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
         return False
     before = config_of(run)
@@ -167,10 +167,10 @@ def check_target_model(
     checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
 ) -> None:
     """Raise CheckpointError if the base model's weights are not those that the checkpoint was trained
-    on; say it in one line where that cannot be known.
+    on. If that cannot be checked, print a note.
 
     Args:
-        found: the digest of the weights of `base_model`; None where there are no files.
+        found: the digest of the weights of `base_model`; None if no weight files were found.
     """
     expected = checkpoint.snapshot["run"].get("base_model_digest")
     unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
@@ -200,9 +200,10 @@ def describe_differences(
     saved: Sequence[int],
     console: Console,
 ) -> None:
-    """Say where a stage goes on, and what differs from an uninterrupted run.
+    """Print where a stage resumes, and what differs from an uninterrupted run.
 
     Args:
+        processes: number of processes now.
         saved: the steps of the checkpoints in `output_dir`.
     """
     console.print(f"resuming after step {state.step}, from {checkpoint.path}")
@@ -239,15 +240,16 @@ def forget_incomparable_best(
     distributed: DistributedContext,
     console: Console,
 ) -> None:
-    """Forget the best evaluation if later ones cannot be compared with it, and print why: it was
-    measured on other data or of another objective, or early stopping would return weights that were
-    left in another directory.
+    """Forget the best evaluation if later evaluations cannot be compared with it, and print why.
+
+    The reasons: the validation data or the objective changed, or early stopping would return
+        weights that are in another directory.
 
     Args:
         validation: the fingerprint of the validation data now.
-        objective: what is minimized now, by name.
+        objective: the names and values of the settings that define the objective now.
     """
-    # 1. Why it does not compare.
+    # 1. Collect the reasons.
     reasons = []
     if state.validation not in (None, validation):
         reasons.append("the validation data changed")

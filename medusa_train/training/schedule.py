@@ -10,18 +10,18 @@ from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.errors import ConfigError
 
-#: Slack of comparisons of fractional epochs and steps.
+#: Tolerance in comparisons of fractional epochs and steps.
 ROUNDING = 1e-9
-#: Fewer steps in all are reported, with what to change.
+#: If a run has fewer steps in total, a note says which keys to change.
 FEW_STEPS = 20
 
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """When a run logs, evaluates, saves and ends; it does all of these after the last step.
+    """When a run logs, evaluates, saves and ends. After the last step it does all of these.
 
-    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps that may be fractions:
-    micro-batches of one step may come from two epochs.
+    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps. They may be fractional,
+    because the micro-batches of one step may come from two epochs.
     """
 
     total_steps: int
@@ -44,11 +44,11 @@ class TrainingSchedule:
         return self._is_due(step, self.save_every)
 
     def epoch(self, step: int) -> float:
-        """Return the passes over the data after `step` steps."""
+        """Return the number of passes over the data after `step` steps."""
         return step / self.steps_per_epoch
 
     def _is_due(self, step: int, every: float) -> bool:
-        # an interval that ends with a step is complete in spite of rounding
+        # ROUNDING makes sure that an interval that ends exactly at a step counts as complete
         done = math.floor(step / every + ROUNDING)
         done_before = math.floor((step - 1) / every + ROUNDING)
         return step >= self.total_steps or done > done_before
@@ -57,7 +57,7 @@ class TrainingSchedule:
 def plan_steps(
     cfg: TrainConfig, train: EncodedDataset, rank: int = 0, processes: int = 1
 ) -> tuple[BatchLoader, TrainingSchedule]:
-    """Return the batches of the process `rank`, and when the run does what.
+    """Return the batches of process `rank`, and the schedule of the run.
 
     Raises:
         ConfigError: the learning rate is 0 in all steps.
@@ -67,14 +67,13 @@ def plan_steps(
 
 
 def make_schedule(cfg: TrainConfig, micro_batches_per_epoch: float) -> TrainingSchedule:
-    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
-    otherwise.
+    """Plan the run's steps. By default the run evaluates and saves once per epoch.
 
     Args:
-        micro_batches_per_epoch: of each process.
+        micro_batches_per_epoch: number of micro-batches of each process per epoch.
 
     Raises:
-        ConfigError: the learning rate is 0 in all of them.
+        ConfigError: the learning rate is 0 in all steps.
     """
     per_epoch = micro_batches_per_epoch / cfg.gradient_accumulation_steps
     total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
@@ -84,7 +83,7 @@ def make_schedule(cfg: TrainConfig, micro_batches_per_epoch: float) -> TrainingS
 
     if cfg.lr_scheduler == "constant":
         warmup = 0
-    if total == 1 and warmup > 0:  # warm-up starts at 0
+    if total == 1 and warmup > 0:  # warmup starts with a learning rate of 0
         key = "warmup_ratio" if cfg.warmup_steps is None else "warmup_steps"
         more = f"max_steps: {FEW_STEPS}"
         if cfg.max_steps is None:
@@ -95,7 +94,7 @@ def make_schedule(cfg: TrainConfig, micro_batches_per_epoch: float) -> TrainingS
         )
 
     def every(steps: float | None, times_per_epoch: int | None) -> float:
-        """Return the steps between two evaluations or checkpoints."""
+        """Return the number of steps between two evaluations or checkpoints."""
         if not steps:
             return per_epoch / (times_per_epoch or 1)
         if steps < 1:  # a fraction of the run
@@ -113,7 +112,7 @@ def make_schedule(cfg: TrainConfig, micro_batches_per_epoch: float) -> TrainingS
 
 
 def few_steps_advice(cfg: TrainConfig, schedule: TrainingSchedule) -> str | None:
-    """Return what to change if a run has few steps that nobody asked for by `max_steps`."""
+    """Return a note on what to change if a run has few steps and `max_steps` is not set."""
     if cfg.max_steps is not None or schedule.total_steps >= FEW_STEPS:
         return None
     more = _keys_for_more_steps(cfg, schedule.steps_per_epoch)
@@ -123,10 +122,10 @@ def few_steps_advice(cfg: TrainConfig, schedule: TrainingSchedule) -> str | None
 
 
 def _keys_for_more_steps(cfg: TrainConfig, steps_per_epoch: float) -> str:
-    """Return values of keys with which the run has `FEW_STEPS` steps: a smaller batch and, if that
+    """Return keys and values with which the run has `FEW_STEPS` steps: a smaller batch and, if that
     is not enough, more epochs.
     """
-    micro_batches = steps_per_epoch * cfg.gradient_accumulation_steps  # of an epoch
+    micro_batches = steps_per_epoch * cfg.gradient_accumulation_steps  # per epoch
     accumulation = max(1, int(cfg.num_epochs * micro_batches / FEW_STEPS + ROUNDING))
     epochs = math.ceil(FEW_STEPS * accumulation / micro_batches - ROUNDING)
     changed = []

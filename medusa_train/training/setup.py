@@ -1,4 +1,4 @@
-"""Build the trainer of a run: base model, heads, loss, optimizer, the checkpoint to resume from, and
+"""Build the trainer of a run: base model, heads, loss, optimizer, checkpoint to resume from,
 loggers.
 """
 
@@ -78,11 +78,11 @@ from medusa_train.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage is built from.
+    """The inputs from which a stage is built.
 
     Attributes:
-        cfg: with what `gradient_checkpointing: auto` means on this device.
-        start: what it goes on from. store: its checkpoints.
+        cfg: configuration in which `gradient_checkpointing: auto` is replaced for this device.
+        start: where the stage resumes. store: its checkpoints.
     """
 
     cfg: TrainConfig
@@ -94,18 +94,19 @@ class Stage:
     store: CheckpointStore
 
     def print(self, line: str | None, style: str | None = None) -> None:
-        """Print a line, whole; None prints nothing."""
+        """Print a line; None prints nothing."""
         if line is not None:
             self.progress.console.print(line, style=style)
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a stage, with the weights from which it trains on.
+    """The models of a stage, with the weights from which training continues.
 
     Attributes:
-        checkpoint: what is resumed: its weights are restored, its counters and optimizer not yet.
-        fingerprint: of the base model's weights; None where there are no files.
+        checkpoint: the checkpoint to resume. Its weights are restored already, its counters and
+            optimizer are not.
+        fingerprint: digest of the base model's weights; None if there are no weight files.
     """
 
     draft: Draft
@@ -121,10 +122,10 @@ def build_trainer(
     distributed: DistributedContext = SINGLE_PROCESS,
     start: ResumePlan = NEW_STAGE,
 ) -> Trainer:
-    """Build everything that trains, and restore what the stage starts from.
+    """Build all parts of a trainer, and restore the checkpoint that the stage resumes.
 
-    Each function returns what a later one takes. So a strategy partitions or copies weights that
-    are restored, and nothing is written to the run directory before all else succeeded.
+    The order matters: the strategy partitions or copies weights, so they are restored before. The
+    run directory is written last, after all else succeeded.
     """
     cfg, precision = decide_auto(cfg, data.train, progress.print, distributed)
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
@@ -156,17 +157,17 @@ def build_trainer(
 
 
 def load_models(stage: Stage) -> Models:
-    """Load the base model, build or load the draft, and read the weights of the checkpoint; the
-    same in every process.
+    """Load the base model, build or load the draft, and restore the checkpoint's weights. All
+    processes get the same weights.
     """
     cfg, distributed, start = stage.cfg, stage.distributed, stage.start
     limit_kernel_cache()
     choose_kernels(distributed.device)
-    # 1. The models.
+    # 1. Load the models.
     with stage.progress.phase("loading the model", ticking=True):
         with distributed.failing_together():
             recipe, draft = _load_model(stage)
-        if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
+        if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # the cache requires it
             recipe.cache = open_hidden_states(
                 cfg.prepared_dir,
                 [*stage.data.train, *stage.data.validation],
@@ -177,7 +178,7 @@ def load_models(stage: Stage) -> Models:
                 cfg.tf32,
             )
     _describe_models(stage, draft, recipe)
-    # 2. The weights of the checkpoint.
+    # 2. Restore the weights of the checkpoint.
     fingerprint = distributed.run_on_main(lambda: digest_base_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
@@ -191,9 +192,9 @@ def load_models(stage: Stage) -> Models:
 
 
 def _load_model(stage: Stage) -> tuple[TargetModelRecipe, Draft]:
-    """Load the base model, build the draft, and make trainable what the recipe trains.
+    """Load the base model, build the draft, and make the weights trainable that the recipe trains.
 
-    Several processes that train with ZeRO-3 load their part of the base model only.
+    If several processes train with ZeRO-3, each loads only its part of the base model.
     """
     cfg, precision = stage.cfg, stage.precision
     seed_all(cfg.seed)
@@ -229,11 +230,11 @@ def seed_all(seed: int) -> None:
 def build_heads(
     cfg: TrainConfig, data: TrainingData, target_model: TargetModel, console: Console
 ) -> Draft:
-    """Build new heads, or load those of `initial_run` (two-stage training), in float32."""
+    """Build new heads, or load the heads of `initial_run` (two-stage training), in float32."""
     section = cfg.draft_config
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
-        # 1. New heads.
+        # 1. Build new heads.
         settings = dict(section.settings)
         vocabulary = DraftVocabulary.choose(
             section, data.train, target_model.tokenizer, target_model.vocab_size
@@ -242,8 +243,8 @@ def build_heads(
             settings["token_map"] = vocabulary.tokens
         draft = DRAFTS[cfg.draft].from_target_model(target_model, dtype=torch.float32, **settings)
     else:
-        # 2. Those of a run. A key that is not set takes what they have, except for the vocabulary,
-        # where it means all tokens.
+        # 2. Or load the heads of a run. Keys that are not set accept the heads' settings.
+        # Exception: an unset `vocab_size` means the full vocabulary.
         draft = load_draft(initial, target_model, torch.float32)
         if (name := draft_name(draft)) != cfg.draft:
             raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
@@ -261,7 +262,7 @@ def build_heads(
         vocabulary = None
         if tokens is not None:
             vocabulary = DraftVocabulary(tokens.cpu(), target_model.vocab_size)
-    # 3. How much of the data a reduced vocabulary covers.
+    # 3. Print how much of the data a reduced vocabulary covers.
     if vocabulary is not None:
         line, *warnings = vocabulary.describe(data.train, data.validation)
         console.print(f"draft vocabulary: {line}")
@@ -271,7 +272,7 @@ def build_heads(
 
 
 def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> None:
-    """Print what is trained on, what is trained and frozen, and what differs from usual."""
+    """Print the size of the data, which weights are trained or frozen, and notes."""
     cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
     stage.print(
         f"data: {train.describe_count()} for training ({train.tokens:,} tokens,"
@@ -313,7 +314,7 @@ def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> N
 
 
 def plan_stage(stage: Stage) -> tuple[BatchLoader, TrainingSchedule]:
-    """Return this process's batches and the schedule of the run, and print the latter."""
+    """Return this process's batches and the schedule of the run, and print the schedule."""
     cfg, data, size = stage.cfg, stage.data, stage.distributed.size
     loader, schedule = plan_steps(cfg, data.train, stage.distributed.rank, size)
     unit = "rows"
@@ -339,19 +340,18 @@ def plan_stage(stage: Stage) -> tuple[BatchLoader, TrainingSchedule]:
 
 
 def _strategy_phase(cfg: TrainConfig, distributed: DistributedContext) -> str:
-    """Return what the time for building the strategy is called."""
+    """Return the name under which the time for building the strategy is reported."""
     if distributed.size == 1 and cfg.deepspeed is None:
         return "preparing the optimizer"
     return "starting DeepSpeed"
 
 
 def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> Strategy:
-    """Build optimizer, schedule and strategy; print a line where they differ from the
-    configuration.
+    """Build optimizer, schedule and strategy; print a line if they differ from the configuration.
 
-    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under
-    ZeRO stage 3 the weights are partitioned from here on and must be read as in
-    `models.partitioned`.
+    Several processes always train with DeepSpeed; one process does only if the key `deepspeed` is
+    set. At ZeRO stage 3 the weights are partitioned from here on, and must be read with the
+    functions of `models.partitioned`.
     """
     cfg, distributed = stage.cfg, stage.distributed
     draft, recipe = models.draft, models.recipe
@@ -398,7 +398,7 @@ def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> 
 
 
 def build_objective(cfg: TrainConfig, draft: Draft) -> Objective:
-    """Build the loss of the draft, and of the base model where it is trained, too."""
+    """Build the loss of the draft; if the base model is trained, the loss includes it."""
     loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
     if cfg.recipe == "medusa2":
@@ -422,12 +422,12 @@ def restore_run(
     strategy: Strategy,
     objective: Objective,
 ) -> TrainState:
-    """Restore optimizer, random generators and the position in the data; return the counters, those
-    of a new run where nothing is resumed.
+    """Restore the optimizer, the random generators and the position in the data; return the
+    counters. If nothing is resumed, the counters are those of a new run.
     """
     distributed, store, console = stage.distributed, stage.store, stage.progress.console
     if not distributed.is_main:
-        # other dropout masks per process, now that weights are equal
+        # weights were created with equal seeds; from now on dropout masks differ between processes
         torch.manual_seed(hash((stage.cfg.seed, distributed.rank)))
     state = TrainState()
     if models.checkpoint is not None:
@@ -446,7 +446,7 @@ def restore_run(
         distributed,
         console,
     )
-    if models.fingerprint is not None:  # otherwise keep the checkpoint's
+    if models.fingerprint is not None:  # otherwise keep the checkpoint's fingerprint
         state.base_model_digest = models.fingerprint
     return state
 
@@ -457,8 +457,8 @@ def restore_run(
 def open_run(
     stage: Stage, models: Models, state: TrainState, schedule: TrainingSchedule
 ) -> MetricLoggers:
-    """Prepare the run directory, write the configuration as it was used, and open the logs; only
-    rank 0 has any.
+    """Prepare the run directory, write the configuration as it is used, and open the logs. Only
+    rank 0 has logs.
     """
     cfg = _as_used(stage, models.recipe.adapter)
     out = cfg.run_dir
@@ -471,7 +471,7 @@ def open_run(
     if cfg.use_tensorboard:
         boards.append(tensorboard(console, out, state.step))
     if cfg.wandb_project is not None:
-        settings = cfg.model_dump(mode="json", exclude_none=True)  # wandb() masks what is secret
+        settings = cfg.model_dump(mode="json", exclude_none=True)  # wandb() masks secrets
         boards.append(
             wandb(
                 console,
@@ -490,7 +490,7 @@ def open_run(
 
 
 def _as_used(stage: Stage, adapter: Adapter | None) -> TrainConfig:
-    """Return the configuration with what was found in data and adapter."""
+    """Return the configuration with the values that were taken from the data and the adapter."""
     cfg = stage.cfg
     used: dict[str, Any] = {
         "chat_template": stage.data.chat_template,
@@ -499,7 +499,7 @@ def _as_used(stage: Stage, adapter: Adapter | None) -> TrainConfig:
     if adapter is not None:
         lora = adapter.peft.peft_config["default"]
         used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
-        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+        if find_initial_adapter(cfg.initial_run) is not None:  # the adapter is from lora_model_dir
             used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
             if not cfg.lora_target_linear:
                 targets = lora.target_modules

@@ -1,6 +1,4 @@
-"""What a checkpoint holds: weights, optimizer, counters, random generators; how they are taken and
-restored.
-"""
+"""Collect and restore a checkpoint's content: weights, optimizer, counters, random generators."""
 
 from __future__ import annotations
 
@@ -31,16 +29,18 @@ class TrainState:
     """Counters of a run after `step` optimizer steps, saved in every checkpoint.
 
     Attributes:
-        step, epoch: optimizer steps done, and passes over the data.
-        data: the loader's position, its `state_dict`.
+        step, epoch: number of finished optimizer steps, and of passes over the data.
+        data: the loader's `state_dict`, with its position in the data.
         best_loss: lowest validation objective in nats, measured at `best_step`.
-        evals_since_best: evaluations since then, for early stopping.
-        evaluated: step of the last evaluation. validation: fingerprint of its data. objective:
-            what it measured, by name. Both None before the first one and in older checkpoints.
-        base_model_digest: of the base model's weights; None where there are no files, and in
-            checkpoints before 0.3.0, whose `target_model` was computed in another way.
-        tokens, seconds: of training steps over the whole run.
-        skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
+        evals_since_best: number of evaluations after `best_step`, for early stopping.
+        evaluated: step of the last evaluation.
+        validation: fingerprint of the validation data of that evaluation.
+        objective: names and values of the settings that define the objective. Like `validation` it
+            is None before the first evaluation and in older checkpoints.
+        base_model_digest: digest of the base model's weights. None if there are no weight files,
+            and in checkpoints before 0.3.0, whose `target_model` was computed in another way.
+        tokens, seconds: tokens and time of all training steps of the run.
+        skipped: number of steps of the run that were skipped because of a NaN/Inf loss or gradient.
         window: sums since the last log line.
     """
 
@@ -75,17 +75,17 @@ class TrainState:
 
     @property
     def best(self) -> str:
-        """The best evaluation, in words."""
+        """Description of the best evaluation."""
         if self.best_loss is None:
             return "none was finite"
         return f"lowest {self.best_loss:.4f} at step {self.best_step}"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
-        """Restore `dataclasses.asdict`, also after a round trip through a JSON file."""
+        """Restore the output of `dataclasses.asdict`, also after a round trip through JSON."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         window = known.pop("window", {})
-        if "sums" not in window:  # of an earlier version, which had other sums
+        if "sums" not in window:  # an earlier version saved other sums
             return cls(**known)
         return cls(**known, window=Window(**window))
 
@@ -93,9 +93,9 @@ class TrainState:
 def take_weights(
     draft: Draft, recipe: TargetModelRecipe, distributed: DistributedContext
 ) -> dict[str, Any]:
-    """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
+    """Collect the trained weights (the parts `WEIGHTS` of a checkpoint) in rank 0.
 
-    Partitioned weights are gathered one at a time into CPU memory; the others are not copied.
+    Partitioned weights are gathered one at a time into CPU memory; other weights are not copied.
     """
     parts = {"draft": draft.state_dict(keep_vars=True), "student": recipe.parameters}
     return {name: whole_copies(part, keep=distributed.is_main) for name, part in parts.items()}
@@ -108,8 +108,8 @@ def take_snapshot(
     state: TrainState,
     distributed: DistributedContext,
 ) -> dict[str, Any]:
-    """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes
-    on.
+    """Collect a checkpoint's content, complete only in rank 0. Its tensors are not copies: they
+    change when training continues.
     """
     main, *others = distributed.gather(rng_state())
     snapshot = take_weights(draft, recipe, distributed)
@@ -123,9 +123,7 @@ def take_snapshot(
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint's path and content, and the settings of its run that differ from this one's, a
-    line each.
-    """
+    """A checkpoint's path and content, and one line per setting that differs from this run's."""
 
     path: Path
     snapshot: dict[str, Any]
@@ -138,11 +136,11 @@ def load_snapshot(
     distributed: DistributedContext,
     parts: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint in every process: rank 0 reads all of it, to compare checksums; the others
-    read what they restore.
+    """Load a checkpoint in every process. Rank 0 reads all of it to compare checksums; other
+    processes read only what they restore.
 
     Args:
-        parts: as for `CheckpointStore.load`.
+        parts: see `CheckpointStore.load`.
     """
     snapshot: dict[str, Any] = {}
     for reads in (distributed.is_main, not distributed.is_main):
@@ -160,7 +158,7 @@ def restore_weights(
 ) -> None:
     """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.
 
-    Of weights that are partitioned, only rank 0 reads the values.
+    If weights are partitioned, only rank 0 reads their values.
     """
     reads = distributed.is_main or not any(map(is_partitioned, draft.parameters()))
     with _matching(checkpoint):
@@ -177,8 +175,8 @@ def restore_state(
 ) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 
-    With more processes than took the snapshot, the additional ones keep their current random
-    generators.
+    If there are more processes than when the snapshot was taken, the additional processes keep
+    their current random generators.
     """
     snapshot = checkpoint.snapshot
     with _matching(checkpoint):
@@ -216,13 +214,13 @@ def _matching(checkpoint: LoadedCheckpoint) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all random generators, as tensors, tuples and numbers that a checkpoint
-    can hold.
+    """Return the states of all random generators as tensors, tuples and numbers, which a checkpoint
+    can store.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
     cuda = []
     if torch.cuda.is_available():
-        cuda.append(torch.cuda.get_rng_state())  # of the current device
+        cuda.append(torch.cuda.get_rng_state())  # only the current device
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,

@@ -1,8 +1,8 @@
-"""Train a run: its data, the heads that the key `stage_one` describes, if any, then what starts
-from them.
+"""Train a run: load its data, train stage one if the key `stage_one` is set, then train the stage
+that starts from its heads.
 
-Both stages train in the same processes, one after the other, so that every launcher starts them as
-it starts one run.
+Both stages train in the same processes, one after the other. So every launcher can start a
+two-stage run like a run with one stage.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ def train_stages(
     results: Console,
     distributed: DistributedContext = SINGLE_PROCESS,
 ) -> int:
-    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`.
+    """Train stage one, unless `cfg` has none or its heads are finished; then train `cfg`.
 
     The data of both stages are loaded and checked before stage one trains. With
-    `resume_from_checkpoint`, the run goes on in the stage in which it was stopped.
+    `resume_from_checkpoint`, the run continues in the stage in which it was stopped.
 
     Args:
-        console: for progress and notes. results: for the closing tables. Only rank 0 prints.
-        distributed: the processes that train together; each of them calls this function.
+        console: console for progress and notes. results: console for the closing tables. Only rank
+            0 prints.
+        distributed: the processes that train together. All of them must call this function.
 
-    Returns: The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is
-        saved and how to resume.
+    Returns: The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM. After a signal, a printed
+        line says what is saved and how to resume.
 
     Raises:
-        MedusaError: an error of configuration, data or environment.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
+        MedusaError: an error in the configuration, the data or the environment.
+        KeyboardInterrupt: Ctrl-C before there was anything to save; for SIGTERM its subclass
+            Terminated.
     """
     first = stage_one_config(cfg)
     progress = RunProgress(console)
     with signals_as_interrupts(), ExitStack() as lock:
-        # 1. The run directory is this process's, and what the run goes on from is decided.
+        # 1. Lock the run directory, and decide where the run resumes.
         distributed.run_on_main(lambda: check_output_dir(cfg))
         distributed.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
         plan = distributed.run_on_main(lambda: plan_resume(cfg, first))
@@ -70,7 +72,7 @@ def train_stages(
             progress.title = TITLES[1]
             first = None
 
-        # 2. The data of all stages.
+        # 2. Load the data of all stages.
         stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
             data = load_stages(stages, console, distributed, shown)
@@ -81,7 +83,7 @@ def train_stages(
         if plan.note is not None:
             console.print(plan.note)
 
-        # 3. Training: one stage, or both.
+        # 3. Train one stage, or both.
         if first is None:
             return train(cfg, data[0], progress, results, distributed, plan)
 
@@ -108,8 +110,8 @@ def load_stages(
     distributed: DistributedContext,
     shown: LoadingProgress,
 ) -> list[TrainingData]:
-    """Load the data of all stages, once for those that read the same, and check each stage as
-    `load_data` does.
+    """Load the data of all stages and check each stage as `load_data` does. If both stages read the
+    same data, they are loaded once.
     """
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
@@ -119,14 +121,14 @@ def load_stages(
             loaded.append(loaded[0])
         else:
             loaded.append(load_data(cfg, console, distributed, shown.update))
-    # said before hours of training, not only at the export
+    # print these before hours of training, not only at the export
     for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow")
     return loaded
 
 
 def _notes(cfg: TrainConfig) -> list[str]:
-    """Say where the draft cannot be decoded with here, and where vLLM cannot serve it."""
+    """Return notes if this package cannot decode with the draft, or if vLLM cannot serve it."""
     _, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     notes = []
     if (note := describe_without_trees(config, cfg.base_model)) is not None:
@@ -162,7 +164,7 @@ def _describe_stages(
 
 
 def _begin(cfg: TrainConfig) -> None:
-    """Delete the run that this one overwrites, its stage one included, and write the configuration
+    """Delete the run that this one overwrites, including its stage one, and write the configuration
     of both stages.
     """
     out = cfg.run_dir

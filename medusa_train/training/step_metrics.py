@@ -18,9 +18,14 @@ def metrics_row(batch: Batch, output: ObjectiveOutput) -> Tensor:
     """Return the metrics of a micro-batch as float64 [5 + 3 K], which can be summed over
     micro-batches and processes; nothing is transferred from the device.
 
-    They are its share of the step's loss, tokens read, the base model's cross-entropy and KL in
-    nats and its targets (0 if it is frozen), and of each of the K heads the top-1 hits, then of each
-    the valid targets, then of each those of them in the head's vocabulary.
+    The entries, in this order:
+
+        1 x  the micro-batch's share of the step's loss
+        1 x  tokens read
+        3 x  the base model's cross-entropy and KL in nats, and its targets; 0 if it is frozen
+        K x  top-1 hits of each head
+        K x  valid targets of each head
+        K x  valid targets that are in each head's vocabulary
     """
     loss = output.loss.detach()
     tokens = (batch.segments >= 0).sum()
@@ -36,13 +41,13 @@ def metrics_row(batch: Batch, output: ObjectiveOutput) -> Tensor:
 class Window:
     """Sums over the optimizer steps since the last log line.
 
-    It is saved in checkpoints, so that a resumed run logs the same.
+    It is saved in checkpoints, so that a resumed run logs the same values.
 
     Attributes:
-        sums: of the rows of `metrics_row`; empty before the first step.
+        sums: sums of the rows of `metrics_row`; empty before the first step.
         lr: the learning rate of the last step.
-        overscaled: steps skipped because float16 gradients overflowed; they count as steps and have
-            no norm.
+        overscaled: number of steps that were skipped because float16 gradients overflowed. They
+            count as steps, but have no gradient norm.
     """
 
     sums: list[float] = field(default_factory=list)
@@ -53,7 +58,7 @@ class Window:
     overscaled: int = 0
 
     def add(self, sums: Sequence[float], grad_norm: float, seconds: float) -> None:
-        """Add one optimizer step; `sums` are those of its global batch."""
+        """Add one optimizer step; `sums` are the metrics summed over its global batch."""
         self.sums = [sum(pair) for pair in zip_longest(self.sums, sums, fillvalue=0.0)]
         self.steps += 1
         self.grad_norm += grad_norm
@@ -63,8 +68,8 @@ class Window:
         """Return the window's metrics, for a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
-        are left out where the base model is frozen; `outside_vocabulary`, the share of targets that a
-        reduced draft vocabulary lacks, and `overscaled_steps` where they are zero.
+        are left out if the base model is frozen. `outside_vocabulary` (the share of targets that a
+        reduced draft vocabulary lacks) and `overscaled_steps` are left out if they are zero.
         """
         loss, tokens, lm_ce, lm_kl, lm_count, *heads = self.sums
         k = len(heads) // 3

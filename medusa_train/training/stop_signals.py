@@ -1,4 +1,6 @@
-"""Turn Ctrl-C, SIGTERM and a closed terminal into one request to stop, however often it is sent."""
+"""Turn Ctrl-C, SIGTERM and a closed terminal into one request to stop, even if it is sent
+repeatedly.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from medusa_train.errors import Terminated
 
 H = TypeVar("H", bound="_Handler")
 
-#: A second signal within this many seconds means the first one: supervisors signal a process and
-#: its group, and a terminal signals what a launcher signals, too.
+#: A second signal within this many seconds repeats the first one. Supervisors signal a process and
+#: then its group, and both the terminal and the launcher signal a process.
 REPEAT_SECONDS = 5.0
 
 
 def stop_signals() -> list[signal.Signals]:
-    """List the signals that ask for an end; a closed terminal's only where it is not ignored
-    (`nohup`).
+    """List the signals that ask a process to stop. SIGHUP (closed terminal) is included unless it
+    is ignored (`nohup`).
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -33,24 +35,25 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def leave_terminal() -> None:
-    """Discard what is printed to a terminal from now on: once it is closed, writing to it fails."""
+    """Discard all further output to the terminal, because writing to a closed terminal fails."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for output in (1, 2):
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the stream is closed
             if stat.S_ISCHR(os.fstat(output).st_mode):
                 os.dup2(nowhere, output)
     os.close(nowhere)
 
 
 class _Handler:
-    """Handles signals within the `with` block, and tells a request to stop from a repetition of it.
+    """Handle signals within the `with` block, and distinguish a new request from a repeated one.
 
-    The second signal within `REPEAT_SECONDS` means the first. Only a third, or a second much later,
-    is a request of its own. SIGHUP, which a closed terminal sends once or twice, is never more than
-    the first. Handlers that are nested in each other count the same signals.
+    The second signal within `REPEAT_SECONDS` repeats the first one and is ignored. A third signal,
+    or a second one after that time, is a new request. A closed terminal sends SIGHUP once or twice,
+    so SIGHUP never counts as a new request after the first signal. Nested handlers share their
+    count.
 
     Attributes:
-        times: when the signals arrived.
+        times: arrival times of the signals.
     """
 
     def __init__(self, numbers: Sequence[int], handle: Callable[[int], None]) -> None:
@@ -73,26 +76,26 @@ class _Handler:
         outer = signal.getsignal(signal.SIGTERM)
         if isinstance(outer, _Handler):
             self.times = outer.times
-        # outside the main thread Python allows no handlers
+        # Python allows signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self) for number in self._numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            # signals that are ignored by now (`ignore_signals`) stay ignored
+            # signals that are ignored meanwhile (`ignore_signals`) stay ignored
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block,
-    and repetitions of both raise nothing, so that what handles the first one can end.
+    """Within the `with` block, make SIGTERM raise Terminated, like Ctrl-C raises KeyboardInterrupt.
+    Repeated signals raise nothing, so that the code that handles the first one can finish.
 
-    SIGHUP, sent when a terminal is closed, is as SIGTERM unless it is ignored (`nohup`) or handled.
-    After a signal, further ones are ignored while the interpreter ends. Does nothing outside the
-    main thread, where Python allows no signal handlers.
+    SIGHUP (closed terminal) is treated like SIGTERM unless it is ignored (`nohup`) or has a
+    handler. After a signal, further signals are ignored while the interpreter exits. Does nothing
+    outside the main thread, where Python allows no signal handlers.
     """
 
     def interrupt(number: int) -> None:
@@ -115,8 +118,8 @@ def signals_as_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_by_default() -> Iterator[None]:
-    """Let every Ctrl-C raise KeyboardInterrupt and SIGTERM end the process, within the `with` block:
-    in a chat each Ctrl-C stops another answer.
+    """Within the `with` block, let every Ctrl-C raise KeyboardInterrupt and let SIGTERM end the
+    process. A chat needs this, because every Ctrl-C stops another answer.
     """
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -131,18 +134,18 @@ def signals_by_default() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Let nothing change the exit code that was decided."""
+    """Ignore all further signals, so that they cannot change the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest(_Handler):
-    """Remember the first SIGINT or SIGTERM within the `with` block; one that does not repeat it
-    (`_Handler`) raises KeyboardInterrupt or Terminated. SIGHUP counts as SIGTERM.
+    """Remember the first SIGINT or SIGTERM within the `with` block. A new request after it (see
+    `_Handler`) raises KeyboardInterrupt or Terminated. SIGHUP counts as SIGTERM.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
-        """Call `notify` with one line at the first signal."""
+        """`notify` is called with one line at the first signal."""
         super().__init__(stop_signals(), self._stop)
         self.signal: int | None = None
         self._notify = notify

@@ -35,9 +35,9 @@ class TargetModelRecipe:
     """The base model in training, and which of its parameters are trained.
 
     Attributes:
-        parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
-        cache: hidden states on disk of a frozen base model (`cache_hidden_states`).
-        compiled: context in which the layers of a frozen base model run compiled (`torch_compile`).
+        parameters: the base model's trained parameters by name; empty if it is frozen (Medusa-1).
+        cache: cache of a frozen base model's hidden states on disk (`cache_hidden_states`).
+        compiled: context in which a frozen base model runs compiled layers (`torch_compile`).
     """
 
     target_model: TargetModel
@@ -57,15 +57,15 @@ class TargetModelRecipe:
         self.target_model.model.train(mode and self.joint)
 
     def hidden_states(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> HiddenStates:
-        """Return the states that a draft needs: from the cache if there is one, else by a pass of
-        the base model.
+        """Return the states that a draft needs, from the cache if there is one, otherwise from a
+        forward pass of the base model.
         """
         if self.cache is None:
             return self._run(batch, aux_layers)
         return self.cache.hidden_states(batch, lambda: self._run(batch, aux_layers))
 
     def _run(self, batch: Batch, aux_layers: tuple[int, ...]) -> HiddenStates:
-        """Run the base model on `batch`; without a graph if it is frozen."""
+        """Run the base model on `batch`, without an autograd graph if it is frozen."""
         has_graph = self.joint and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_graph), self._autocast(), self.compiled():
             return self.target_model.run(
@@ -79,7 +79,7 @@ class TargetModelRecipe:
         """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its adapter
         disabled.
 
-        A frozen base model is its own teacher, by its `hidden_states`.
+        A base model without an adapter is its own teacher, with the given `hidden_states`.
         """
         if self.adapter is None:
             return hidden_states.final.detach(), self.target_model.lm_head()
@@ -98,9 +98,9 @@ class TargetModelRecipe:
         return list(self.parameters.values())
 
     def load_state_dict(self, state: dict[str, Tensor], distributed: DistributedContext) -> None:
-        """Load the trained parameters, whole, by name; ValueError if names or shapes differ.
+        """Load the trained parameters by name; ValueError if names or shapes differ.
 
-        Of parameters that are partitioned, only rank 0 reads the values.
+        `state` has whole tensors. If parameters are partitioned, only rank 0 reads the values.
         """
         different = set(state) ^ set(self.parameters)
         if different:
@@ -122,13 +122,13 @@ class TargetModelRecipe:
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
-            with exact_buffers(self.target_model.model):  # the tree is chosen with this model
+            with exact_buffers(self.target_model.model):  # the tree is chosen with this model later
                 self.target_model.model.to(self.precision.dtype)
             self.target_model.save(out / MODEL)
 
     def _autocast(self) -> Any:
-        # a frozen base model computes in its weights' dtype; trained parameters are float32 next to
-        # bfloat16 ones
+        # A trained base model mixes float32 (trained) and bfloat16 (frozen) weights, so it needs
+        # autocast. A frozen one computes in the dtype of its weights.
         if self.joint:
             return self.precision.autocast()
         return torch.autocast(self.precision.device.type, enabled=False)
@@ -137,8 +137,8 @@ class TargetModelRecipe:
 def build_target_model_recipe(
     cfg: TrainConfig, target_model: TargetModel, precision: Precision
 ) -> TargetModelRecipe:
-    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the base model is frozen
-    otherwise.
+    """Attach or load an adapter, or unfreeze layers, as the recipe requires; otherwise the base
+    model stays frozen.
     """
     # 1. A frozen base model.
     if cfg.recipe == "medusa1":
@@ -146,7 +146,7 @@ def build_target_model_recipe(
         if cfg.torch_compile:
             recipe.compiled = compile_layers(target_model.layers)
         return recipe
-    # 2. An adapter, or layers that are trained themselves.
+    # 2. An adapter, or unfrozen layers.
     if cfg.gradient_checkpointing is True:
         target_model.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None
@@ -171,7 +171,7 @@ def _build_adapter(cfg: TrainConfig, target_model: TargetModel) -> Adapter:
 
 
 def _unfreeze(model: Any, layers: int) -> None:
-    """Train the last `layers` layers in float32; 0: the whole model, embeddings included."""
+    """Make the last `layers` layers trainable in float32; 0: the whole model and its embeddings."""
     modules = [model]
     if layers:
         modules = unfrozen_modules(model, layers)
@@ -180,8 +180,8 @@ def _unfreeze(model: Any, layers: int) -> None:
         module.requires_grad_(True)
     embedding = model.get_input_embeddings()
     if layers and embedding.weight is model.get_output_embeddings().weight:
-        # tied to lm_head, which is trained: else gradients would go through the layers that stay
-        # frozen, too
+        # The embedding is tied to lm_head, which is trained. Without `detach`, gradients would also
+        # flow through the frozen layers.
         embedding.register_forward_hook(lambda module, args, out: out.detach())
 
 

@@ -42,8 +42,8 @@ from medusa_train.tree_search.choose_tree import (
 )
 from medusa_train.tree_search.traces import prompts_by_conversation
 
-#: How many times as long a token takes that is answered for the tree as one that is trained on,
-#: about: 8 to 14 on CPUs. A long run takes hardly any of its time for these answers.
+#: Approximate time to generate a token for the tree, divided by the time to train on a token: 8 to
+#: 14 on CPUs. In a long run the time for these answers is negligible.
 ANSWERING_FACTOR = 10
 
 
@@ -60,8 +60,8 @@ def train(
     tables.
 
     Args:
-        start: what the stage starts from.
-        parent_run_dir: of the two-stage run whose stage one this is.
+        start: where the stage resumes.
+        parent_run_dir: if this is stage one, the directory of its two-stage run.
 
     Returns:
         The exit code, see `stages.train_stages`.
@@ -92,11 +92,11 @@ def train(
 
 
 def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) -> int:
-    """Train to the end or to a request to stop; return the exit code."""
+    """Train to the end or until a request to stop; return the exit code."""
     console = trainer.progress.console
     state = trainer.state
-    # 1. The steps.
-    first_step = state.step  # of the run that is resumed
+    # 1. Train the steps.
+    first_step = state.step  # 0, or the step of the checkpoint that is resumed
     seconds_before = state.seconds
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
         outcome = trainer.run(stop, lambda seconds: _print_time_left(trainer, data, seconds))
@@ -108,7 +108,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
         # the signal may have reached only one of the processes
         return max(trainer.distributed.gather(stop.exit_code))
 
-    # 2. The weights to save, and their evaluation, which is missing where nothing was left to train.
+    # 2. Load the weights to save, and evaluate them if no evaluation of them exists.
     step = state.step
     if outcome is Outcome.EARLY:
         step = trainer.restore_best()
@@ -119,37 +119,37 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
         )
     if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
-    # 3. What all processes do together.
+    # 3. Release the strategy and describe the cache, together with all processes.
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     cache_summary = None
     if trainer.recipe.cache is not None:
         cache_summary = trainer.recipe.cache.describe(trainer.distributed)
-    # 4. What needs no other process: the files, the tree and the closing tables.
+    # 4. In rank 0 alone, write the files, choose the tree and print the closing tables.
     try:
         if trainer.distributed.is_main:
             with writing(trainer.output_dir):
                 choice = _save(trainer, data, took_no_step=first_step == state.step)
                 _print_results(trainer, step, choice, cache_summary, results)
     finally:
-        # the others wait, since NCCL's connections must be closed together
+        # the other processes wait here, because NCCL's connections must be closed together
         trainer.distributed.gather(None)
     return 0
 
 
 def _save(trainer: Trainer, data: TrainingData, *, took_no_step: bool) -> TreeChoice | None:
-    """Save the weights that the trainer holds, and choose the tree unless there is one of them."""
+    """Save the trainer's weights, and choose the tree unless these weights already have one."""
     cfg, out, progress = trainer.cfg, trainer.output_dir, trainer.progress
     heads, tree = out / HEADS, out / TREE
-    # 1. A run that was finished before wrote its tree after its heads.
+    # 1. Check for a tree from an earlier, finished run, which wrote its tree after its heads.
     has_tree = took_no_step and tree.is_file() and heads.is_dir()
     has_tree = has_tree and tree.stat().st_mtime >= heads.stat().st_mtime
-    # 2. The weights, in the dtype in which they decode; checkpoints keep float32.
+    # 2. Save the weights in the dtype used for decoding; checkpoints keep float32.
     before = digest_files(find_heads(heads).files)
     trainer.recipe.save_trained(out)
     save_draft(trainer.draft.to(trainer.recipe.precision.dtype), heads, cfg.base_model)
-    # 3. The tree, unless it was fitted to these heads before.
+    # 3. Choose the tree, unless it was already fitted to these heads.
     if has_tree and digest_files(find_heads(heads).files) == before:
-        os.utime(tree)  # or it would be older than the heads, which were just saved again
+        os.utime(tree)  # keep it newer than the heads, which were just saved again
         progress.print(f"{tree} is kept; medusa-eval --calibrate chooses the tree again")
         return None
     if not cfg.calibration_tokens or trainer.strategy.partitioned:
@@ -170,11 +170,11 @@ def _print_results(
     cache_summary: str | None,
     results: Console,
 ) -> None:
-    """Print the closing tables, and what to do next in a line that can be copied.
+    """Print the closing tables, and the next command in a line that can be copied.
 
     Args:
-        step: the step whose weights are saved; after early stopping not the last one.
-        cache_summary: what was read of stored hidden states, in words; None without them.
+        step: the step whose weights are saved; after early stopping it is not the last step.
+        cache_summary: describes what was read from the hidden-state cache; None without a cache.
     """
     cfg, out = trainer.cfg, trainer.output_dir
     if (table := heads_table(trainer.last_validation, choice)) is not None:
@@ -190,17 +190,17 @@ def _print_results(
 
 
 def _print_time_left(trainer: Trainer, data: TrainingData, step_seconds: float) -> None:
-    """Print how long the rest of the stage takes; the time in the log's lines is of its steps alone."""
+    """Print how long the rest of the stage takes. The log lines count only the time of steps."""
     schedule, state, progress = trainer.schedule, trainer.state, trainer.progress
     steps = schedule.total_steps - state.step
     if not steps or not trainer.distributed.is_main:
         return
-    # 1. The steps and the validations: held-out text takes about as long as training text.
+    # 1. Steps and validations. Assume that validation takes as long per token as training.
     validations = max(1, math.ceil(steps / schedule.eval_every))
     share = data.validation.tokens / data.train.tokens
     validation_steps = validations * share * schedule.steps_per_epoch
     seconds = (steps + validation_steps) * step_seconds
-    # 2. The tree.
+    # 2. Choosing the tree.
     if trainer.cfg.calibration_tokens and not trainer.strategy.partitioned:
         tokens_per_s = state.tokens / state.seconds
         seconds += ANSWERING_FACTOR * trainer.cfg.calibration_tokens / tokens_per_s
@@ -215,16 +215,15 @@ def _print_time_left(trainer: Trainer, data: TrainingData, step_seconds: float) 
 
 
 def resume_command(trainer: Trainer) -> str:
-    """Return the command that resumes a stopped run, relative to the directory that it was started
-    in.
-    """
-    # 1. The processes on this machine: by torchrun's name, and DeepSpeed's.
+    """Return the command that resumes a stopped run, for the directory it was started in."""
+    # 1. Find out whether all processes run on this machine: torchrun sets LOCAL_WORLD_SIZE,
+    # DeepSpeed sets LOCAL_SIZE.
     processes = trainer.distributed.size
     is_one_machine = os.environ.get("SLURM_NNODES", "1") == "1"
     if known := os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")):
         is_one_machine = int(known) == processes
-    # 2. The command. With processes on several machines it is started again as it was, by srun or
-    # torchrun.
+    # 2. Build the command. A run on several machines is started again by srun or torchrun, so it
+    # gets no --num-gpus.
     config = (trainer.parent_run_dir or trainer.output_dir) / CONFIG
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
     if trainer.cfg.trust_remote_code:  # the run's own file cannot allow it
@@ -251,7 +250,7 @@ def _keys_for_less_memory(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _describe_interruption(trainer: Trainer) -> str:
-    """Say what is saved of a run that was interrupted within a step, or while it was finishing."""
+    """Describe what is saved of a run interrupted within a step or while it was finishing."""
     step = trainer.state.step
     heads = trainer.output_dir / HEADS
     is_saved = trainer.store.at(step) is not None
@@ -272,12 +271,13 @@ def _describe_interruption(trainer: Trainer) -> str:
 
 
 def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | None:
-    """Choose the tree on greedy answers to prompts, and write it with their traces.
+    """Choose the tree on greedy answers to prompts, and write it with the traces of these answers.
 
-    An adapter is merged first, as for decoding; a quantized base model is dequantized for that.
+    An adapter is merged first, as for decoding; this dequantizes a quantized base model.
 
     Returns:
-        None after printing the reason if no tree could be chosen. The heads are usable without one.
+        The choice; None if no tree could be chosen, after printing the reason. The heads are usable
+        without a tree.
     """
     cfg, draft, progress = trainer.cfg, trainer.draft, trainer.progress
     out = trainer.output_dir
@@ -308,11 +308,12 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
 
 
 def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
-    """Return the trained base model in the form in which `load_for_decoding` loads it: latencies and
-    the best tree depend on it.
+    """Return the trained base model in the form in which `load_for_decoding` loads it, because
+    latencies and the best tree depend on that form.
 
     Raises:
-        MedusaError: it is quantized with an adapter, and does not fit into memory dequantized.
+        MedusaError: the model is quantized and has an adapter, and its dequantized weights do not
+            fit into memory.
     """
     target_model = recipe.target_model
     if recipe.adapter is None:
@@ -328,14 +329,14 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
                 f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
             )
     recipe.adapter.merge()
-    return target_model.to_dtype(dtype)  # also of `modules_to_save`, trained in float32
+    return target_model.to_dtype(dtype)  # also casts `modules_to_save`, trained in float32
 
 
 # Closing tables
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation text and on the base model's greedy
+    """Tabulate top-1 and top-5 accuracy per head on validation data and on the base model's greedy
     continuations.
     """
     table = Table(title="head accuracy", title_justify="left")
@@ -360,7 +361,7 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
 def _summary(
     trainer: Trainer, step: int, choice: TreeChoice | None, cache_summary: str | None
 ) -> Table:
-    """Tabulate what was trained, its validation and tree, the time taken, and what was saved."""
+    """Tabulate what was trained, the validation results, the tree, the time, and what was saved."""
     cfg, state, out = trainer.cfg, trainer.state, trainer.output_dir
     validation, progress = trainer.last_validation, trainer.progress
     table = Table.grid(padding=(0, 2))
@@ -375,7 +376,7 @@ def _summary(
         f"{state.step:,} steps{skipped}, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )
-    # 2. How good it is.
+    # 2. Validation results and the tree.
     if validation is not None:
         saved = f", as of step {step}" if step != state.step else ""
         lowest = f" ({state.best})" if step != state.best_step else ""
@@ -394,7 +395,7 @@ def _summary(
         if validation is None:
             described += "; no data are held out: chosen on prompts of the training set"
         table.add_row("tree", described)
-    # 3. What it took.
+    # 3. Cache, time and files.
     if cache_summary is not None:
         table.add_row("hidden states", Text(cache_summary))
     if cfg.calibration_tokens and trainer.strategy.partitioned:

@@ -42,7 +42,7 @@ from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import ValidationResult, validate
 
-#: Steps after which it is known how long a step takes.
+#: Number of steps over which the time of a step is measured.
 TIMED_STEPS = 20
 
 
@@ -62,18 +62,18 @@ class Trainer:
         recipe: the base model, and which part of it is trained.
         draft: the heads that are trained.
         objective: the loss.
-        strategy: how gradients are applied.
-        loader: this process's training micro-batches, without end; its position is saved in
+        strategy: computes and applies gradients.
+        loader: endless iterable of this process's training micro-batches; its position is saved in
             checkpoints.
-        validation_batches: returns one pass over the validation set; None without one.
+        validation_batches: returns one pass over the validation set; None if there is no such set.
         schedule: when to log, evaluate, save and end.
         store: the run's checkpoints.
         loggers: where metrics are written.
         state: counters of the run; restored from the checkpoint when resuming.
         distributed: the processes that train together.
-        progress: what is shown meanwhile.
-        last_validation: the last evaluation's result.
-        parent_run_dir: of the two-stage run whose stage one this is.
+        progress: progress display.
+        last_validation: result of the last evaluation.
+        parent_run_dir: if this is stage one, the directory of its two-stage run.
     """
 
     cfg: TrainConfig
@@ -103,22 +103,23 @@ class Trainer:
     def run(
         self, stop: StopRequest, on_timed: Callable[[float], None] = lambda seconds: None
     ) -> Outcome:
-        """Train to the schedule's last step, to `stop`, or until early stopping.
+        """Train until the schedule's last step, a request to stop, or early stopping.
 
-        Unless an exception is raised, the last finished step has a checkpoint on return, and the
-        weights of the best evaluation are saved.
+        On return, the last finished step has a checkpoint, and the weights of the best evaluation
+        are saved. This does not hold if an exception is raised.
 
         Args:
-            on_timed: called after `TIMED_STEPS` steps with the mean seconds of a step.
+            stop: true after a request to stop.
+            on_timed: called after `TIMED_STEPS` steps with the mean seconds per step.
 
         Raises:
             CheckpointError: a checkpoint could not be written.
             NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were
-                skipped already.
+                already skipped.
         """
         state = self.state
         schedule = self.schedule
-        # 1. A run stopped during the evaluation of its last step resumes with that evaluation.
+        # 1. If the run was stopped during the evaluation of its last step, resume with it.
         if state.step and schedule.evaluates(state.step) and state.evaluated != state.step:
             is_best = self._evaluate_and_log(stop)
             if is_best:
@@ -130,7 +131,7 @@ class Trainer:
         self.recipe.train()
         self.draft.train()
         first_step = state.step + 1
-        seconds_after_first = 0.0  # the first step is slower, since it allocates memory
+        seconds_after_first = 0.0  # the first step is slower, because it allocates memory
         while state.step < schedule.total_steps and not self._out_of_patience():
             self.train_step(batches)
             if state.step == first_step:
@@ -148,7 +149,7 @@ class Trainer:
                 self._save_best()
             if stopping:
                 return Outcome.INTERRUPTED
-        # 3. Say why it ended; a signal may have come while the last checkpoint was written.
+        # 3. Return why it ended. A signal may have arrived while the last checkpoint was written.
         if self.distributed.any(bool(stop)):
             return Outcome.INTERRUPTED
         if self._out_of_patience():
@@ -158,22 +159,21 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of every process.
 
-        Valid targets are counted over the whole global batch before any loss is divided, so the
-        step's loss is the mean over its targets, however they are split into micro-batches and
-        processes.
+        Each loss is divided by the number of valid targets in the global batch. So the step's loss
+        is the mean over its targets, however they are split into micro-batches and processes.
         """
         state = self.state
         strategy = self.strategy
         started = time.perf_counter()
 
-        # 1. The batch, and the targets of the whole global batch.
+        # 1. Load the micro-batches, and count the targets of the global batch.
         device = self.recipe.target_model.device
         accumulation = self.cfg.gradient_accumulation_steps
         micro_batches = [next(batches).to(device) for _ in range(accumulation)]
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
         counts = self.distributed.sum(counts.sum(dim=0))
 
-        # 2. Hidden states, loss and backward pass.
+        # 2. Compute hidden states, loss and backward pass.
         rows = []
         for batch in micro_batches:
             output = strategy.forward_backward(self.compute_loss, batch, counts)
@@ -186,14 +186,14 @@ class Trainer:
         norm, was_overscaled = math.nan, False
         if math.isfinite(loss):
             norm, was_overscaled = strategy.step()
-        if was_overscaled:  # goes on with half the loss scale
+        if was_overscaled:  # the loss scale is now halved
             strategy.skip()
             state.window.overscaled += 1
             norm = 0.0
-        elif not math.isfinite(norm):  # as often as the user allows
+        elif not math.isfinite(norm):  # aborts after `max_nonfinite_steps` skips
             self._skip_step(loss, micro_batches, rows)
 
-        # 4. Count the step, and log.
+        # 4. Count the step and log it.
         seconds = time.perf_counter() - started
         state.step += 1
         state.epoch = self.schedule.epoch(state.step)
@@ -208,10 +208,10 @@ class Trainer:
     def compute_loss(
         self, batch: Batch, counts: Tensor, grad_scale: float | None = None
     ) -> ObjectiveOutput:
-        """Run base model, teacher and heads on one micro-batch; `counts` and `grad_scale` as in
+        """Run base model, teacher and heads on one micro-batch. For `counts` and `grad_scale` see
         `Objective.loss`.
         """
-        # 1. The base model, and the teacher where the loss has one.
+        # 1. Run the base model, and the teacher if the loss needs it.
         hidden_states = self.recipe.hidden_states(batch, self.draft.aux_layers)
         teacher = None
         if self.objective.needs_teacher:
@@ -219,7 +219,8 @@ class Trainer:
         lm_head = None
         if self.recipe.joint:
             lm_head = self.recipe.target_model.lm_head()
-        # 2. The losses. Those that accumulate their own gradients stop at the base model's states.
+        # 2. Compute the losses. With `grad_scale` each term runs its own backward pass, which stops
+        # at the base model's states.
         cut = GraphCut()
         if grad_scale is not None:
             hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
@@ -233,7 +234,7 @@ class Trainer:
                 teacher=teacher,
                 grad_scale=grad_scale,
             )
-        # 3. The sum of their gradients goes on through the base model, once.
+        # 3. Propagate the sum of these gradients through the base model, once.
         cut.backward()
         return output
 
@@ -248,11 +249,11 @@ class Trainer:
             )
 
     def restore_best(self) -> int:
-        """Load the weights of the best evaluation, and nothing else of its checkpoint; return their
-        step.
+        """Load only the weights of the best evaluation's checkpoint; return the step of the
+        weights.
 
-        It is the current one where that checkpoint no longer exists (it was deleted, or left in
-        another directory).
+        If that checkpoint no longer exists (deleted, or in another directory), keep the current
+        weights and return the current step.
         """
         path = self.distributed.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
@@ -268,8 +269,8 @@ class Trainer:
         return patience is not None and self.state.evals_since_best >= patience
 
     def _evaluate_and_log(self, stop: StopRequest) -> bool:
-        """Evaluate on the validation set, if there is one; return whether the objective is the
-        lowest so far.
+        """Evaluate on the validation set if there is one, and log the result; return whether the
+        objective is the lowest so far.
         """
         if self.validation_batches is None:
             return False
@@ -300,7 +301,7 @@ class Trainer:
         return_free_memory()
         window = self.state.window
         self.state.window = Window()
-        if not window.steps:  # all of them were skipped
+        if not window.steps:  # all steps were skipped
             return
         record = {
             "epoch": round(self.state.epoch, 4),
@@ -331,8 +332,8 @@ class Trainer:
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
-        """Save the weights of the best evaluation; keep those that the last checkpoint needs for
-        resuming.
+        """Save the weights of the best evaluation. Keep the weights that were best at the last
+        checkpoint, because resuming from it needs them.
         """
         with self.progress.phase("checkpoints", inline=True, ticking=True):
             weights = take_weights(self.draft, self.recipe, self.distributed)
@@ -344,10 +345,10 @@ class Trainer:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of
         the schedule.
 
-        The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the
-        gradient is NaN/Inf.
+        The log lists the records of the micro-batches with a NaN/Inf loss, or the records of all
+        micro-batches if only the gradient is NaN/Inf.
         """
-        # 1. Why, and the records of all processes.
+        # 1. Collect the reason, and the records from all processes.
         reason = f"the loss is {loss}"
         if math.isfinite(loss):
             reason += ", its gradient is not finite"

@@ -1,5 +1,5 @@
-"""Evaluate the heads on held-out text: loss, top-1 to top-10 accuracy, and the tokens per step of a
-simulated tree.
+"""Evaluate the heads on held-out data: loss, top-1 to top-10 accuracy, and the acceptance length
+(tokens per step) of a simulated tree.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_step
 from medusa_train.tree_search.traces import rank_of
 
-ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
-#: Tree size of the simulation, the same in every evaluation so that all of them compare: small
-#: enough to pay on a CPU, large enough to show what lower ranks are worth. The run's tree.json is
-#: sized by measured latency instead.
+ROWS = 512  # number of positions whose logits [ROWS, V] are in memory at once
+#: Number of nodes of the simulated tree. It is fixed, so that all evaluations are comparable: small
+#: enough to be useful on a CPU, large enough to show the benefit of lower ranks. The size of the
+#: run's tree.json follows from measured latency instead.
 NODES = 16
-#: Answer tokens that are simulated at most (a second or two); of a larger set every n-th
-#: conversation is used.
+#: At most this many answer tokens are simulated (one or two seconds). Of a larger set, only every
+#: n-th conversation is used.
 MAX_SIMULATED_TOKENS = 50_000
 
-#: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
+#: One conversation: an int8 tensor [tokens, K] per answer, like `Trace.ranks`.
 RankedConversation = list[Tensor]
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The metrics of one evaluation on held-out text.
+    """The metrics of one evaluation on held-out data.
 
     Attributes:
-        loss: the heads' loss: `sum_k c^k * head_loss[k]`, nats, also with soft targets. It is the
-            training loss over `Objective.weight`, which is 1 for Medusa-1.
-        objective: the value that early stopping compares, nats: `loss` if the base model is frozen,
-            otherwise see `validation_objective`.
-        head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
+        loss: the heads' loss in nats, `sum_k c^k * head_loss[k]`, also with soft targets. It is the
+            training loss divided by `Objective.weight`, which is 1 for Medusa-1.
+        objective: the value in nats that early stopping compares: `loss` if the base model is
+            frozen, otherwise see `validation_objective`.
+        head_loss: mean cross-entropy per head, in nats per valid target in the head's vocabulary.
         top: top-1, top-2, ..., top-10 accuracy per head.
-        targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
-        lm_loss: mean cross-entropy of the base model, nats per token; None if it is frozen.
-        lm_kl: mean KL from the base model without its adapter, nats per token; None without an
+        targets: number of valid targets per head.
+        in_vocab: number of valid targets in the head's vocabulary, per head.
+        lm_loss: mean cross-entropy of the base model in nats per token; None if it is frozen.
+        lm_kl: mean KL in nats per token from the base model without its adapter; None if it has no
             adapter.
-        conversations: per token the rank that each head gives it, see `ranked_conversations`.
+        conversations: the rank that each head gives to each token, see `ranked_conversations`.
     """
 
     loss: float
@@ -70,8 +71,8 @@ class ValidationResult:
 
     @cached_property
     def acceptance_length(self) -> float | None:
-        """Tokens per step of a simulated tree, computed on first access; None with too few
-        conversations.
+        """Tokens per step with a simulated tree, computed on first access; None if there are too
+        few conversations.
         """
         return simulate(self.conversations)
 
@@ -103,19 +104,19 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
     distributed: DistributedContext = SINGLE_PROCESS,
 ) -> ValidationResult | None:
-    """Evaluate the heads on `batches` without dropout; supervised tokens only, at most [ROWS, V]
-    logits in memory.
+    """Evaluate the heads on the supervised tokens of `batches`, without dropout and with at most
+    [ROWS, V] logits in memory.
 
-    Processes take turns with the batches, and all of them return the same result.
+    The batches are distributed over the processes, and all processes return the same result.
 
     Args:
-        recipe: the base model; left in train mode.
-        batches: the whole validation set, once.
-        objective: of the run, for the heads' loss and the weights of its terms.
-        stop: called before every batch; True in any process aborts the evaluation, which then
+        recipe: the base model; it is in train mode afterwards.
+        batches: one pass over the whole validation set.
+        objective: the run's objective. It gives the weights of the terms.
+        stop: called before every batch. If it returns True in any process, the evaluation ends and
             returns None.
     """
-    # 1. Sums over this process's batches.
+    # 1. Sum over this process's batches.
     head_sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
     lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
@@ -138,7 +139,7 @@ def validate(
     finally:
         recipe.train()
         draft.train(was_training)
-    # 2. Means over all processes: of every head, and of the base model.
+    # 2. Compute the means over all processes, for every head and for the base model.
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
     ce, kl, lm_count = distributed.sum(lm_sums).tolist()
@@ -146,7 +147,7 @@ def validate(
     lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
     weighted = enumerate(head_loss[: draft.trained_heads], start=1)
     heads_loss = sum(objective.head_weight(k) * mean for k, mean in weighted)
-    # 3. The conversations in the order of the batches, with which processes take turns.
+    # 3. Bring the conversations into the order of the batches: batch i is from process i % size.
     ordered: list[RankedConversation] = []
     for batches_of_turn in zip_longest(*distributed.gather(conversations), fillvalue=[]):
         ordered += itertools.chain.from_iterable(batches_of_turn)
@@ -166,13 +167,16 @@ def validate(
 def validation_objective(
     objective: Objective, heads: float, ce: float | None, kl: float | None
 ) -> float:
-    """Return the validation value of a run's objective, in nats: the heads' loss, or `L_LM +
-    lambda0 * heads`.
+    """Return the validation value of a run's objective, in nats: the heads' loss if the base model
+    is frozen, otherwise `L_LM + lambda0 * heads`.
 
-    lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run
-    compare. A target mixed with the teacher's (rho) counts as rho * KL + (1 - rho) * CE of the
-    base model (None: 0), which is its loss up to the teacher's entropy, a constant. `heads` is `sum_k
-    c^k * L_k`.
+    lambda0 has its peak value, at which every schedule ends, so that all evaluations of a run are
+    comparable. L_LM is (1 - rho) * CE + rho * KL, where rho is the weight of the teacher. This
+    equals the training loss up to the teacher's entropy, which is constant.
+
+    Args:
+        heads: the heads' loss, `sum_k c^k * L_k`.
+        ce, kl: the base model's mean cross-entropy and its KL from the teacher; None counts as 0.
     """
     if objective.lm is None:
         return heads
@@ -183,22 +187,23 @@ def validation_objective(
 def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
-    Returns: Sums, float64 [K, 3 + 10]: cross-entropy in nats, targets, those in the head's
-        vocabulary, and those among the best 1, 2, ..., 10 guesses. And the rank of every target,
-        int8 [B, T, K], -1 beyond the last rank kept. Both on the CPU.
+    Returns: Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
+        targets, number of targets in the head's vocabulary, and number of targets among the best 1,
+        2, ..., 10 guesses. Ranks of every target, int8 [B, T, K]; -1 if the target is not among the
+        best 10.
     """
     sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
     ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)  # [B, T, K]
     for i, hidden in enumerate(draft.teacher_forced_states(hidden_states, batch)):
-        # 1. The targets of head i + 1.
+        # 1. Find the targets of head i + 1.
         target = shift_labels(batch.labels, i + 1, batch.segments)  # [B, T]
-        valid = target != IGNORE_INDEX  # [B, T], N of them true
+        valid = target != IGNORE_INDEX  # [B, T], N entries are true
         head = draft.lm_head(i + 1)
         indices = head.indices_of(target[valid])  # [N]
-        # 2. Their loss and ranks.
+        # 2. Compute their loss and ranks.
         loss, target_ranks = _score(hidden[valid], indices, head)
         ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
-        # 3. How many are among the best 1, 2, ..., 10 guesses.
+        # 3. Count the targets among the best 1, 2, ..., 10 guesses.
         kept = target_ranks[target_ranks >= 0]
         hits = torch.bincount(kept, minlength=MAX_RANK).cumsum(dim=0)  # [10]
         known = int((indices >= 0).sum())
@@ -208,11 +213,12 @@ def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple
 
 
 def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor]:
-    """Sum the cross-entropy of states [N, d], `ROWS` at a time, and rank their targets, [N] on the
-    CPU.
+    """Return the summed cross-entropy of states [N, d] and the ranks of their targets, [N] on the
+    CPU. Computes `ROWS` states at a time.
 
-    `indices` [N] are the targets as logits of the head, -1 where its vocabulary lacks the token: no
-    loss, rank -1.
+    Args:
+        indices: [N], the target's index in the head's logits. -1 if the head's vocabulary lacks the
+            token; it then has no loss and the rank -1.
     """
     loss = 0.0
     ranks = [torch.zeros(0, dtype=torch.long)]
@@ -227,8 +233,8 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
 
 
 def _lm_sums(recipe: TargetModelRecipe, batch: Batch, hidden_states: HiddenStates) -> Tensor:
-    """Sum a trained base model's cross-entropy, KL from its teacher, and targets: float64 [3] on the
-    CPU.
+    """Return the sums of a trained base model's cross-entropy and of its KL from the teacher, and
+    the number of targets: float64 [3] on the CPU.
     """
     target = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
     teacher = None
@@ -242,11 +248,11 @@ def _lm_sums(recipe: TargetModelRecipe, batch: Batch, hidden_states: HiddenState
 
 
 def _share_of(batches: Iterable[Batch], distributed: DistributedContext) -> Iterator[Batch]:
-    """Yield every `distributed.size`-th batch, beginning with this process's rank.
+    """Yield every `distributed.size`-th batch, starting at this process's rank.
 
-    All processes get equally many batches, because a model partitioned over them has to run in all
-    of them: in the last round, a process without a batch gets another one's with all labels
-    ignored.
+    All processes get equally many batches, because a model that is partitioned over them must run
+    in all of them. In the last round, a process without a batch gets a copy of another batch in
+    which all labels are ignored.
     """
     turn: list[Batch] = []
     for batch in batches:
@@ -266,47 +272,48 @@ def _share_of(batches: Iterable[Batch], distributed: DistributedContext) -> Iter
 def ranked_conversations(
     labels: Tensor, segments: Tensor, ranks: Tensor
 ) -> list[RankedConversation]:
-    """Split a batch's ranks into answers, conversation by conversation.
+    """Split a batch's ranks into answers, and group the answers by conversation.
 
-    The state at t has the base model's next token t + 1 as the root of its tree, so an answer is a
-    run of positions whose next token is supervised. Targets outside the answer, on which heads are
-    trained as well, are left out: decoding starts and ends within the answer.
+    The root of the tree at position t is the base model's token t + 1. So an answer is a run of
+    positions whose next token is supervised. Heads are also trained on targets after the end of the
+    answer; these are left out, because decoding starts and ends within the answer.
 
     Args:
-        ranks: int8 [B, T, K], the rank that head k at t gives the token at t + k + 1; -1 beyond the
-            last rank kept.
+        ranks: int8 [B, T, K], the rank that head k at position t gives to the token at t + k + 1;
+            -1 if it is beyond the last rank that is kept.
     """
-    # 1. Where answers begin (1) and end (-1): a row is padded with a position on either side.
+    # 1. Find where answers begin (+1) and end (-1). Rows are padded by one position on both sides.
     is_answer = shift_labels(labels, 0, segments) != IGNORE_INDEX  # [B, T]
     borders = pad(is_answer.int(), (1, 1)).diff(dim=1)  # [B, T + 1]
     starts = (borders == 1).nonzero().tolist()
     ends = (borders == -1).nonzero().tolist()
     conversations: dict[tuple[int, int], RankedConversation] = {}
     for (row, start), (_, end) in zip(starts, ends, strict=True):
-        # 2. The ranks of an answer, without those of targets behind its end.
+        # 2. Take the ranks of an answer; drop the ranks of targets after its end.
         answer = ranks[row, start:end]  # [tokens, K]
         length, num_heads = answer.shape
         target_place = torch.arange(length)[:, None] + torch.arange(1, num_heads + 1)
         answer = answer.masked_fill(target_place >= length, -1)
-        # 3. It belongs to the document that it begins in.
+        # 3. Assign the answer to the document in which it begins.
         document = (row, int(segments[row, start]))
         conversations.setdefault(document, []).append(answer)
     return list(conversations.values())
 
 
 def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> float | None:
-    """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two
+    """Estimate the tokens per step with the best tree of `nodes` nodes; None for fewer than two
     conversations.
 
-    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations: the mean
-    of a tree fitted to one half and evaluated on the other, and vice versa.
+    A value of 1.0 means that no guess is accepted. The estimate is two-fold cross-validated: a tree
+    is fitted to each half of the conversations and evaluated on the other half; the result is the
+    mean.
     """
-    # 1. Every n-th conversation of a larger set.
+    # 1. Use only every n-th conversation of a larger set.
     total = sum(len(answer) for conversation in conversations for answer in conversation)
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
     if len(used) < 2:
         return None
-    # 2. Two halves of them, and a tree for each, measured on the other.
+    # 2. Split them into two halves, fit a tree to each half, and evaluate it on the other half.
     first, second = (
         [Trace(answer.tolist()) for conversation in used[half::2] for answer in conversation]
         for half in (0, 1)
