@@ -1,14 +1,14 @@
-"""Names and config.json of DFlash drafts in the files that vLLM, SGLang and TensorRT-LLM read: the
-layout of the authors (z-lab), of SpecForge and of DeepSpec.
+"""Tensor names and config.json of DFlash drafts in the layout that vLLM, SGLang and TensorRT-LLM
+read. Its authors (z-lab), SpecForge and DeepSpec write this layout.
 
-config.json           of a Qwen3 model with the draft's layers
-dflash_config         mask_token_id, target_layer_ids: after so many layers, counted from 0
+config.json           config of a Qwen3 model with the draft's layers
+dflash_config         mask_token_id; target_layer_ids: layers whose outputs are read, counted from 0
 block_size            K + 1
 layer_types           sliding_attention: causal blocks with a window; full_attention: bidirectional
-tensors               fc, hidden_norm, layers, norm, under the names of `DFlashDraft`
+tensors               fc, hidden_norm, layers, norm, with the names of `DFlashDraft`
 
-Embeddings and lm_head are the target model's. With a Markov bias the layout is DSpark's, which
-vLLM alone reads: `markov_head.markov_w1` and `markov_w2`.
+Embeddings and lm_head are the base model's. A draft with a Markov bias has DSpark's layout, which
+only vLLM reads; it adds `markov_head.markov_w1` and `markov_w2`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from medusa_train.checkpoint.resolve import DFLASH, DSPARK
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 
-#: Names of the Markov bias here -> in DSpark's layout.
+#: Our names of the Markov bias's matrices -> their names in DSpark's layout.
 _MARKOV = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
     "markov.output.weight": "markov_head.markov_w2.weight",
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-#: block_size of files without one, as servers take it.
+#: The servers' default for files without block_size.
 _BLOCK_SIZE = 16
 
 
@@ -43,15 +43,17 @@ def to_dflash(
     base_model: str,
     to: ExportTarget,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and config.json as servers read them.
+    """Return the tensors and the config.json that servers read.
 
     Args:
-        state, settings: of a `DFlashDraft`.
-        layer: config.json of a layer, as of a Llama model.
-        num_target_layers, vocab_size: of the target model. base_model: its name.
+        state, settings: state dict and settings of a `DFlashDraft`.
+        layer: the layer's entries of config.json, named as in a Llama model.
+        num_target_layers, vocab_size: number of layers and of tokens of the base model.
+        base_model: name of the base model.
 
     Raises:
-        CheckpointError: the draft has a reduced vocabulary, or for SGLang a Markov bias.
+        CheckpointError: the draft has a reduced vocabulary; or it has a Markov bias and is not
+            exported to vLLM.
     """
     if TOKEN_MAP in state:
         raise CheckpointError(
@@ -93,16 +95,16 @@ def to_dflash(
 def from_dflash(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the state dict and the settings of a `DFlashDraft`, of files in this layout, and the
+    """Return the state dict and the settings of a `DFlashDraft` from files in this layout, and the
     names of tensors that are not read.
 
-    Of DSpark's layout only what `to_dflash` writes is read: there a block's first token predicts
-    nothing, while in DSpark's own files it predicts the token after it.
+    DSpark files are read only if `to_dflash` wrote them. In these, a block's first token predicts
+    nothing; in DSpark's own files it predicts the next token.
 
     Raises:
         CheckpointError: config.json has no mask token or layers, or describes another attention.
     """
-    # 1. The block.
+    # 1. Read the block's settings.
     own = config.get("dflash_config")
     if not isinstance(own, Mapping):
         own = {}
@@ -117,7 +119,7 @@ def from_dflash(
         raise CheckpointError(
             f"target_layer_ids {layer_ids!r} in config.json are not layers, counted from 0"
         )
-    # 2. What its tokens see.
+    # 2. Check the attention mask.
     window = _window(config)
     causal = config.get("is_causal", own.get("causal"))
     if causal is not None and bool(causal) != (window > 0):
@@ -126,7 +128,7 @@ def from_dflash(
         )
     if config.get("attention_bias"):
         raise CheckpointError("DFlash drafts with biases (attention_bias) can't be read")
-    # 3. The tensors, without copies of the target model's.
+    # 3. Rename the tensors, and drop copies of the base model's.
     names = {new: name for name, new in _MARKOV.items()}
     state = {names.get(name, name): tensor for name, tensor in tensors.items()}
     unread = sorted(name for name in state if name.startswith(("embed_tokens.", "lm_head.")))
@@ -148,7 +150,7 @@ def from_dflash(
 
 
 def block_size(config: Mapping[str, Any]) -> int:
-    """Return K + 1, the tokens of a block with the last token, as a config.json states it."""
+    """Return the block size in a config.json: K + 1, the last token and K draft tokens."""
     own = config.get("dflash_config")
     size = own.get("block_size") if isinstance(own, Mapping) else None
     size = size or config.get("block_size", _BLOCK_SIZE)
@@ -158,7 +160,7 @@ def block_size(config: Mapping[str, Any]) -> int:
 
 
 def _window(config: Mapping[str, Any]) -> int:
-    """Return how many positions a token of a block sees; 0: all."""
+    """Return the attention window in positions; 0: no window."""
     kinds = config.get("layer_types") or [_FULL]
     if not isinstance(kinds, list) or kinds.count(kinds[0]) < len(kinds):
         raise CheckpointError(

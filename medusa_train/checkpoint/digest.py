@@ -1,4 +1,4 @@
-"""Digests of files of weights, by which models and heads are told apart."""
+"""Digests of weight files, to detect that a model or heads changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from medusa_train.config.paths import resolve_path
 from medusa_train.models.model_files import model_directory
 
-#: Blocks read from each file, spread over it: reading a whole model takes minutes on a slow disk.
+#: Number of blocks that are read, evenly spread over each file. Reading a whole model would take
+#: minutes on a slow disk.
 BLOCKS = 64
 BLOCK_BYTES = 1 << 16
 #: Names of weight files, in the order in which transformers prefers them.
@@ -17,10 +18,10 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """Return a hash of the names, sizes and parts of files, wherever they are.
+    """Return a hash of the names, sizes and some blocks of files. Their directory does not matter.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -36,7 +37,7 @@ def digest_files(files: Iterable[Path]) -> str:
 
 def digest_base_model(base_model: str) -> str | None:
     """Return the digest of a model's weights; None if neither its directory nor the hub's cache has
-    any.
+    weight files.
     """
     directory = model_directory(str(resolve_path(base_model) or base_model))
     for pattern in _WEIGHTS:

@@ -1,18 +1,18 @@
-"""Names and config.json of EAGLE-3 drafts in files that vLLM, SGLang and speculators read.
+"""Tensor names and config.json of EAGLE-3 drafts in files that vLLM, SGLang and speculators read.
 
                           vLLM, SGLang         speculators
-fc, norm, lm_head         the same             the same
+fc, norm, lm_head         the same names       the same names
 decoder layer             midlayer.*           layers.0.*
-config of the layer       at the top           transformer_layer_config
+config of the layer       top level            transformer_layer_config
 states after l layers     l (SGLang: l - 1)    l
-d2t [N]                   token of draft token i is i + d2t[i]; like t2d missing where the draft has all tokens
-t2d [V]                   whether the draft has the token
 
-input_norm.weight     with `norm_before_fc`; fc_norm.0|1|2.weight with `fc_norm`
-embed_tokens.weight   where the draft has embeddings of its own: a server takes the base model's else
-target_hidden_size    width of the base model where it is not the draft's hidden_size
-q_norm, k_norm        of the layer's attention, with model_type qwen3 (vLLM, speculators)
-lm_head.weight        missing in some files: a server takes the base model's
+d2t [N]               draft token i is token i + d2t[i]; missing if the draft has all tokens
+t2d [V]               whether the draft has the token; missing if the draft has all tokens
+input_norm.weight     only with `norm_before_fc`; fc_norm.0|1|2.weight only with `fc_norm`
+embed_tokens.weight   only if the draft has its own embeddings; otherwise servers use the base
+model's target_hidden_size    width of the base model, if it differs from the draft's hidden_size
+q_norm, k_norm        norms of the layer's attention, with model_type qwen3 (vLLM, speculators)
+lm_head.weight        missing in some files: servers then use the base model's
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LAYER_KEYS = (
     "attention_bias",
     "mlp_bias",
 )
-#: Norms that some trainers add, and older names of their flags.
+#: Flag of a norm that some trainers add -> older name of the flag.
 EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
-#: Tensors that follow from others, or are the base model's.
+#: Tensors that are computed from others, or copied from the base model.
 _DERIVED = {
     "midlayer.self_attn.rotary_emb.inv_freq",
     "rotary_emb.inv_freq",
@@ -57,7 +57,7 @@ _DERIVED = {
     "verifier_lm_head.weight",
 }
 _KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
-#: Entries of NVIDIA's eagle_config, at values with which the draft is one that is computed here.
+#: Entries of NVIDIA's eagle_config -> the only value that this package computes.
 _AS_COMPUTED = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -66,7 +66,7 @@ _AS_COMPUTED = {
     "parallel_draft_step": 1,
     "has_lm_head": True,
 }
-#: Entries of config.json that are read, checked, or say nothing about what the draft computes.
+#: Entries of config.json that are read, checked, or do not affect what the draft computes.
 _KNOWN_ENTRIES = {
     *LAYER_KEYS,
     *EAGLE3_NORMS,
@@ -91,7 +91,7 @@ _KNOWN_ENTRIES = {
     "speculators_config",
     "speculators_version",
     "tie_word_embeddings",
-    # of files and of training
+    # entries about files and training
     "architectures",
     "model_type",
     "torch_dtype",
@@ -110,14 +110,14 @@ _KNOWN_ENTRIES = {
     "has_no_defaults_at_init",
     "_name_or_path",
 }
-#: Why a tensor is not read, by a pattern of its name; the first that matches.
+#: Pattern of a tensor's name -> why the tensor is not read. The first match counts.
 _WHY_UNREAD = {
     r"(layers|midlayer)\.\d+\.": "the draft has a second layer; drafts of one layer can be read",
     r".*\.[qk]_norm\.": (
         "its attention norms queries and keys, which servers compute only where model_type is qwen3"
     ),
     r"(input_norm|fc_norm)\.": "a norm that config.json does not name (norm_before_fc, fc_norm)",
-    # next to FP8 weights; weights of whole numbers were rejected before
+    # scales of FP8 weights; integer weights were rejected before
     r".*(_scale|_scale_inv|_zero_point)$": (
         "of quantized weights, which are not read; take the draft that is not quantized"
     ),
@@ -137,16 +137,17 @@ def to_eagle3(
     base_model: str,
     to: ExportTarget,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and config.json as the server `to` reads them; the rows of lm_head in the order
-    of their tokens.
+    """Return the tensors and the config.json that the server `to` reads. The rows of lm_head are
+    ordered by token id.
 
     Args:
-        state, settings: of an `Eagle3Draft`.
-        layer: config.json of its layer, as of a Llama model.
-        vocab_size: V, of the base model. base_model: its name.
+        state, settings: state dict and settings of an `Eagle3Draft`.
+        layer: its layer's entries of config.json, named as in a Llama model.
+        vocab_size: V, vocabulary size of the base model. base_model: its name.
 
     Raises:
-        CheckpointError: the draft has no lm_head, or norms that SGLang does not compute.
+        CheckpointError: the draft has no lm_head; or it is exported to SGLang and has norms that
+            SGLang does not compute.
     """
     if LM_HEAD_0 not in state:
         raise CheckpointError(
@@ -164,15 +165,15 @@ def to_eagle3(
             raise CheckpointError(
                 f"SGLang does not compute {problems[0]}; export --to vllm or speculators"
             )
-    # 1. Tensors with the same names, but for speculators' layer.
+    # 1. Keep the names of tensors, except for the layer in speculators' files.
     tensors = {}
     for name, tensor in state.items():
         if not name.startswith(("lm_heads.", TOKEN_MAP)):
             if to == "speculators":
                 name = name.replace(_LAYER, _SPECULATORS_LAYER, 1)
             tensors[name] = tensor
-    # 2. lm_head in the order of tokens, and which tokens they are. vLLM rejects that for a draft
-    # that has all tokens.
+    # 2. Order lm_head by token id. Write d2t and t2d only for a reduced vocabulary: vLLM rejects
+    # them for a draft that has all tokens.
     tokens = torch.arange(vocab_size)
     if TOKEN_MAP in state:
         tokens = state[TOKEN_MAP].cpu()  # [N]
@@ -181,7 +182,7 @@ def to_eagle3(
     if len(ordered) < vocab_size:
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
-    # 3. config.json: the layer, and the draft
+    # 3. Build config.json from the entries of the layer and of the draft.
     of_layer = {
         "architectures": [EAGLE3_QWEN3 if is_qwen3 else EAGLE3],
         "model_type": "qwen3" if is_qwen3 else "llama",
@@ -227,7 +228,9 @@ def to_eagle3(
 
 
 def entries_in_files(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json that describe a layer, its rope for older versions, too."""
+    """Return the entries of config.json that describe a layer. Its rope is also written under the
+    names that older versions of transformers read.
+    """
     entries = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
     rope = dict(layer.get("rope_parameters") or {})
     entries["rope_theta"] = rope.pop("rope_theta", 10000.0)
@@ -242,23 +245,23 @@ def entries_in_files(layer: Mapping[str, Any]) -> dict[str, Any]:
 def from_eagle3(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return the state dict and the settings of an `Eagle3Draft`, of files in one of these layouts,
-    and the names of tensors and entries that are not read.
+    """Return the state dict and the settings of an `Eagle3Draft` from files in one of these
+    layouts, and the names of tensors and entries that are not read.
 
-    The depth is not in the files, so `num_heads` keeps its default.
+    The files do not contain the depth, so `num_heads` keeps its default.
 
     Raises:
-        CheckpointError: tensors are missing, or belong to a layer of another kind; config.json
-            describes no layer, or another than the tensors.
+        CheckpointError: tensors are missing or belong to another kind of layer; or config.json
+            describes no layer, or does not match the tensors.
     """
-    # 1. config.json
+    # 1. Read config.json.
     layer = _part_of(config, "transformer_layer_config") or config
     eagle = _part_of(config, "eagle_config")
     entries = layer_entries(layer)
     _reject_other_layers(config, layer, eagle)
     settings: dict[str, Any] = {
         "layers": _state_layers(config, eagle),
-        # as vLLM
+        # the same default as in vLLM
         "norm_before_residual": bool(
             config.get("norm_before_residual", "speculators_model_type" in config)
         ),
@@ -268,7 +271,7 @@ def from_eagle3(
         if config.get(key) or eagle.get(key) or (older and config.get(older)):
             settings[key] = True
 
-    # 2. names of tensors
+    # 2. Rename the tensors.
     plain = {}
     for name, tensor in tensors.items():
         plain[name.removeprefix("model.").replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
@@ -288,7 +291,7 @@ def from_eagle3(
     if "lm_head.weight" in plain:
         state[LM_HEAD_0] = plain["lm_head.weight"]
 
-    # 3. widths, embeddings and vocabulary
+    # 3. Check the widths, and read embeddings and vocabulary.
     _check_widths(plain, config, entries["hidden_size"])
     if "embed_tokens.weight" in plain:
         state["embed_tokens.weight"] = plain["embed_tokens.weight"]
@@ -301,7 +304,7 @@ def from_eagle3(
 
 
 def _part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the entries below a key of config.json; none where it is missing or null."""
+    """Return the entries below a key of config.json; empty if the key is missing or null."""
     part = config.get(key) or {}
     if not isinstance(part, Mapping):
         raise CheckpointError(f"{key} {part!r} in config.json is not a mapping of entries")
@@ -309,7 +312,9 @@ def _part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _state_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> list[int] | None:
-    """Return after how many layers the three states are read; None where they are not named."""
+    """Return after how many layers each of the three states is read; None if config.json does not
+    say it.
+    """
     named = config.get(_STATES)
     first = 1
     if eagle.get(_STATES):
@@ -318,21 +323,22 @@ def _state_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> list[i
     if named is None:
         return None
     is_three = isinstance(named, list) and len(named) == 3
-    # a bool is an int, too
+    # `type` and not isinstance, because a bool is an int
     if not is_three or not all(type(number) is int and number >= first for number in named):
         raise CheckpointError(
             f"{_STATES} {named!r} in config.json are not three layers, counted from {first}"
         )
-    # servers collect the states from the first layer to the last, whatever their order here
+    # servers collect the states in the order of layers, whatever the order in the file
     return sorted(number + 1 - first for number in named)
 
 
 def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the layers in eagle_config that vLLM 0.32 takes one too early; None where it reads
-    what was trained, or no layers are named.
+    """Return the layers in eagle_config that vLLM 0.32 reads one layer too early; None if it reads
+    the layers that were trained, or if there are no layers in config.json.
 
-    In eagle_config layers are counted from 0 and their outputs are meant, as SGLang, SpecForge and
-    Model Optimizer do. vLLM reads these numbers as it reads those at the top.
+    In eagle_config, l means the output of layer l, counted from 0; SGLang, SpecForge and Model
+    Optimizer write and read it so. vLLM treats the number like the one at the top level, which
+    means the state after l layers.
     """
     if config.get(_STATES):
         return None
@@ -342,7 +348,7 @@ def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
 def _unread_entries(
     config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
 ) -> set[str]:
-    """Return the entries that are not read; null says nothing."""
+    """Return the entries that are not read; null values are ignored."""
     entries = set()
     for key, value in (*config.items(), *layer.items()):
         if key not in _KNOWN_ENTRIES and value is not None:
@@ -354,16 +360,16 @@ def _unread_entries(
 
 
 def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a layer's config.json, `LAYER_KEYS`.
+    """Return the `LAYER_KEYS` entries of a layer's config.json.
 
-    What is missing has Llama's or Qwen3's defaults, as in servers, not the base model's values.
+    Missing entries get Llama's or Qwen3's defaults, as in servers, not the base model's values.
     """
     keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
     named = {key: layer[key] for key in keys if layer.get(key) is not None}
     kind = Qwen3Config if layer.get("model_type") == "qwen3" else LlamaConfig
     try:
         entries: dict[str, Any] = kind(**named).to_dict()
-    except Exception as error:  # each check of transformers raises its own kind
+    except Exception as error:  # transformers' checks raise many exception types
         raise CheckpointError(f"not a valid configuration of a layer: {error}") from error
     return {key: entries[key] for key in LAYER_KEYS if entries.get(key) is not None}
 
@@ -371,7 +377,7 @@ def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
 def _reject_other_layers(
     config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
 ) -> None:
-    """Reject entries of config.json by which the draft computes something else."""
+    """Reject entries of config.json that make the draft compute something that is not supported."""
     problems = []
     layers = layer.get("num_hidden_layers")
     if layers not in (None, 1):
@@ -390,8 +396,8 @@ def _reject_other_layers(
 
 
 def _names_layer_of_llama(config: Mapping[str, Any]) -> bool:
-    """Return whether vLLM builds Llama's layer, whatever model_type is: outside of speculators'
-    files it chooses the layer by `architectures`.
+    """Return whether vLLM builds Llama's layer, whatever model_type is: except for speculators'
+    files, it chooses the layer by `architectures`.
     """
     architectures = config.get("architectures")
     if "speculators_model_type" in config or not isinstance(architectures, list):
@@ -414,8 +420,8 @@ def _tensor_names(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size: int) -> None:
-    """Check that fc has the widths of config.json, and that a draft of another width than the
-    base model's has embeddings and an lm_head.
+    """Check that fc has the widths in config.json. If draft and base model differ in width, check
+    that the draft has its own embeddings and lm_head.
     """
     shape = list(tensors["fc.weight"].shape)
     target = config.get("target_hidden_size") or shape[-1] // 3
@@ -433,12 +439,12 @@ def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size
 
 
 def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tensor | None:
-    """Return the tokens [N] of lm_head's rows, by d2t or t2d; None where it has all tokens.
+    """Return the tokens [N] of lm_head's rows, from d2t or t2d; None if it has all tokens.
 
     Args:
-        named: draft_vocab_size in config.json. size: vocab_size there.
+        named: draft_vocab_size in config.json. size: vocab_size in config.json.
     """
-    # 1. The rows of lm_head.
+    # 1. Count the rows of lm_head.
     if "lm_head.weight" not in tensors:
         if named in (None, size):
             return None
@@ -451,7 +457,7 @@ def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tenso
         raise CheckpointError(
             f"lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"
         )
-    # 2. Their tokens.
+    # 2. Find their tokens.
     d2t = tensors.get("d2t")
     t2d = tensors.get("t2d")
     if size is None and t2d is not None:

@@ -1,9 +1,9 @@
-"""Save draft heads to a directory, and load them whoever wrote them: this program, the public
-Medusa code, TGI or vLLM.
+"""Save draft heads to a directory, and load heads that this program, the public Medusa code, TGI or
+vLLM wrote.
 
 Medusa heads are stored in the public code's layout (`reference`), or exported to vLLM's (`vllm`).
-Other drafts have a layout of their own: draft.safetensors with the names of their state dict, and
-their settings in config.json.
+Other drafts have our own layout: draft.safetensors with the names of their state dict, and
+    config.json with their settings.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.target_model import TargetModel
 
 VLLM_WEIGHTS = "model.safetensors"
-#: Entries of config.json that are no settings of a draft.
+#: Entries of config.json that are not settings of a draft.
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
-#: Tensors of whole numbers: maps between the tokens of the draft and of the base model.
+#: Integer tensors: maps between the tokens of the draft and of the base model.
 _MAPS = (TOKEN_MAP, "d2t", "t2d")
-#: Parameters of drafts that are no settings.
+#: Parameters of a draft's `__init__` that are not settings in config.json.
 _NOT_IN_JSON = ("target_model", "token_map", "dtype")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-#: No draft has more heads, layers or blocks: what a damaged file says is not built.
+#: Limit on the number of heads, layers or blocks, so that nothing huge is built from a damaged
+#: file.
 _MAX_SETTING = 1000
-#: Entries of config.json that are read or say nothing about Medusa heads, by layout.
+#: Entries of config.json that are read, or do not concern Medusa heads. `_KNOWN_ENTRIES` adds those
+#: of each layout.
 _GENERAL = frozenset(
     {
         "_name_or_path",
@@ -106,7 +108,8 @@ _KNOWN_ENTRIES = {
         "truncated_vocab_size",
     },
 }
-#: The entries that state how many heads and blocks there are.
+#: Layout -> entries of config.json for the numbers of heads and blocks -> attribute of
+#: `HeadTensors`.
 _STATED = {
     "reference": {"medusa_num_heads": "num_heads", "medusa_num_layers": "num_layers"},
     "vllm": {"num_heads": "num_heads", "num_hidden_layers": "num_layers"},
@@ -117,7 +120,7 @@ _STATED = {
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
-    """Save a draft of any kind, in its dtype, each file atomically.
+    """Save a draft of any kind in its dtype. Each file is written atomically.
 
     Weights of the base model are not saved.
     """
@@ -145,12 +148,12 @@ def write_heads(
 ) -> Path:
     """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
 
-    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its
-    matrices; only this program reads them.
+    The token_map of a reduced vocabulary and the matrices of a Markov bias are written as well, but
+    only this program reads them.
 
     Args:
         pickled: also write medusa_lm_head.pt, which the public code reads.
-        config: further keys of config.json (TensorRT-LLM expects the base model's there).
+        config: further keys of config.json (TensorRT-LLM expects the base model's keys there).
     """
     directory = Path(directory)
     tensors = names_in_files(heads.state, heads.num_layers)
@@ -176,8 +179,8 @@ def write_weights(
     *,
     pickled: str | None = None,
 ) -> None:
-    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file
-    `pickled`, too.
+    """Write a weight file and config.json, each atomically. If `pickled` is the name of a `.pt`
+    file, write the weights to it too.
     """
 
     def write_with_checksum(path: Path) -> None:
@@ -198,10 +201,10 @@ def write_weights(
 
 
 def read_heads(directory: Path | str) -> HeadTensors:
-    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a
+    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout, or from a
     Medusa-2 full model.
 
-    The numbers of heads and layers are those of the tensors: published configs understate them.
+    Heads and layers are counted in the tensors, because published configs state too few.
     """
     found = find_heads(Path(directory))
     if found.layout == "draft":
@@ -213,8 +216,8 @@ def read_heads(directory: Path | str) -> HeadTensors:
 
 
 def read_draft(directory: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of an EAGLE-3 or DFlash draft: ours, or in a layout that
-    servers read.
+    """Read the state dict and the settings of an EAGLE-3 or DFlash draft, in our layout or in one
+    that servers read.
     """
     found = find_heads(directory)
     tensors, config = _read_files(found)
@@ -225,7 +228,7 @@ def read_draft(directory: Path, kind: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def read_token_map(directory: Path) -> Tensor | None:
-    """Read the reduced vocabulary of a draft of any kind: the token id of each logit, long [N];
+    """Read the reduced vocabulary of a draft of any kind: the token id of each logit, int64 [N];
     None if its heads predict all tokens.
     """
     found = find_heads(directory)
@@ -237,7 +240,7 @@ def read_token_map(directory: Path) -> Tensor | None:
 
 @contextmanager
 def _naming(source: Path) -> Iterator[None]:
-    """Begin the errors of the block with the file or directory that is read."""
+    """Prefix the errors of the block with the file or directory that is read."""
     try:
         yield
     except CheckpointError as error:
@@ -245,8 +248,8 @@ def _naming(source: Path) -> Iterator[None]:
 
 
 def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
-    """Read the tensors and config.json; those of an EAGLE-3 draft as `save_draft` would have
-    written them.
+    """Read the tensors and config.json. For EAGLE-3 and DFlash drafts in a server's layout, they
+    are converted to what `save_draft` writes.
     """
     directory, layout, files = found
     if layout is None:
@@ -265,16 +268,16 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: holds heads of two kinds, {files[0].name} and {others[0]}; move one of them"
             " to a directory of its own"
         )
-    # 1. config.json, which Medusa heads may lack.
+    # 1. Read config.json, which Medusa heads may lack.
     needs_config = layout not in ("reference", "model")
     config = {}
     if needs_config or (directory / HEADS_CONFIG).is_file():
         config = read_json(directory / HEADS_CONFIG)
-    # 2. The tensors, without the base model's.
+    # 2. Read the tensors, without the base model's.
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
-            if layout != "model":  # where heads are a small part of a large model
+            if layout != "model":  # the heads are only a small part of a large file
                 checksums.check(path, expected_here=layout in ("draft", "reference"))
             tensors |= read_tensors(path, PREFIXES if layout == "model" else ("",))
         else:
@@ -293,7 +296,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: {problem}: the file is damaged, or training failed; use an earlier"
             " checkpoint, or train again"
         )
-    # 3. The names of this program.
+    # 3. Convert the names and the config to ours.
     if layout in ("eagle3", "dflash"):
         base_model = named_target_model(config)
         read = from_eagle3 if layout == "eagle3" else from_dflash
@@ -306,7 +309,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
 
 
 def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
-    """Return Medusa heads of tensors with the names of a layout, and say what is not used."""
+    """Build Medusa heads from tensors with a layout's names, and warn about what is not used."""
     directory, layout, files = found
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
@@ -327,10 +330,10 @@ def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> 
 def _notes_on_config(
     heads: HeadTensors, tensors: Mapping[str, Tensor], config: Mapping[str, Any], layout: str | None
 ) -> Iterator[str]:
-    """Say where config.json states other numbers than there are tensors, and which of its entries
-    are not read.
+    """Yield notes if config.json does not match the tensors, or has entries that are not read.
 
-    A config.json with a base model's entries, as TensorRT-LLM's and of full models, is not listed.
+    The entries are not listed if config.json also has a base model's entries, as for TensorRT-LLM
+    and in full models.
     """
     if layout == "vllm" and not config.get("medusa_fc_bias", False):
         biases = [t for name, t in tensors.items() if ".layers." in name and name.endswith(".bias")]
@@ -351,12 +354,14 @@ def _notes_on_config(
 
 
 def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the settings of a draft in its config.json, each of the type that the draft has for it."""
+    """Return the settings in a draft's config.json; check that each has the type of the draft's
+    parameter.
+    """
     kind = config["draft"]
     settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
     types = get_type_hints(DRAFTS[kind].__init__)
     for name, value in settings.items():
-        if isinstance(value, Tensor):  # the vocabulary of another trainer's draft
+        if isinstance(value, Tensor):  # a token map, read from a server's layout
             continue
         if name not in types or name in _NOT_IN_JSON:
             raise CheckpointError(
@@ -388,31 +393,32 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def load_draft(
     directory: Path | str, target_model: TargetModel, dtype: torch.dtype | None = None
 ) -> Draft:
-    """Load a draft of any kind for `target_model`, on its device; `dtype` defaults to the base model's."""
-    # 1. The files.
+    """Load a draft of any kind for `target_model`, on its device; `dtype` defaults to its dtype."""
+    # 1. Read the files.
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
     if found.layout not in ("draft", "eagle3", "dflash"):
         return _new_medusa(
             _medusa_heads(found, tensors, config), found.directory, target_model, dtype
         )
-    is_eagle3 = found.layout == "eagle3"  # as servers read it
+    is_eagle3 = found.layout == "eagle3"  # an EAGLE-3 draft in a server's layout
     if is_eagle3:
         _check_target(found.directory, tensors, target_model, config)
-    # 2. A draft with these settings.
+    # 2. Build a draft with these settings.
     draft = _new_draft(config, found.directory, tensors, target_model, dtype)
     own = draft.state_dict()
-    if is_eagle3 and LM_HEAD_0 not in tensors:  # servers take a copy of the base model's
+    if is_eagle3 and LM_HEAD_0 not in tensors:  # like servers, use the base model's lm_head
         tensors |= {name: t for name, t in own.items() if name.startswith("lm_heads.")}
-    elif is_eagle3 and "lm_heads.0.bias" in own:  # they have no biases
+    elif is_eagle3 and "lm_heads.0.bias" in own:  # servers have no bias
         tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])
-    # 3. Its weights.
+    # 3. Load its weights.
     try:
         draft.load_state_dict(tensors)
     except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()  # below the name of the draft's class
+        first = str(error).splitlines()[1].strip()  # the first line has the draft's class name
         names_differ = first.startswith(("Missing key", "Unexpected key"))
-        if found.layout != "draft" or names_differ:  # whose widths are the base model's
+        # with equal names in our layout, only widths differ, which are the base model's
+        if found.layout != "draft" or names_differ:
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
             ) from None
@@ -426,7 +432,7 @@ def _check_target(
     target_model: TargetModel,
     config: Mapping[str, Any],
 ) -> None:
-    """Check that an EAGLE-3 draft in a server's layout was made for a base model of this size."""
+    """Check that an EAGLE-3 draft in a server's layout fits the size of `target_model`."""
     width = tensors["fc.weight"].shape[1] // 3
     tables = {"embeddings": tensors.get("embed_tokens.weight")}
     if TOKEN_MAP not in tensors:
@@ -447,7 +453,7 @@ def _check_target(
 def _does_not_fit(
     path: Path, target_model: TargetModel, problem: str, config: Mapping[str, Any]
 ) -> CheckpointError:
-    """Return the error of a draft that was made for another base model."""
+    """Return the error for a draft that was trained for another base model."""
     base_model = config.get("base_model_name_or_path")
     trained_on = f" ({base_model})" if base_model else ""
     return CheckpointError(
@@ -463,7 +469,7 @@ def _new_draft(
     target_model: TargetModel,
     dtype: torch.dtype | None,
 ) -> Draft:
-    """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
+    """Build an untrained draft with the settings in `config` and the vocabulary in `tensors`."""
     path = directory / HEADS_CONFIG
     kind = config.get("draft") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in DRAFTS:
@@ -499,9 +505,9 @@ def _new_draft(
 def _new_medusa(
     heads: HeadTensors, directory: Path, target_model: TargetModel, dtype: torch.dtype | None
 ) -> MedusaDraft:
-    """Build Medusa heads with these weights.
+    """Build a `MedusaDraft` from heads that were read.
 
-    Logit soft cap and scale are the base model's; the lm_heads have a bias only if the file has one.
+    Logit soft cap and scale are the base model's; lm_heads have a bias only if the file has one.
     """
     vocab_size = heads.vocab_size
     if vocab_size is None:

@@ -42,13 +42,14 @@ from medusa_train.trees.tree import Tree
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A base model with its draft heads and tree; both are None without heads, and the tree where
-    they are only traced.
+    """A base model with its draft heads and tree.
 
     Attributes:
-        lookup: a draft without training, alone or next to the heads.
-        dynamic: the size of trees that the draft chooses in every step in place of `tree`; None:
-            `tree` is used.
+        draft: the heads; None if there are none.
+        tree: the tree; None without heads, or if the heads are only traced.
+        lookup: a draft that needs no training, alone or in addition to the heads.
+        dynamic: size limits of dynamic trees, which the draft chooses in every step; None: use
+            `tree`.
     """
 
     target_model: TargetModel
@@ -59,16 +60,16 @@ class LoadedModel:
 
     @cached_property
     def proposer(self) -> Proposer | None:
-        """What to decode with: heads, a draft without training, or both merged; None for plain
-        decoding.
+        """The proposer for decoding: heads, a draft that needs no training, or both merged; None
+        for plain decoding.
         """
         return self._with_lookup(self.heads)
 
     @cached_property
     def heads(self) -> Proposer | None:
-        """The trained part of `proposer`: heads, with dynamic trees if there are any.
+        """The trained part of `proposer`: the heads, with dynamic trees if `dynamic` is set.
 
-        None with an empty tree: it drafts nothing, so decoding is plain.
+        None if the tree is empty: then nothing is drafted, and decoding is plain.
         """
         if self.dynamic is None:
             if self.tree is None or self.tree.size == 0:
@@ -79,15 +80,15 @@ class LoadedModel:
 
     @cached_property
     def fixed_proposer(self) -> Proposer | None:
-        """The same with the fixed `tree`."""
+        """Like `proposer`, but always with the fixed `tree`."""
         return self._with_lookup(self.draft)
 
     @property
     def usual_nodes(self) -> int | None:
-        """Nodes of the tree that most steps verify; None without one.
+        """Number of nodes of the tree that most steps verify; None if trees differ in size.
 
-        Dynamic trees and lookups alone have many sizes, a draft that stops early has smaller trees,
-        and lookahead adds a window to every tree. A lookup next to heads often adds nothing.
+        They differ with dynamic trees, with a lookup alone, with a draft that stops early, and with
+        lookahead, which adds a window to every tree. A lookup next to heads often adds no node.
         """
         if self.draft is None or self.tree is None or self.tree.size == 0:
             return None
@@ -104,8 +105,8 @@ class LoadedModel:
         return nodes is not None and self.target_model.can_compile_tree(nodes)
 
     def compile_tree(self, report: Callable[[str], None]) -> None:
-        """Compile passes over trees of the size that most steps verify, where passes are compiled; a
-        failure is reported, and the program for all sizes serves this one too.
+        """If decoding passes are compiled, compile one for the tree size that most steps verify. A
+        failure is reported; the program for trees of any size is then used.
         """
         nodes = self.usual_nodes
         if nodes is None:
@@ -129,25 +130,26 @@ def load_for_decoding(
     compiled: bool = False,
     rows: int = 1,
 ) -> LoadedModel:
-    """Load the base model and, where there are any, heads and tree, ready to decode.
+    """Load the base model, and heads and tree if there are any, ready to decode.
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
-        prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where
-            that is measured to be faster. Floating-point sums are then rounded in another order.
-        compiled: compile the decoding passes of `rows` rows, see `compile_target_model`.
+        prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation if a
+            measurement shows that it is faster. This changes the rounding of floating-point sums.
+        compiled: compile the decoding passes for `rows` rows, see `compile_target_model`.
     """
-    # 1. The base model.
+    # 1. Load the base model.
     choose_kernels(default_device())
     target_model = load_trained_target_model(paths, dtype)
     if paths.adapter is not None:
         target_model = target_model.to_dtype(dtype)
     if prepack:
         prepack_linears(target_model.model)
-    # a graph fills the whole tree: its host would wait at every level to stop early
+    # A CUDA graph always fills the whole tree. To stop early, the host would have to wait for the
+    # GPU after every level.
     if paths.threshold is None:
         use_cuda_graphs(target_model)
-    # 2. The heads.
+    # 2. Load the heads.
     draft = None
     if paths.heads is not None:
         draft = load_draft(paths.heads, target_model, target_model.dtype)
@@ -158,7 +160,7 @@ def load_for_decoding(
             prepack_linears(draft)
     if compiled:
         compile_target_model(target_model, paths, rows=rows, trees=paths.has_draft)
-    # 3. The draft without training, and the tree.
+    # 3. Load the draft that needs no training, and the tree.
     lookup = None
     if paths.lookup is not None:
         lookup = load_lookup(paths.lookup, target_model.tokenizer)
@@ -166,13 +168,13 @@ def load_for_decoding(
         return LoadedModel(target_model, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
     model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
-    # raises for what does not go together
+    # evaluating `proposer` raises an error if the parts do not fit together
     assert model.proposer is not None or not tree.size
     return model
 
 
 def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
-    """Create a draft without training; REST's datastore is read, tokenized and sorted."""
+    """Create a draft that needs no training. For REST, read, tokenize and sort its datastore."""
     if choice.kind == "lookahead":
         return LookaheadDraft(**choice.settings)
     if choice.datastore is None:
@@ -186,7 +188,8 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
 def load_trained_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
 ) -> TargetModel:
-    """Load the base model as in training, quantized or not. An adapter is merged, which dequantizes.
+    """Load the base model as in training, quantized or not. An adapter is merged, which dequantizes
+    the weights.
 
     Raises TargetModelError.
     """
@@ -205,7 +208,7 @@ def load_trained_target_model(
 
 
 def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
-    """Return the dtype that `auto` means in decoding, see `auto_dtype_that_fits`; nothing is
+    """Return the dtype that `auto` selects for decoding, see `auto_dtype_that_fits`; nothing is
     loaded or timed.
     """
     return auto_dtype_that_fits(
@@ -219,10 +222,10 @@ def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
 
 
 def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
-    """Return at which tokens a model's answers end, and its tokenizer, without loading weights.
+    """Return the stop tokens of a model's answers, and its tokenizer, without loading weights.
 
     Raises:
-        TargetModelError: its files cannot be read.
+        TargetModelError: the model's files cannot be read.
         ConfigError: its chat template cannot be read, or a special token does not exist.
     """
     source, config = resolve_target_model(
@@ -238,12 +241,12 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
 
 
 def read_generation_config(source: Any, config: Any, name: str) -> GenerationConfig:
-    """Read the generation config of the model called `name` from its files at `source`; TargetModelError
+    """Read the generation config of the model `name` from its files in `source`; TargetModelError
     if it cannot be read.
     """
     try:
         return GenerationConfig.from_pretrained(source, local_files_only=hub_is_unreachable())
-    except OSError:  # no such file: transformers takes it from config.json then
+    except OSError:  # the file does not exist; like transformers, use config.json
         return GenerationConfig.from_model_config(config)
     except UNREADABLE as error:
         raise TargetModelError(
@@ -252,8 +255,8 @@ def read_generation_config(source: Any, config: Any, name: str) -> GenerationCon
 
 
 def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
-    """Return the tokens that end answers in addition to those of the generation config; none where the
-    model's files cannot be read, which whoever loads it reports.
+    """Return the stop tokens that are not in the generation config. Empty if the model's files
+    cannot be read; loading the model reports that error.
     """
     try:
         return read_stop_tokens(paths)[0].added
@@ -262,7 +265,7 @@ def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
 
 
 def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
-    """Load the tree to decode with; without a file the chain of the heads' most probable tokens."""
+    """Load the tree for decoding; without a file, return the chain of the heads' top-1 tokens."""
     if paths.tree is None:
         return Tree.chain(num_heads)
     tree = Tree.load(paths.tree)
@@ -274,8 +277,8 @@ def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
 
 
 def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
-    """Return the size of dynamic trees, by default that of the fixed `tree`; None for the fixed
-    tree.
+    """Return the size of dynamic trees (by default the size of the fixed `tree`); None if trees are
+    not dynamic.
     """
     if paths.tree_mode == FIXED:
         return None
@@ -290,7 +293,7 @@ def compile_target_model(
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
-        TargetModelError: they cannot be compiled, or their programs cannot be written.
+        TargetModelError: the passes cannot be compiled, or the programs cannot be written.
     """
     directory = compile_cache_dir()
     try:
@@ -306,16 +309,17 @@ def compile_target_model(
 
 def compile_cache_dir() -> Path:
     """Return the folder of torch.compile's programs: TORCHINDUCTOR_CACHE_DIR if the user set it,
-    else one in the user's cache directory.
+    otherwise a folder in the user's cache directory.
 
-    Programs are loaded and run, so they are never in a run, which may be somebody else's.
-    torch finds them by their source and settings, so models share the folder.
+    Programs are loaded and executed. So they are never stored in a run directory, which may come
+    from somebody else. torch finds them by their source and settings, so all models share the
+    folder.
     """
     value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if value:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-        if value != default_cache_dir():  # torch sets its default there on first use
+        if value != default_cache_dir():  # torch sets the variable to its default on first use
             return Path(value)
     return user_cache_dir() / "compiled"
 
@@ -328,8 +332,8 @@ def compile_or_report(
     rows: int = 1,
     trees: bool = True,
 ) -> None:
-    """Compile the decoding passes, see `compile_target_model`; a failure is reported, and decoding goes
-    on without.
+    """Compile the decoding passes, see `compile_target_model`. A failure is reported; decoding then
+    works without compiled passes.
     """
     try:
         compile_target_model(target_model, paths, rows=rows, trees=trees)

@@ -1,19 +1,24 @@
-"""Names and config.json of Medusa heads in files: in the public code's layout, which TGI and
-TensorRT-LLM read too, and in vLLM's.
+"""Tensor names and config.json of Medusa heads in two file layouts: the public code's, which TGI
+and TensorRT-LLM also read, and vLLM's.
 
                     public code           vLLM
-    residual block  {i}.{j}.linear.*      blocks.{i}.layers.{j}.*     [d, d] and [d], of head i
-    lm_head         {i}.{n}.*             lm_heads.{i}.*              [V, d]; n: number of blocks
+    residual block  {i}.{j}.linear.*      blocks.{i}.layers.{j}.*     [d, d] and [d]
+    lm_head         {i}.{n}.*             lm_heads.{i}.*              [V, d]
+
+    i: head, j: block, n: number of blocks
 
 Heads that share the base model's lm_head ("version 2") have no lm_head in the public code's layout.
-vLLM's stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
+vLLM's layout stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
 
-Only this program reads the bias [V] of an lm_head, the matrices of a Markov bias
-(`markov.embedding.weight` [V, r], `markov.output.weight` [V, r]) and heads over a reduced
-vocabulary: `token_map` [N] has the token of each row, and the matrices have N rows. vLLM 0.32 has
-code for such heads (`truncated_vocab_size: N`), but its loader asserts V rows and its check after
-loading reports token_map as uninitialized. They are written for vLLM with V rows, see
-`expand_rows`; `medusa_vocab_size: N` and `token_map`, which vLLM ignores, restore them here.
+Only this program reads these tensors:
+- the bias [V] of an lm_head
+- a Markov bias: `markov.embedding.weight` [V, r] and `markov.output.weight` [V, r]
+- heads over a reduced vocabulary: `token_map` [N] is the token id of each of the matrices' N rows
+
+vLLM 0.32 has code for a reduced vocabulary (`truncated_vocab_size: N`), but its loader asserts V
+rows and its check after loading reports token_map as uninitialized. So these heads are written for
+vLLM with V rows, see `expand_rows`. vLLM ignores `medusa_vocab_size: N` and `token_map`; this
+program uses them to restore the N rows.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ _FIRST_BLOCK = "blocks.0.0.linear.weight"
 _REDUCED = "medusa_vocab_size"
 
 FileLayout = Literal["reference", "vllm"]
-#: By layout: names in a `MedusaDraft`'s state dict, and the names in files.
+#: Layout -> name in a `MedusaDraft`'s state dict -> name in files.
 _RENAMES: dict[FileLayout, dict[str, str]] = {
     "reference": {
         "blocks.{i}.{j}.linear.{kind}": "{i}.{j}.linear.{kind}",
@@ -53,9 +58,9 @@ _RENAMES: dict[FileLayout, dict[str, str]] = {
     },
 }
 _OWNERS = {"reference": "the public code's", "vllm": "vLLM's"}
-#: What the braces of a name match.
+#: Field in braces -> pattern that it matches; other fields are numbers.
 _FIELDS = {"kind": "weight|bias", "part": "embedding|output"}
-#: Some writers add it.
+#: A prefix that some writers add to names.
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
@@ -66,11 +71,11 @@ class HeadTensors:
     """The weights of Medusa heads, without a base model.
 
     Attributes:
-        num_heads, num_layers: number of heads, K, and of residual blocks per head.
+        num_heads, num_layers: K, the number of heads; number of residual blocks per head.
         state: `MedusaDraft`'s state dict.
-        base_model: the base model that they were trained on, as named in config.json.
-        target_model_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows
-            only.
+        base_model: the base model on which the heads were trained, as named in config.json.
+        target_model_tokens: V from config.json. Needed for a reduced vocabulary, because its
+            tensors have only N rows.
     """
 
     num_heads: int
@@ -108,7 +113,7 @@ class HeadTensors:
 
     @property
     def markov_rank(self) -> int:
-        """Rank of the Markov bias, 0 without one."""
+        """Rank of the Markov bias; 0 if there is none."""
         for name in _MARKOV:
             if name in self.state:
                 return self.state[name].shape[-1]
@@ -120,7 +125,7 @@ class HeadTensors:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    """Return the pattern of a name of `_RENAMES`, with a group for each pair of braces."""
+    """Return the pattern for a name in `_RENAMES`, with a group for each field in braces."""
     parts = re.split(r"\{(\w+)\}", template)
     for position in range(1, len(parts), 2):
         field = parts[position]
@@ -129,7 +134,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def _rename(name: str, renames: Mapping[str, str], **fields: Any) -> tuple[str | None, str | None]:
-    """Return the new name, and n if the old one contains it; (None, None) for an unknown name."""
+    """Return the new name, and n if the old name contains it; (None, None) for an unknown name."""
     for old, new in renames.items():
         match = _pattern(old).fullmatch(name)
         if match is not None:
@@ -141,7 +146,7 @@ def _rename(name: str, renames: Mapping[str, str], **fields: Any) -> tuple[str |
 def names_in_files(
     state: Mapping[str, Tensor], num_layers: int, layout: FileLayout = "reference"
 ) -> dict[str, Tensor]:
-    """Rename the tensors of a `MedusaDraft`'s state dict as in files of `layout`."""
+    """Rename the tensors of a `MedusaDraft`'s state dict for files of `layout`."""
     renamed = {}
     for name, tensor in state.items():
         new, _ = _rename(name, _RENAMES[layout], n=num_layers)
@@ -155,17 +160,17 @@ def from_files(
     config: Mapping[str, Any] | None = None,
     layout: FileLayout = "reference",
 ) -> HeadTensors:
-    """Return the heads whose tensors have the names of `layout`; heads and blocks are counted from
-    the names, since published configs understate them.
+    """Return the heads whose tensors have the names of `layout`. Heads and blocks are counted from
+    the names, because published configs state too few.
 
-    vLLM's files are read as vLLM does. Blocks without a bias (`medusa_fc_bias: false`) get a bias
-    of zeros. A token_map is used only if `medusa_vocab_size` is set or `truncated_vocab_size` is
-    less than `vocab_size`; its rows are then selected from full matrices.
+    vLLM's files are read as vLLM reads them. Blocks without a bias (`medusa_fc_bias: false`) get a
+    zero bias. A token_map is used only if `medusa_vocab_size` or `truncated_vocab_size` is less
+    than `vocab_size`; its rows are then selected from full matrices.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape, or belong to no head.
+        CheckpointError: tensors are missing, have another shape, or belong to no head.
     """
-    # 1. Names.
+    # 1. Rename the tensors.
     renames = {new: old for old, new in _RENAMES[layout].items()}
     state: dict[str, Tensor] = {}
     depths = set()
@@ -178,10 +183,10 @@ def from_files(
         state[name] = tensor
         if depth is not None:
             depths.add(int(depth))
-    # 2. What vLLM takes from config.json.
+    # 2. Apply vLLM's config.json.
     if layout == "vllm":
         _apply_vllm_config(state, config or {})
-    # 3. The number of heads and of blocks.
+    # 3. Count the heads and the blocks.
     blocks = [name.split(".") for name in state if name.startswith("blocks.")]
     heads = {name[1] for name in blocks}
     heads |= {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
@@ -198,12 +203,12 @@ def from_files(
 
 
 def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
-    """Check that heads have the tensors of a `MedusaDraft` of their size and no others."""
+    """Check that heads have exactly the tensors of a `MedusaDraft` of their size."""
 
     def listed(names: Mapping[str, Tensor]) -> str:
         return ", ".join(names_in_files(dict(sorted(names.items())), heads.num_layers, layout))
 
-    # 1. A draft of this size, without memory for its weights.
+    # 1. Build a draft of this size, without memory for its weights.
     state = heads.state
     first = _FIRST_BLOCK if heads.shared else LM_HEAD_0
     if first not in state or heads.num_layers > len(state):
@@ -225,7 +230,7 @@ def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
             token_map=heads.token_map,
             markov_rank=heads.markov_rank,
         )
-    # 2. Its tensors.
+    # 2. Compare the tensors.
     expected = draft.state_dict()
     if heads.shared:
         expected = {name: t for name, t in expected.items() if not name.startswith("lm_heads.")}
@@ -244,8 +249,8 @@ def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
 
 
 def checked_token_map(state: Mapping[str, Tensor]) -> Tensor:
-    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have
-    rows.
+    """Return the token map in `state` as int64 [N]. Check that its token ids are unique, and that
+    the matrices have N rows.
     """
     tokens = state[TOKEN_MAP]
     are_integers = not tokens.is_floating_point() and tokens.dtype != torch.bool
@@ -272,13 +277,13 @@ def to_vllm(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and config.json of heads in vLLM's layout.
 
-    Biases of the lm_heads are dropped, since vLLM cannot store them. A reduced vocabulary is
-    expanded.
+    Biases of the lm_heads are dropped, because vLLM's layout does not have them. A reduced
+    vocabulary is expanded.
 
     Args:
-        lm_head: [V, d], for heads that share it.
+        lm_head: [V, d], the base model's lm_head; needed for heads that share it.
     """
-    # 1. The matrices, of V rows each.
+    # 1. Collect the matrices, with V rows each.
     state = {}
     for name, tensor in heads.state.items():
         if not re.fullmatch(r"lm_heads\.\d+\.bias", name):
@@ -301,8 +306,8 @@ def to_vllm(
         for name, tensor in state.items():
             if name.startswith("lm_heads."):
                 state[name] = expand_rows(tensor, tokens, vocab_size)
-    # 2. config.json. No further key may contain "num" and "heads" or "layers": vLLM's loader would
-    # read it as one of these two.
+    # 2. Build config.json. No other key may contain "num" together with "heads" or "layers",
+    # because vLLM's loader would read it as num_heads or num_hidden_layers.
     config: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -324,9 +329,9 @@ def to_vllm(
 def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
     """Expand an lm_head over a reduced vocabulary, [N, d], to [V, d] with the same argmax.
 
-    The row of every other token is the mean of the N rows. Its logit is the mean of their logits,
-    which is never above the greatest of them, whatever the hidden state; without a bias, rows of
-    zeros or of large numbers have no such bound.
+    The row of every other token is the mean of the N rows. So its logit is the mean of their
+    logits, which is never above the greatest of them, whatever the hidden state. Rows of zeros or
+    of large numbers do not guarantee this, and there is no bias to lower their logits.
     """
     mean = matrix.float().mean(0).to(matrix.dtype)  # [d]
     expanded = mean.repeat(vocab_size, 1)  # [V, d]
@@ -335,8 +340,8 @@ def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
 
 
 def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Change the tensors of vLLM's files as its loader does by config.json."""
-    # 1. The lm_head of the base model, and rows of a reduced vocabulary.
+    """Change the tensors of vLLM's files in place like vLLM's loader, following config.json."""
+    # 1. Drop a copy of the base model's lm_head, and select the rows of a reduced vocabulary.
     if config.get("original_lm_head") is True:
         state.pop(LM_HEAD_0, None)
     tokens = state.pop(TOKEN_MAP, None)
@@ -352,7 +357,7 @@ def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> N
             if name.startswith("lm_heads.") and len(state[name]) > size:
                 state[name] = state[name][tokens.long()]
         state[TOKEN_MAP] = tokens
-    # 2. The biases of the blocks.
+    # 2. Set the biases of the blocks to zero.
     if config.get("medusa_fc_bias", False):
         return
     for name in [name for name in state if name.startswith("blocks.") and name.endswith("weight")]:
@@ -360,8 +365,8 @@ def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> N
 
 
 def method_in_path(path: str) -> str | None:
-    """Return the method that vLLM would choose by the path or name of the heads alone; None if it
-    takes `medusa`.
+    """Return the method that vLLM would choose because of a word in the heads' path or name; None
+    if it uses `medusa`.
     """
     return next((method for word, method in _OTHER_METHODS.items() if word in path.lower()), None)
 
@@ -370,11 +375,10 @@ def method_in_path(path: str) -> str | None:
 
 
 def shared_block_warning(heads: HeadTensors) -> str | None:
-    """Warn that the public Medusa loader computes something else with these heads; None if it
-    doesn't.
+    """Return a warning if the public Medusa loader computes something else with these heads.
 
-    It builds one block per head and repeats it, so of several distinct blocks only the last one is
-    used.
+    It builds one block per head and repeats it. So if a head has several distinct blocks, only the
+    last one is used.
     """
     for name, tensor in heads.state.items():
         first = re.sub(r"(blocks\.\d+)\.\d+", r"\1.0", name)
@@ -388,7 +392,7 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
 
 
 def with_own_lm_heads(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
-    """Give each head a copy of the shared lm_head (weight [V, d], bias [V]), for formats that
+    """Give each head the shared lm_head (weight [V, d], bias [V]) as its own, for formats that
     cannot share it.
     """
     state = dict(heads.state)

@@ -1,5 +1,5 @@
-"""The command that README takes after another one, for the draft at hand: train, measure, export,
-measure in vLLM, serve.
+"""The next command to print after a command, in README's order and with the user's own draft:
+train, measure, export, measure in vLLM, serve.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def after_training(base_model: str, run: Path, *, lacks_tree: bool = False) -> s
 
 
 def after_evaluation(paths: ModelPaths) -> str | None:
-    """Return the command that exports a measured draft: EAGLE-3 for vLLM, Medusa heads for
-    transformers' `generate`. None for what no other program runs, and what is no run.
+    """Return the command that exports a measured draft: EAGLE-3 and DFlash for vLLM, Medusa heads
+    for transformers' `generate`. None if no other program runs the draft, or if it is not from a
+    run.
 
-    After the embedded test model README trains for a real one.
+    For the embedded test model, return the command that trains a draft for a real model.
     """
     if is_embedded(paths.base_model):
         return "make qwen" if (PROJECT_ROOT / "Makefile").is_file() else None
@@ -45,7 +46,7 @@ def after_evaluation(paths: ModelPaths) -> str | None:
         return None
     export = ["medusa-export", str(paths.home), "--to"]
     commands = [[*export, targets[kind]]]
-    if paths.trained_target_model:  # heads are used with the base model that was trained with them
+    if paths.trained_target_model:  # the heads need the base model that was trained with them
         commands.insert(0, [*export, "merged"])
     return " && ".join(map(shlex.join, commands))
 
@@ -63,8 +64,8 @@ def after_export(paths: ModelPaths, to: ExportTarget) -> str | None:
 
 
 def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
-    """Return the command that serves a run with the number of draft tokens that was recommended for
-    the fewest concurrent requests; None if none was, or nothing is exported.
+    """Return the command that serves a run with the number of draft tokens that is recommended for
+    the fewest concurrent requests. None if no number is recommended, or nothing is exported.
     """
     used = [one for one in report["recommendation"] if one["use"]]
     export = paths.home / "export" / "vllm"
@@ -80,7 +81,7 @@ def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
 
 
 def _kind_of_run(paths: ModelPaths) -> str | None:
-    """Return the kind of a run's draft; None for heads without a run, and without heads."""
+    """Return the kind of a run's draft; None if there are no heads, or no run."""
     if paths.heads is None or not (paths.home / CONFIG).is_file():
         return None
     return heads_kind(paths.heads)

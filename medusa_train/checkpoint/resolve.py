@@ -1,7 +1,8 @@
-"""Which model a user means: resolves a run, a directory of heads or a base model to paths, from file
-names and configs.
+"""Find the model that a user means: resolve a run, a directory of heads or a base model to paths,
+by file names and configs.
 
-Reads no weights and imports no torch, so that a command rejects a wrong path within a second.
+This module reads no weights and does not import torch, so that a command rejects a wrong path
+within a second.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 HEADS_CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
-# Values of the key `tree` that are no files.
-#: The tree of tree.json.
+# Values of the key `tree` that are not files.
+#: Use the tree in tree.json.
 FIXED = "fixed"
-#: No tree.
+#: Use no tree.
 NO_TREE = "none"
-#: Another tree in every step, of a given size.
+#: Use another tree in every step, optionally of a given size.
 DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
-#: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
-#: TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
-#: base model in one state dict.
+#: "draft": our layout of any draft except Medusa.
+#: "reference": Medusa heads with the public code's names, which TGI and this program also use.
+#: "vllm": Medusa heads with vLLM's names.
+#: "model": a Medusa-2 full model, with heads and base model in one state dict.
+#: "eagle3", "dflash": such a draft in a layout that servers read.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
-#: Layouts that are told by the name of one file; where there are several, the first one counts.
+#: Layouts that are recognized by the name of a file. If a directory has several, the first counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
 #: Architecture of EAGLE-3 drafts in config.json, as servers read them.
 EAGLE3 = "LlamaForCausalLMEagle3"
@@ -53,32 +56,34 @@ EAGLE3 = "LlamaForCausalLMEagle3"
 DFLASH = "DFlashDraftModel"
 #: Architecture of DFlash drafts with a Markov bias.
 DSPARK = "Qwen3DSparkModel"
-#: The same for a layer that norms queries and keys.
+#: Architecture of EAGLE-3 drafts whose layer has norms of queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
-#: In the title of a merged base model's card; up to version 0.2 it begins with "Backbone".
+#: Part of the title of a merged base model's card. Up to version 0.2 the title begins with
+#: "Backbone".
 MERGED_CARD = "trained with Medusa heads"
 
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Paths of a base model, its draft heads and its tree. Without heads (`heads is None`) it decodes
-    plainly.
+    """Paths of a base model, its draft heads and its tree. Without heads and lookup, decoding is
+    plain.
 
     Attributes:
-        home: directory that results are written under.
+        home: directory in which results are written.
         base_model: directory or Hugging Face hub name of the base model.
-        heads, tree: directory of the draft heads, and a tree.json.
-        chat_template: name of the chat template, where the run or the user names one.
-        adapter: LoRA adapter of a joint run, merged into the base model for decoding.
-        quantization: how the base model was loaded in training.
+        heads, tree: directory of the draft heads, and path of the tree.json.
+        chat_template: name of the chat template, if the run or the user sets one.
+        adapter: LoRA adapter of a joint run; it is merged into the base model for decoding.
+        quantization: quantization of the base model in training.
         trust_remote_code: whether the user allowed Python code of the base model's repository.
-        asks_for_remote_code: the run's config.yaml sets it and the user did not; it has no effect.
-        special_tokens: tokens with a role that the tokenizer's own files do not give them.
-        lookup: a draft without training, alone (`heads is None`) or added to the heads.
-        tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
-            another tree in every step; "none": nothing is drafted, and heads are only traced.
-        threshold: confidence up to which drafting stops; None: the heads' own.
-        hub_name: of heads that were fetched from the hub.
+        asks_for_remote_code: whether the run's config.yaml sets `trust_remote_code` and the user
+            does not. The run's value has no effect.
+        special_tokens: special tokens that the tokenizer's own files do not define, by role.
+        lookup: a draft that needs no training, alone (`heads is None`) or in addition to the heads.
+        tree_mode: "fixed": use `tree`. "dynamic", or "dynamic:32x5" with nodes and depth: the draft
+            chooses another tree in every step. "none": nothing is drafted, heads are only traced.
+        threshold: drafting stops at this confidence or below; None: the heads' own threshold.
+        hub_name: hub name of heads that were downloaded from the hub; None for other heads.
     """
 
     home: Path
@@ -99,7 +104,9 @@ class ModelPaths:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of medusa-eval that name these heads, and the base model where no run does."""
+        """Arguments of medusa-eval that select these heads, and the base model if it is not from a
+        run.
+        """
         named = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
             named += ["--base-model", self.base_model]
@@ -107,8 +114,8 @@ class ModelPaths:
 
     @property
     def remote_code_note(self) -> str | None:
-        """What to tell the user of a run that was trained with a repository's Python code, which
-        only the user can allow; None for other models.
+        """Note for a run that was trained with Python code from a repository, which only the user
+        can allow; None for other models.
         """
         if not self.asks_for_remote_code:
             return None
@@ -120,12 +127,12 @@ class ModelPaths:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is anything to decode with in addition to the base model."""
+        """Whether there are heads or a lookup draft."""
         return self.heads is not None or self.lookup is not None
 
     @property
     def trained_model(self) -> Path | None:
-        """The full base model that the run trained; None where it trained none."""
+        """The full base model that the run trained; None if it trained none."""
         model = self.home / MODEL
         return model if (model / HEADS_CONFIG).is_file() else None
 
@@ -135,8 +142,8 @@ class ModelPaths:
         return self.adapter is not None or self.trained_model is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
-        """Return the paths with a lookup draft in place of the heads, or next to them if it names
-        their kind.
+        """Return the paths with a lookup draft, which replaces the heads unless `lookup.heads` is
+        set to their kind.
         """
         if lookup is None:
             return self
@@ -158,9 +165,9 @@ class ModelPaths:
         return replace(self, lookup=lookup)
 
     def with_dynamic_trees(self, tree: str) -> ModelPaths:
-        """Return the paths with trees that are chosen in every step.
+        """Return the paths with dynamic trees, which the draft chooses in every step.
 
-        Raises CheckpointError unless the draft can.
+        Raises CheckpointError if this kind of draft cannot choose trees.
         """
         if self.heads is None:
             raise CheckpointError(
@@ -176,8 +183,8 @@ class ModelPaths:
         return replace(self, tree_mode=tree)
 
     def with_threshold(self, threshold: float | None) -> ModelPaths:
-        """Return the paths with another threshold of drafting; raises CheckpointError for heads
-        that have none.
+        """Return the paths with another confidence threshold; raises CheckpointError for heads that
+        have no threshold.
         """
         kind = "no heads"
         if self.heads is not None:
@@ -191,7 +198,7 @@ class ModelPaths:
 
     @property
     def target_model_form(self) -> str:
-        """How the base model is loaded for decoding, in words for reports."""
+        """Description for reports of how the base model is loaded for decoding."""
         if self.adapter is None:
             return self.quantization or "unquantised"
         if self.quantization:
@@ -221,26 +228,26 @@ def resolve_model(
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a base model alone, or the newest run to paths.
 
-    Options that are not given (None) come from the run's config.yaml where there is one, except
-    `trust_remote_code`: a run comes from anywhere, so that only the user allows code.
+    Options that are None are taken from the run's config.yaml if there is one. The exception is
+    `trust_remote_code`: a run may come from anywhere, so only the user can allow code.
 
     Args:
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
             `base_model` is given.
-        base_model: directory or hub name; None: the base model that the heads were trained with.
-        tree: tree file; None or "fixed": tree.json next to the heads; "none": heads are only traced;
-            "dynamic" or "dynamic:32x5": a tree for every step, as large and deep as the fixed one
-            or as given.
-        needs_target_model: check that a base model named by a local path exists.
-        lookup: a draft without training, in place of the heads or next to them.
-        threshold: confidence up to which drafting stops; None: the heads' own.
+        base_model: directory or hub name; None: the base model with which the heads were trained.
+        tree: path of a tree file. None or "fixed": tree.json next to the heads. "none": heads are
+            only traced. "dynamic" or "dynamic:32x5": another tree in every step, with the size and
+            depth of the fixed tree or with the given ones.
+        needs_target_model: whether to check that a base model given by a local path exists.
+        lookup: a draft that needs no training, in place of the heads or in addition to them.
+        threshold: drafting stops at this confidence or below; None: the heads' own threshold.
     """
-    # 1. Where the base model, the heads and a tree file are.
+    # 1. Find the base model, the heads and the tree file.
     tree_file = None
     if names_tree_file(tree):
         tree_file = Path(tree)
     paths = _resolve(model, base_model, tree_file)
-    # 2. What it drafts with. Drafts without training, if used alone, choose their trees themselves.
+    # 2. Set the kind of trees and drafts. A lookup draft alone chooses its trees itself.
     if lookup is None or lookup.heads is not None:
         if str(tree) == NO_TREE:
             paths = replace(paths, tree=None, tree_mode=NO_TREE)
@@ -248,7 +255,7 @@ def resolve_model(
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
-    # 3. Whether the base model is there.
+    # 3. Check that the base model exists.
     base = paths.base_model
     if needs_target_model and resolve_path(base) is None and looks_like_path(base):
         advice = f" (named by {paths.home}; give another with --base-model)"
@@ -257,7 +264,7 @@ def resolve_model(
         raise TargetModelError(f"base_model {base}: no such directory{advice}")
     if chat_template:
         get_template(chat_template)
-    # 4. What the user says in place of the run.
+    # 4. Replace the run's settings by those of the user.
     said: dict[str, Any] = {
         "chat_template": chat_template or None,
         "chat_template_kwargs": chat_template_kwargs,
@@ -279,9 +286,7 @@ def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
 
 
 def runs_directory() -> Path:
-    """Return `runs/` of the current directory, or the project's where the current directory has
-    none.
-    """
+    """Return `runs/` in the current directory, or the project's `runs/` if there is none."""
     return resolve_path("runs") or Path("runs")
 
 
@@ -303,9 +308,7 @@ def newest_run(runs: Path) -> Path:
 
 
 class HeadFiles(NamedTuple):
-    """The layout of the heads in a directory (None where it holds none), and the files with their
-    weights.
-    """
+    """The layout of the heads in a directory (None if it has no heads), and their weight files."""
 
     directory: Path
     layout: Layout | None
@@ -314,12 +317,12 @@ class HeadFiles(NamedTuple):
 
 def find_heads(directory: Path) -> HeadFiles:
     """Find the draft heads in a directory by the names of its files and its config.json."""
-    # 1. A file with a name of its own.
+    # 1. Look for a file name that only one layout has.
     for layout, names in _OWN_FILES.items():
         for name in names:
             if (directory / name).is_file():
                 return HeadFiles(directory, layout, [directory / name])
-    # 2. What config.json says.
+    # 2. Read config.json.
     config = read_mapping(directory / HEADS_CONFIG)
     weights = sorted(directory.glob("*.safetensors"))
     if not weights:
@@ -330,7 +333,7 @@ def find_heads(directory: Path) -> HeadFiles:
         return HeadFiles(directory, "eagle3", weights)
     if _is_dflash(config):
         return HeadFiles(directory, "dflash", weights)
-    # 3. The tensors of a full model.
+    # 3. Look for heads among the tensors of a full model.
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
 
@@ -348,7 +351,7 @@ def find_initial_adapter(run: Path | None) -> Path | None:
 
 
 def heads_of_other_kinds(found: HeadFiles) -> list[str]:
-    """Return the files of heads of another kind in addition to those that were found by their names."""
+    """Return the files of other kinds of heads in the same directory, by their names."""
     others: list[str] = []
     for layout, names in _OWN_FILES.items():
         if layout != found.layout:
@@ -357,20 +360,20 @@ def heads_of_other_kinds(found: HeadFiles) -> list[str]:
 
 
 def _is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of an EAGLE-3 draft: ours for servers, speculators', or
-    of EAGLE's authors.
+    """Return whether a config.json describes an EAGLE-3 draft, from our export for servers, from
+    speculators, or from EAGLE's authors.
     """
     architectures = config.get("architectures")
     if isinstance(architectures, list) and not {EAGLE3, EAGLE3_QWEN3}.isdisjoint(architectures):
         return True
     if "speculators_model_type" in config:
         return config["speculators_model_type"] == "eagle3"
-    return "draft_vocab_size" in config  # of the authors
+    return "draft_vocab_size" in config  # in files of EAGLE's authors
 
 
 def _is_dflash(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a DFlash draft in its authors' layout, or with a
-    Markov bias as it is exported here.
+    """Return whether a config.json describes a DFlash draft in its authors' layout, or our export
+    of one with a Markov bias.
     """
     architectures = config.get("architectures")
     if not isinstance(architectures, list):
@@ -379,8 +382,8 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
     return DFLASH in architectures or is_ours
 
 
-#: Architectures of drafts, whatever their method; whole names, since other models are called
-#: Eagle too.
+#: Architectures of drafts of any method. The whole name must match, because other models are also
+#: called Eagle.
 _DRAFT_ARCHITECTURE = re.compile(
     r"P?[Ee]agle3?\w+(ForCausalLM|MTPModel|DraftModel)|EAGLEModel|PEagleDraftModel"
     r"|\w+ForCausalLMEagle3?|\w*DFlash\w*|\w*DSpark\w*|\w+MTP(Model)?|MLPSpeculator\w*"
@@ -389,15 +392,15 @@ _READABLE = "Medusa heads, EAGLE-3 and DFlash drafts are read, and what this pro
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
-    """Say what kind of draft a config.json describes, of those that are not read; None if it
-    describes none.
+    """Describe the kind of draft in a config.json if it cannot be read; None if the config does not
+    describe such a draft.
     """
-    # 1. Heads that are read: what this program has trained, and Medusa's of others, whose
-    # num_hidden_layers are blocks of a head.
+    # 1. Exclude heads that can be read: our own, and other programs' Medusa heads, whose
+    # num_hidden_layers is the number of blocks per head.
     is_medusa = config.get("model_type") == "medusa"
     if "draft" in config or is_medusa or any(key.startswith("medusa_") for key in config):
         return None
-    # 2. Drafts of other methods.
+    # 2. Recognize drafts of other methods.
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
         return f"config.json is that of a draft of speculators' kind {kind}, which is not read"
@@ -423,20 +426,20 @@ def holds_merged(directory: Path) -> bool:
 
 
 def _holds_merged(name: str) -> bool:
-    """Return whether a model is a merged base model, by its card; that of a hub name is read from the
-    hub's cache, or downloaded.
+    """Return whether a model is a merged base model, according to its card. For a hub name the card
+    is read from the hub's cache, or downloaded.
     """
     if Path(name).is_dir():
         return holds_merged(Path(name))
     try:
         card = hf_hub_download(name, "README.md", local_files_only=hub_is_unreachable())
-    except Exception:  # a dozen unrelated types; loading the model names the problem
+    except Exception:  # many unrelated types; loading the model will report the problem
         return False
     return holds_merged(Path(card).parent)
 
 
 def heads_kind(directory: Path) -> str:
-    """Return the kind of the heads in `directory`, as in the key `draft`."""
+    """Return the kind of the heads in `directory`, a value of the key `draft`."""
     layout = find_heads(directory).layout
     if layout == "draft":
         return str(read_mapping(directory / HEADS_CONFIG).get("draft"))
@@ -446,7 +449,7 @@ def heads_kind(directory: Path) -> str:
 
 
 def check_export(heads: Path, to: ExportTarget) -> None:
-    """Raise CheckpointError unless programs that read the layout `to` run heads of this kind."""
+    """Raise CheckpointError unless heads of this kind can be exported to the layout `to`."""
     kind = heads_kind(heads)
     exports = DRAFT_CONFIGS.get(kind, DraftConfig).exports
     if to in exports:
@@ -467,13 +470,13 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
 
 
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
-    """Find out what `model` is: a run, heads alone, nothing but a base model, or the newest run."""
+    """Find out whether `model` is a run or heads; if None, use the base model or the newest run."""
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
         if tree is not None:
             raise CheckpointError(f"tree {tree}: {base} has no heads; name a run with --model")
         name = Path(base).name
-        if name == "merged":  # RUN/export/merged, which every run may have
+        if name == "merged":  # RUN/export/merged: add the run's name, since every run may have one
             name = "-".join(Path(base).resolve().parts[-3:])
         return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
     if model is None:
@@ -501,7 +504,7 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
 
 
 def _existing_directory(name: str) -> Path:
-    """Return the directory `name`, or that of a repository of the hub in its cache."""
+    """Return the directory `name`, or the cached directory of a hub repository."""
     path = resolve_path(name)
     if path is not None and path.is_dir():
         return path
@@ -511,7 +514,7 @@ def _existing_directory(name: str) -> Path:
             " repository of heads on the hub (OWNER/NAME)."
         )
     try:
-        # a draft that is not read is rejected before its gigabytes are fetched
+        # reject a draft that cannot be read before its gigabytes are downloaded
         config = read_mapping(fetch_heads(name, weights=False) / HEADS_CONFIG)
         is_read = _is_eagle3(config) or _is_dflash(config)
         kind = None if is_read else _other_kind(config)
@@ -527,9 +530,7 @@ def _existing_directory(name: str) -> Path:
 def _resolve_fetched(
     name: str, directory: Path, base_model: str | None, tree: Path | None
 ) -> ModelPaths:
-    """Take the paths of heads from the hub. What is written about them goes to runs/, not to the
-    hub's cache.
-    """
+    """Return the paths of heads from the hub. Results go to runs/, not to the hub's cache."""
     if not find_heads(directory).layout:
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
@@ -539,30 +540,29 @@ def _resolve_fetched(
     paths = _resolve_heads(directory, base_model, tree)
     home = runs_directory() / "hub" / name.replace("/", "--")
     if tree is None:
-        # the one that --calibrate has written here, or that of the repository
+        # the tree that --calibrate wrote here, or the repository's tree
         tree = _resolve_tree(None, home) or paths.tree
         paths = replace(paths, tree=tree)
     return replace(paths, home=home, hub_name=name)
 
 
 def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    """Take the paths of a run from its config.yaml."""
+    """Return the paths of a run, from its config.yaml."""
     config = _read_config(run / CONFIG)
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
         raise CheckpointError(
             f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME"
         )
-    # 1. The base model that decodes: the one that the run trained, the one that it was trained on, or
-    # another, which may have the adapter in it already.
+    # 1. Choose the base model for decoding: the one that the run trained, the one it was trained
+    # on, or one that the user gives, into which the adapter may already be merged.
     is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
     is_merged = is_other and _holds_merged(_local_or_hub(base))
     quantization: Quantization | None = None
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the base model itself
     elif not is_merged:
-        # Heads over a quantised base model were trained on its hidden states, not on those of the
-        # original.
+        # Heads for a quantized base model were trained on the quantized model's hidden states.
         if config.get("load_in_4bit"):
             quantization = "nf4"
         elif config.get("load_in_8bit"):
@@ -570,7 +570,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     adapter = None
     if not is_merged and (run / ADAPTER / ADAPTER_CONFIG).is_file():
         adapter = run / ADAPTER
-    # 2. What is said of chats.
+    # 2. Read the settings of the chat template.
     template = config.get("chat_template")
     template_kwargs = config.get("chat_template_kwargs")
     special_tokens = config.get("special_tokens")
@@ -600,7 +600,7 @@ def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> Mo
 
 
 def named_target_model(config: Mapping[str, Any]) -> str | None:
-    """Return the base model that a config.json of heads names; speculators calls it the verifier."""
+    """Return the base model in a config.json of heads; speculators calls it the verifier."""
     name = config.get("base_model_name_or_path")
     speculators = config.get("speculators_config")
     if not name and isinstance(speculators, dict):
@@ -612,8 +612,8 @@ def named_target_model(config: Mapping[str, Any]) -> str | None:
 
 def names_no_target_model(model: str) -> bool:
     """Return whether `model` is a directory of heads whose config.json has no
-    `base_model_name_or_path`, as of published ones; a verifier of speculators may be a path of its
-    author's machine.
+    `base_model_name_or_path`, like many published heads. speculators' verifier does not count,
+    because it may be a path on its author's machine.
     """
     path = resolve_path(model)
     if path is None or find_heads(path).layout in (None, "model"):
@@ -627,7 +627,7 @@ def _local_or_hub(name: str) -> str:
 
 
 def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
-    """Return the tree file that was given, or else tree.json of `home` if there is one."""
+    """Return the given tree file, or else tree.json in `home` if it exists."""
     if tree is None:
         return home / TREE if (home / TREE).is_file() else None
     path = resolve_path(tree)
@@ -640,7 +640,7 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
 
 
 def _shards_with_heads(directory: Path) -> Iterator[Path]:
-    """Yield the weight files of a full model that hold heads, possibly several times each."""
+    """Yield the weight files of a full model that contain heads; a file may be repeated."""
     for name in MODEL_FILES:
         index = read_mapping(directory / f"{name}.index.json").get("weight_map")
         if index and isinstance(index, dict):
@@ -653,7 +653,7 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             if path.suffix == ".safetensors":
                 has_heads = any(key.startswith(PREFIXES) for key in safetensors_names(path))
             else:
-                # pickles are not opened here
+                # pickle files are not opened here, so decide by config.json
                 has_heads = "medusa_num_heads" in read_mapping(directory / HEADS_CONFIG)
             if has_heads:
                 yield path
@@ -670,7 +670,7 @@ def safetensors_names(path: Path) -> list[str]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON mapping; empty if the file is missing or anything else."""
+    """Read a YAML or JSON mapping; empty if the file is missing or does not contain one."""
     try:
         return _read_config(path)
     except CheckpointError:
@@ -680,7 +680,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON mapping; empty if there is no file.
 
-    Raises CheckpointError if it is anything else.
+    Raises CheckpointError if the file cannot be read or does not contain a mapping.
     """
     if not path.is_file():
         return {}

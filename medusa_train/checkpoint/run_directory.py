@@ -1,7 +1,8 @@
-"""Name the files of a run directory, check `output_dir` and the inputs before training, and write
+"""Define the files of a run directory, check `output_dir` and the inputs before training, and write
 config.yaml.
 
-Imports no torch, so that a configuration is rejected before anything loads.
+This module does not import torch, so that a wrong configuration is rejected before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ MODEL = "model"
 TREE = "tree.json"
 TREE_TRACES = "tree_traces.npz"
 CHECKPOINTS = "checkpoints"
-#: What evaluations chose by timing steps: dtype and compilation.
+#: Choices that evaluations made by timing steps: dtype and compilation.
 DECISIONS = "decoding.json"
-#: Results of a run, deleted only by overwrite_output_dir.
+#: Results of a run; only overwrite_output_dir deletes them.
 RESULTS = (HEADS, ADAPTER, MODEL, "eval", "export")
 #: Everything that a run writes; nothing else in its directory is ever deleted.
 RUN_FILES = (
@@ -62,13 +63,14 @@ RUN_FILES = (
     "wandb",
     STAGE_ONE,
 )
-#: Keys that every config.yaml of a run has, and that no other program writes together.
+#: Keys in every config.yaml of a run. No other program writes all of them.
 _RUN_KEYS = {"base_model", "datasets", "recipe", "medusa_only_heads", "output_dir"}
-#: Keys of a line of metrics.jsonl, and of a checkpoint's manifest.
+#: Keys of a line of metrics.jsonl.
 _METRICS_KEYS = {"kind", "step", "time"}
+#: Keys of a checkpoint's manifest.
 _MANIFEST_KEYS = {"format", "step", "files", "crc32"}
-#: Names of the files below the directories of a run, by whatever command they were written, some
-#: with that of their directory.
+#: Name patterns of the files that any command writes below the directories of a run. Some patterns
+#: include the name of the file's directory.
 _WRITTEN_NAMES = (
     # heads, adapter, model, export
     *("README.md", "config.json", "generation_config.json", "adapter_config.json"),
@@ -87,10 +89,10 @@ _WRITTEN_NAMES = (
     *("report.*", "served.*", "compare.*", "answers.jsonl", "ranks.jsonl", "turns.jsonl"),
     *("model_answer/*.jsonl", "model_judgment/*.jsonl", "blocks.jsonl", "vllm-*.log"),
     *(TREE, TREE_TRACES, DECISIONS),
-    # of a process that was killed
+    # temporary files of a process that was killed
     ".*.tmp",
 )
-#: The same by directory, where each has other names.
+#: Directory of a run -> path patterns of the files in it, for directories with other names.
 _WRITTEN_PATHS = {
     CHECKPOINTS: ("*-*/manifest.json", "*-*/state.json", "*-*/*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -101,9 +103,7 @@ NEWEST = ("latest", "auto")
 
 
 def check_writable(out: Path) -> None:
-    """Check that `out` is a directory that can be written to, or can be created; raises
-    ConfigError.
-    """
+    """Raise ConfigError unless `out` is a directory that is writable or can be created."""
     existing = existing_parent(out)
     if not existing.is_dir():
         raise ConfigError(f"output_dir: {existing} is a file, not a directory")
@@ -115,21 +115,21 @@ def check_output_dir(cfg: TrainConfig) -> None:
     """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites
     the run in it.
     """
-    # 1. The directory itself.
+    # 1. Check the directory itself.
     out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
     _check_links(out)
-    # 2. What belongs to the user or to another program.
+    # 2. Check for files of the user or of another program.
     files = [name for name in RUN_FILES if _is_used(out / name)]
     is_new = resume is None and not _is_run(out)
     check_only_run_files(out, inner=cfg.overwrite_output_dir or is_new)
-    # 3. A run that is overwritten.
+    # 3. Check a run that is overwritten.
     if cfg.overwrite_output_dir:
         _check_overwriting(cfg, files)
         return
-    # 4. A run that is resumed.
+    # 4. Check a run that is resumed.
     if not files:
         return
     if resume is None:
@@ -141,7 +141,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
         )
     if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
         check_nothing_is_lost(out)
-    # checkpoints may be a link to another disk
+    # the directory of checkpoints may be a link to another disk
     own = (out.resolve(), (out / CHECKPOINTS).resolve())
     if checkpoint is not None and not any(map(checkpoint.resolve().is_relative_to, own)):
         raise ConfigError(
@@ -151,10 +151,10 @@ def check_output_dir(cfg: TrainConfig) -> None:
 
 
 def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
-    """Check that overwriting deletes neither what the run needs nor what belongs to no run.
+    """Check that overwriting deletes neither the run's inputs nor the content of links and mounts.
 
     Args:
-        files: the names of `RUN_FILES` that are in `output_dir`.
+        files: the names from `RUN_FILES` that exist in `output_dir`.
     """
     out = cfg.run_dir
     if cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
@@ -176,10 +176,10 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
 
 
 def check_only_run_files(out: Path, *, inner: bool) -> None:
-    """Check that a run in `out` replaces only what a run wrote; raises ConfigError.
+    """Raise ConfigError if a run in `out` would replace files that no run wrote.
 
     Args:
-        inner: check the files within its directories, too, which a new run deletes.
+        inner: also check the files within the run's directories, because a new run deletes them.
     """
     others = list(_files_of_others(out, inner))
     if not others:
@@ -194,7 +194,7 @@ def check_only_run_files(out: Path, *, inner: bool) -> None:
 
 
 def _files_of_others(out: Path, inner: bool) -> Iterator[Path]:
-    """Yield the files of `RUN_FILES` in `out` that no run wrote, by their content and names."""
+    """Yield the files of `RUN_FILES` in `out` that no run wrote, judged by content and name."""
     if not os.path.isdir(out):
         return
     is_run = _is_run(out)
@@ -213,7 +213,7 @@ def _files_of_others(out: Path, inner: bool) -> Iterator[Path]:
 
 
 def other_files(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory of a run, or of an export, that nothing here writes."""
+    """Yield the files below a run's directory or an export that this program does not write."""
     return (file for file in _files_below(directory) if not _is_written(file, directory))
 
 
@@ -223,7 +223,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
 
 
 def _is_written(file: Path, directory: Path) -> bool:
-    """Return whether a file below a directory of a run has the name of one that a run writes."""
+    """Return whether a file below a run's directory has a name that a run writes."""
     if directory.name in _WRITTEN_PATHS:
         names = {file.relative_to(directory).as_posix()}
         patterns = _WRITTEN_PATHS[directory.name]
@@ -234,10 +234,10 @@ def _is_written(file: Path, directory: Path) -> bool:
 
 
 def _is_run(out: Path) -> bool:
-    """Return whether a run wrote in `out`, by contents that no other program writes."""
+    """Return whether a run wrote to `out`, judged by content that no other program writes."""
     if _is_run_config(out / CONFIG) or _is_run_config(out / STAGE_ONE / CONFIG):
         return True
-    if not os.path.isdir(out):  # glob raises for a name that is too long
+    if not os.path.isdir(out):  # because glob raises for a name that is too long
         return False
     for path in (out / METRICS, *out.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
         with suppress(OSError, ValueError), path.open("rb") as file:
@@ -249,7 +249,7 @@ def _is_run(out: Path) -> bool:
 
 
 def _is_run_config(path: Path) -> bool:
-    """Return whether a run wrote this config.yaml, and nobody edited it with comments or spaces."""
+    """Return whether a run wrote this config.yaml and nobody added comments or spaces."""
     try:
         text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
@@ -260,7 +260,7 @@ def _is_run_config(path: Path) -> bool:
 
 def named_checkpoint(resume: str | None, out: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the
-    newest in `out`.
+    newest checkpoint in `out`.
     """
     if resume is None or resume in NEWEST:
         return None
@@ -280,7 +280,7 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
 
 
 def check_nothing_is_lost(out: Path) -> None:
-    """Check that resuming without any checkpoint would not overwrite the results of an earlier run."""
+    """Check that resuming without a checkpoint does not overwrite results of an earlier run."""
     results = [f"{name}/" for name in RESULTS if _is_used(out / name)]
     if results:
         raise CheckpointError(
@@ -292,14 +292,17 @@ def check_nothing_is_lost(out: Path) -> None:
 
 
 def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:
-    """Create `out` for a new run (`step` 0) or one resumed after `step`.
+    """Create `out` for a new run (`step` 0) or for a run that is resumed after `step`.
 
     A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it
-    starts. Files of others among them are a ConfigError. A resumed run deletes checkpoints of later
-    steps and those that were not written completely. Other files are kept, and so are links to
-    directories and mount points: of linked `checkpoints` only checkpoints are deleted.
+    starts. A resumed run deletes checkpoints of later steps, and incomplete checkpoints. Other
+    files are kept, and so are links to directories and mount points: in a linked `checkpoints`
+    directory, only checkpoints are deleted.
+
+    Raises:
+        ConfigError: a new run would delete files that no run wrote.
     """
-    if step == 0:  # again: they may have come while the data were loaded
+    if step == 0:  # check again, because files may have appeared while the data were loaded
         check_only_run_files(out, inner=True)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -319,21 +322,23 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
 
 
 def _is_used(path: Path) -> bool:
-    """Return whether a file of a run exists; a link to an empty directory was made for a run."""
+    """Return whether a file of a run exists. A link to an empty directory does not count: the user
+    made it for a new run.
+    """
     if _is_elsewhere(path):
         return any(path.iterdir())
-    return os.path.exists(path)  # False for a name that no file can have
+    return os.path.exists(path)  # False, and no error, for an impossible name
 
 
 def _is_elsewhere(path: Path) -> bool:
-    """Return whether a directory is on another disk, by a link or a mount: it is filled, never
-    replaced.
+    """Return whether a directory is a link or a mount point. Files are written into it, but it is
+    never replaced.
     """
     return os.path.isdir(path) and (os.path.islink(path) or os.path.ismount(path))
 
 
 def _check_links(out: Path) -> None:
-    """Check that parts of a run that are links lead to something that can be written."""
+    """Check that links in a run directory lead to writable directories."""
     for name in RUN_FILES:
         path = out / name
         if os.path.islink(path) and not path.exists():
@@ -357,8 +362,8 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
 
 
 def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
-    """Return the keys in which stage one differs from what it would be without any of its own; null
-    for those that it would have and has not.
+    """Return the keys in which stage one differs from a stage one without keys of its own. A value
+    is null if only the latter has the key.
     """
     written = yaml.safe_load(dump_config(cfg.model_copy(update={STAGE_ONE: {}})))
     without_own = stage_one_config(TrainConfig(**written))
@@ -370,7 +375,7 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
-    """Return the configuration with absolute paths, without what concerns one command alone."""
+    """Return the configuration with absolute paths, without keys that are for one command only."""
     update: dict[str, Any] = {
         "chat_template": _absolute_template(cfg.chat_template),
         "resume_from_checkpoint": None,
@@ -391,7 +396,7 @@ def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raise failing writes in the block as a CheckpointError that names the run directory `out`."""
+    """Turn a failed write in the block into a CheckpointError that names the directory `out`."""
     try:
         yield
     except WRITE_ERRORS as error:
@@ -400,8 +405,8 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def only_writer(out: Path) -> Iterator[None]:
-    """Raise CheckpointError if another process trains, evaluates or calibrates in `out`: each would
-    delete files of the other.
+    """Lock `out`; raise CheckpointError if another process trains, evaluates or calibrates in it,
+    because each would delete files of the other.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -412,7 +417,7 @@ def only_writer(out: Path) -> Iterator[None]:
         with locked(out, busy):
             yield
     finally:
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # the directory is not empty
             out.rmdir()
 
 
@@ -435,8 +440,8 @@ def _absolute_template(name: str | None) -> str | None:
 
 
 def _stale_checkpoints(out: Path, step: int) -> Iterator[Path]:
-    """Yield checkpoints and best weights of steps after `step`, and what a killed process had not
-    written completely.
+    """Yield checkpoints and best weights of steps after `step`, and incomplete ones of a killed
+    process.
     """
     for path in sorted((out / CHECKPOINTS).glob("*-*")):
         match = re.fullmatch(r"(\.tmp-|\.old-)?(?:step|best)-(\d+)", path.name)
@@ -456,8 +461,8 @@ def check_inputs(cfg: TrainConfig) -> None:
     """Check that local inputs exist, before torch is imported.
 
     Raises:
-        MedusaError: all that are missing; ConfigError if the file of `deepspeed`, which is a part
-            of the configuration, is among them.
+        MedusaError: lists all missing inputs. It is a ConfigError if the file of `deepspeed` is
+            among them, because that file is a part of the configuration.
     """
     missing = missing_inputs(cfg)
     first = stage_one_config(cfg)
@@ -473,8 +478,8 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
-    """List files and directories of the configuration that do not exist or cannot be read; of the
-    hub's names, only a model that an unreachable hub cannot give.
+    """List files and directories in the configuration that do not exist or cannot be read. Hub
+    names are not checked, except for a base model if the hub is unreachable.
     """
     missing = []
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json, sync
 
-#: Bytes that are read, or written and summed, at a time.
+#: Number of bytes that are written and added to the checksum at a time.
 _BLOCK = 1 << 20
 #: Names of dtypes in safetensors files.
 _DTYPE_NAMES = {
@@ -39,12 +39,12 @@ def write_tensors(
 ) -> int:
     """Write a safetensors file and flush it to disk; return the CRC-32 of its bytes.
 
-    Tensors may be on any device, be views, or share storage: each name gets its values. They are
-    written one after the other, so that no more than one of them is copied at a time, and the
-    checksum needs no second pass over the file.
+    Tensors may be on any device, be views, or share storage; the values of each name are written in
+    full. Tensors are written one after the other, so that only one is copied at a time. The
+    checksum is computed while writing, without a second pass over the file.
     """
-    # 1. The header: name, dtype, shape and place of each tensor. The widest dtypes first keep every
-    # tensor aligned, since the header is padded to 8 bytes.
+    # 1. Build the header: name, dtype, shape and offsets of each tensor. The header is padded to 8
+    # bytes and the widest dtypes come first, so every tensor is aligned.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -60,7 +60,7 @@ def write_tensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     padding = b" " * (-len(encoded) % 8)
     encoded += padding
-    # 2. Its length in 8 bytes, the header, and the values.
+    # 2. Write the header's length in 8 bytes, the header, and the values.
     with path.open("wb") as file:
         value = _write(file, len(encoded).to_bytes(8, "little") + encoded, 0)
         for name in ordered:
@@ -72,15 +72,15 @@ def write_tensors(
 
 
 def write_pickled_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a `.pt` file of named tensors, for programs that read nothing else."""
-    content = io.BytesIO()  # torch's writer hides a full disk behind "unexpected pos"
+    """Write a `.pt` file of named tensors, for programs that read only this format."""
+    content = io.BytesIO()  # if torch wrote the file, a full disk would show as "unexpected pos"
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, content)
     path.write_bytes(content.getbuffer())
 
 
 def write_json(path: Path, value: Any) -> int:
-    """Write JSON, NaN and Infinity in Python's notation, and flush it to disk; return the CRC-32 of
-    its bytes.
+    """Write JSON (with NaN and Infinity in Python's notation) and flush it to disk; return the
+    CRC-32 of its bytes.
     """
     content = (json.dumps(value, indent=1) + "\n").encode()
     path.write_bytes(content)
@@ -89,19 +89,17 @@ def write_json(path: Path, value: Any) -> int:
 
 
 def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
-    """Write `content` and return the checksum `value` continued over it."""
+    """Write `content`; return the checksum `value`, updated with it."""
     view = memoryview(content)
     for start in range(0, len(view), _BLOCK):
-        block = view[start : start + _BLOCK]  # summed while it is in the processor's cache
+        block = view[start : start + _BLOCK]  # small enough to stay in the CPU's cache
         file.write(block)
-        value = zlib.crc32(block, value)  # releases the interpreter's lock, as writing does
+        value = zlib.crc32(block, value)  # releases the GIL, like `write`
     return value
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the
-    CPU.
-    """
+    """Read a safetensors file's tensors whose names begin with one of `prefixes`, to the CPU."""
     try:
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118
@@ -114,7 +112,7 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
     """Read named tensors from a `.pt` file without running code from it (`weights_only=True`)."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch passes on whatever its unpickler or zip reader raises
+    except Exception as error:  # torch's unpickler and zip reader may raise any type
         raise CheckpointError(
             f"{path}: rejected, cannot be read as plain tensors: {_reason(error)}\nA .pt file can"
             " contain code that runs on loading; only files of plain tensors are read."
@@ -159,14 +157,14 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
             float, bool, None.
 
     Raises:
-        TypeError: a value or key of another type; the message names its path.
+        TypeError: a value or key has another type; the message contains its path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _split(state, (), tensors)
 
 
 def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:
-    """Rebuild the state that `split_tensors` was given."""
+    """Rebuild the state that was passed to `split_tensors`."""
     if isinstance(value, list):
         return [join_tensors(tensors, item) for item in value]
     if not isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""Save and load training checkpoints (content: training/snapshot.py): atomic, with checksums; keep
-the newest ones.
+"""Save and load training checkpoints atomically and with checksums, and delete old ones. Their
+content is defined in training/snapshot.py.
 
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of each other file
                               state.json          the state without tensors
-                              PART.safetensors    the tensors of each top-level entry
-                       best-N/                    likewise: the weights alone, of the best evaluation
+                              PART.safetensors    the tensors of one part of the state
+                       best-N/                    the same files, with only the best evaluation's
+                       weights
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-#: Parts of a run's state that hold trained weights: the heads', and the base model's where they are
-#: trained.
+#: Parts of a run's state with trained weights: those of the heads, and of a trained base model.
 WEIGHTS = ("draft", "student")
 
 
 class CheckpointStore:
     """The checkpoints of one run, under OUTPUT_DIR/checkpoints.
 
-    Files are written to `.tmp-step-N` or `.tmp-best-N`, flushed to disk and then renamed, so a
-    `step-N` directory is complete even after a crash of the process or the machine.
+    Files are written to `.tmp-step-N` or `.tmp-best-N`, flushed to disk and then renamed. So a
+    `step-N` directory is always complete, even after a crash of the process or the machine.
 
     Args:
         output_dir: the run directory.
@@ -62,25 +62,25 @@ class CheckpointStore:
         the limit.
 
         Args:
-            state: by part, nested dicts, lists, tuples, tensors and plain values (see
+            state: part -> nested dicts, lists, tuples, tensors and plain values (see
                 `split_tensors`).
-            best: step of the best evaluation, whose weights stay until another one is the best. If
-                it is `step`, they are saved as `best-STEP` too, which takes no further space where
-                the file system has hard links.
+            best: step of the best evaluation, whose weights are kept until another one is better.
+                If it is `step`, the weights are also saved as `best-STEP`, which takes no extra
+                space if the file system has hard links.
 
         Raises:
             CheckpointError: writing failed (disk full, no permission); earlier checkpoints are
                 unchanged.
             TypeError: the state holds something that cannot be saved without pickle.
         """
-        # 1. The state, and its weights once more if they are the best.
+        # 1. Save the state, and its weights again if they are the best.
         path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}")
         if best == step:
             weights = {name: part for name, part in state.items() if name in WEIGHTS}
             self.save_best(step, weights, linked=path)
         if best is not None:
             self._delete_best({best})
-        # 2. Delete the oldest, but for one that alone has the best weights.
+        # 2. Delete the oldest checkpoints, except one that has the only copy of the best weights.
         if self.limit:
             keep = {step}
             if best is not None and self.best(best) == self.at(best):
@@ -97,16 +97,16 @@ class CheckpointStore:
         keep: Collection[int] = (),
         linked: Path | None = None,
     ) -> Path:
-        """Save the weights of the best evaluation so far as `best-STEP`, then delete those of
-        earlier ones.
+        """Save the weights of the best evaluation so far as `best-STEP`, then delete earlier best
+        weights.
 
         Args:
-            step: after which it took place.
+            step: the step after which the evaluation took place.
             weights: the parts `WEIGHTS` of a state.
-            keep: steps of earlier ones to keep: the best one of the checkpoint that the run would
-                be resumed from.
-            linked: a checkpoint with the same weights, whose files are linked in place of written
-                again.
+            keep: steps of earlier best weights to keep: those that the latest checkpoint needs for
+                resuming.
+            linked: a checkpoint with the same weights; its files are linked instead of being
+                written again.
         """
         path = self._save(
             f"best-{step}", step, weights, f"the best weights, of step {step},", linked
@@ -121,14 +121,14 @@ class CheckpointStore:
         temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
-            # what a killed process had not written completely
+            # delete incomplete files of a killed process
             for stale in self.root.glob(".tmp-*-*"):
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             _write(temporary, step, parts, linked)
             self._publish(temporary, self.root / name)
         except WRITE_ERRORS as error:
-            # before free space is measured for the message
+            # delete the files before free space is measured for the message
             shutil.rmtree(temporary, ignore_errors=True)
             needed = 0
             for tensors, _ in parts.values():
@@ -157,9 +157,10 @@ class CheckpointStore:
         return self._complete(f"step-{step}")
 
     def best(self, step: int) -> Path | None:
-        """Return the weights of the best evaluation, after `step`; None if they are not there.
+        """Return the path of the best evaluation's weights, measured after `step`; None if there is
+        none.
 
-        They are in the checkpoint alone if the run was killed before it saved them again.
+        If the run was killed before it saved them as `best-STEP`, they are only in the checkpoint.
         """
         return self._complete(f"best-{step}") or self.at(step)
 
@@ -171,14 +172,14 @@ class CheckpointStore:
     def load(
         self, path: Path | str, *, verify: bool = True, parts: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Load the state that `save` was given, with tensors on the CPU.
+        """Load a saved state, with tensors on the CPU.
 
-        Tensors are mapped: what is not used of them is not read.
+        Tensors are memory-mapped: unused parts of them are not read from disk.
 
         Args:
-            verify: read every file and compare it with its checksum; else only sizes are compared,
-                for a process next to one that does it.
-            parts: load these parts of the state only; None: all.
+            verify: whether to read every file and compare its checksum. False compares only sizes;
+                it is for processes that run in parallel with one that verifies.
+            parts: load only these parts of the state; None: all parts.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.
@@ -192,9 +193,10 @@ class CheckpointStore:
             raise CheckpointError(f"{error}{self._others(path)}") from error
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Give a complete checkpoint its name, in place of an earlier one."""
+        """Rename a complete checkpoint to its final name; it replaces an earlier one."""
         old = self.root / f".old-{final.name}"
-        # a directory can't be renamed onto a full one; _restore_replaced undoes this after a crash
+        # a directory cannot replace a non-empty one; after a crash _restore_replaced undoes the
+        # move
         if final.exists():
             final.rename(old)
         temporary.rename(final)
@@ -202,9 +204,7 @@ class CheckpointStore:
         shutil.rmtree(old, ignore_errors=True)
 
     def _restore_replaced(self) -> None:
-        """Restore checkpoints that a killed process moved aside before their replacement was in
-        place.
-        """
+        """Restore checkpoints that a killed process moved away but had not replaced yet."""
         for path in self.root.glob(".old-*-*"):
             final = self.root / path.name.removeprefix(".old-")
             if final.exists():
@@ -231,11 +231,11 @@ def _write(
     parts: Mapping[str, tuple[dict[str, Tensor], Any]],
     linked: Path | None,
 ) -> None:
-    """Write a checkpoint's files; those of tensors are links to the files of `linked`, if given."""
-    # 1. The plain values of all parts.
+    """Write a checkpoint's files. If `linked` is given, tensor files are links to its files."""
+    # 1. Write the plain values of all parts.
     values = {part: value for part, (_, value) in parts.items()}
     checksums = {STATE: write_json(directory / STATE, values)}
-    # 2. The tensors of each part.
+    # 2. Write the tensors of each part.
     for part, (tensors, _) in parts.items():
         name = f"{part}.safetensors"
         if tensors and linked is not None:
@@ -243,7 +243,7 @@ def _write(
             checksums[name] = _read_manifest(linked / MANIFEST)["files"][name]["crc32"]
         elif tensors:
             checksums[name] = write_tensors(directory / name, tensors)
-    # 3. The manifest, with which the checkpoint is complete.
+    # 3. Write the manifest, which makes the checkpoint complete.
     files = {}
     for name in sorted(checksums):
         size = (directory / name).stat().st_size
@@ -262,7 +262,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    (path / MANIFEST).unlink(missing_ok=True)  # an incomplete deletion is not a checkpoint
+    (path / MANIFEST).unlink(missing_ok=True)  # so that a partly deleted checkpoint does not count
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -285,7 +285,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, verify: bool, parts: Collection[str] | None) -> dict[str, Any]:
-    """Read the parts of a state; with `verify` the checksums of their tensors are compared."""
+    """Read the parts of a state; with `verify`, compare the checksums of their tensor files."""
     files = _read_manifest(path / MANIFEST)["files"]
     _verify(path / STATE, files[STATE])
     state = {}
@@ -302,7 +302,7 @@ def _read(path: Path, verify: bool, parts: Collection[str] | None) -> dict[str, 
 
 
 def _verify(path: Path, expected: Mapping[str, int], *, checksums: bool = True) -> None:
-    """Raise CheckpointError unless a file has the size, and the checksum, of the manifest."""
+    """Raise CheckpointError unless a file has the manifest's size and, if asked, its checksum."""
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
     size = path.stat().st_size
