@@ -9,8 +9,8 @@ states after l layers     l (SGLang: l - 1)    l
 d2t [N]               draft token i is token i + d2t[i]; missing if the draft has all tokens
 t2d [V]               whether the draft has the token; missing if the draft has all tokens
 input_norm.weight     only with `norm_before_fc`; fc_norm.0|1|2.weight only with `fc_norm`
-embed_tokens.weight   only if the draft has its own embeddings; otherwise servers use the base
-model's target_hidden_size    width of the base model, if it differs from the draft's hidden_size
+embed_tokens.weight   only if the draft has its own embeddings; else servers use the base model's
+target_hidden_size    width of the base model, if it differs from the draft's hidden_size
 q_norm, k_norm        norms of the layer's attention, with model_type qwen3 (vLLM, speculators)
 lm_head.weight        missing in some files: servers then use the base model's
 """

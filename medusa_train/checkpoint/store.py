@@ -4,8 +4,7 @@ content is defined in training/snapshot.py.
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of each other file
                               state.json          the state without tensors
                               PART.safetensors    the tensors of one part of the state
-                       best-N/                    the same files, with only the best evaluation's
-                       weights
+                       best-N/                    the same files for the best weights alone
 """
 
 from __future__ import annotations

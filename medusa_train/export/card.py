@@ -1,5 +1,5 @@
-"""Write the model card of an export: what it is, how it was trained, and what was measured here and
-in servers.
+"""Write the model card of an export: what it is, how it was trained, and the results measured here
+and in servers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SETTINGS = (
 )
 
 
-#: A directory of this machine before a file name.
+#: The directory part of a local path.
 _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
@@ -95,12 +95,12 @@ def card(
     part.
 
     Args:
-        target_model: the one to serve; it is named if others have it, too.
-        licence: the one to name; None: the base model's.
-        facts: of the draft, as card.md.jinja takes them.
+        target_model: the target model to serve. It is only named if it is a hub repository.
+        licence: the licence to name; None: the base model's licence.
+        facts: variables of card.md.jinja that describe the draft.
     """
-    # 1. What was measured of these heads. A run that was trained on keeps the reports of earlier
-    # ones; older reports do not say which they measured.
+    # 1. Read the reports that measured these heads. If a run was trained further, it still has the
+    # reports of its earlier heads; older reports do not say which heads they measured.
     weights = None
     if paths.heads is not None:
         weights = digest_files(find_heads(paths.heads).files)[:16]
@@ -114,10 +114,10 @@ def card(
         return reports
 
     reports = measured("eval/*/report.json", _is_default)
-    # earlier versions gave a ratio without a tree, too: of the same loop to itself
+    # earlier versions reported a speedup even without a tree: the same loop compared with itself
     treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
     with_tree = [report for report in reports if report not in treeless]
-    # 2. The run, and the hub's header.
+    # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
     base = str(run.get("base_model") or paths.base_model)
     data = [str(entry["path"]) for entry in run.get("datasets") or ()]
@@ -129,7 +129,7 @@ def card(
     )
     used = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
     settings = [[f"`{key}`", _without_directory(str(value))] for key, value in used.items()]
-    # 3. The page.
+    # 3. Render the page.
     template = Template(
         Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"),
         trim_blocks=True,
@@ -151,7 +151,7 @@ def card(
         chains=[report for report in reports if report["overall"].get("chain_rates")],
         shown=[report for report in with_tree if report["overall"].get("speedup") is not None],
         treeless=treeless,
-        # other reports measured one server alone
+        # reports without a recommendation did not compare a server with and without the draft
         served=measured("eval/served-*/served.json", lambda r: bool(r.get("recommendation"))),
         licence=licence,
     )
@@ -159,8 +159,8 @@ def card(
 
 
 def _is_default(report: Mapping[str, Any]) -> bool:
-    """Whether an evaluation decodes greedily, one answer at a time, by the heads and the tree of
-    tree.json.
+    """Return whether an evaluation decodes greedily, one answer at a time, with the heads and the
+    tree in tree.json.
     """
     meta = report.get("meta") or {}
     if not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees"):
@@ -172,23 +172,21 @@ def _is_default(report: Mapping[str, Any]) -> bool:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Whether a name is a repository of the hub (`owner/name`) rather than a local path."""
+    """Return whether a name is a hub repository (`owner/name`) and not a local path."""
     if name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")):
         return False
     return name.count("/") == 1 and not Path(name).exists()
 
 
 def _hub_repository(name: str) -> str | None:
-    """Return the hub's repository of a data set, also of a short public name; None for local ones."""
+    """Return the hub repository of a data set (also for our short names); None for local ones."""
     if name in PUBLIC_DATASETS:
         return PUBLIC_DATASETS[name].hub_repo
     return name if _is_hub_name(name) else None
 
 
 def _public(name: str) -> str:
-    """Return a hub name unchanged, that of a short public name, and of a local path only the last
-    part.
-    """
+    """Return the hub name of a model or data set; for a local path, return only its last part."""
     repository = _hub_repository(name)
     if repository is not None:
         return repository
@@ -197,7 +195,7 @@ def _public(name: str) -> str:
 
 
 def _licence_of(base: str) -> str | None:
-    """Read the licence from the model card of a local base model; None where it has none."""
+    """Read the licence from the model card of a local base model; None if there is none."""
     try:
         card = ModelCard.load(Path(base) / "README.md", ignore_metadata_errors=True)
     except (OSError, ValueError, yaml.YAMLError):
@@ -206,7 +204,7 @@ def _licence_of(base: str) -> str | None:
 
 
 def _without_directory(argument: str) -> str:
-    """Return an argument with only the last part of a local path in it."""
+    """Return an argument in which a local path is reduced to its last part."""
     option, equals, value = argument.rpartition("=")
     if value.startswith(("/", "~")):
         return option + equals + Path(value).name

@@ -5,20 +5,26 @@
 
 Each step guesses a tree of tokens with the heads, runs the model once over the whole tree, and
 keeps the longest path of tokens that the model generates itself (Medusa, arXiv 2401.10774). Greedy
-output is that of plain `generate`, up to rounding where two logits are nearly equal; sampled output
-follows the model's own distribution.
+output equals that of plain `generate`, up to rounding if two logits are nearly equal. Sampled
+output follows the model's own distribution.
 
-DIRECTORY contains, next to custom_generate/generate.py, which is this file:
+DIRECTORY contains custom_generate/generate.py (this file) and:
 
-    medusa_lm_head.safetensors   {i}.{j}.linear.weight|bias: residual block j of head i, [d, d] and [d];
-                                 {i}.{n}.weight|bias: its output matrix [V, d], absent if the model's lm_head is shared;
-                                 token_map [N]: token ids of the N rows, if the heads have a vocabulary of their own
-    config.json                  medusa_num_heads and n, medusa_num_layers; stop_token_ids: tokens that end an answer
-                                 in addition to those of the model's generation config, which eos_token_id=... replaces
-    tree.json                    medusa_choices: the paths of the tree. [0, 2] is the third best guess of head 2 below
-                                 the best guess of head 1. Or the list of paths alone
+    medusa_lm_head.safetensors
+        {i}.{j}.linear.weight|bias   residual block j of head i, [d, d] and [d]
+        {i}.{n}.weight|bias          output matrix of head i, [V, d]; missing if heads share lm_head
+        token_map                    [N], token ids of the N rows of a reduced vocabulary
+    config.json
+        medusa_num_heads             number of heads
+        medusa_num_layers            n, number of residual blocks per head
+        stop_token_ids               stop tokens in addition to those of the model's generation
+                                     config; the argument eos_token_id replaces both
+    tree.json
+        medusa_choices               the paths of the tree; [0, 2] is the third best guess of head 2
+                                     below the best guess of head 1. The file may also be only the
+                                     list of paths
 
-One sequence at a time; what is not supported raises a ValueError that names it.
+Only one sequence at a time is decoded. Anything that is not supported raises a ValueError.
 """
 
 from __future__ import annotations
@@ -49,8 +55,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.utils import cached_file
 
-# Processors that read only the scores of a token, so that they apply to each node of a tree as to a
-# row of its own.
+# Processors that read only scores and not the sequence. So each node of a tree can be processed
+# like a row of a batch.
 PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 MODEL_INPUTS = {
     "attention_mask",
@@ -61,31 +67,33 @@ MODEL_INPUTS = {
     "cache_position",
 }
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# On a GPU, without cuDNN's kernel, which builds a plan for each new length, that is in every step.
+# Attention kernels on a GPU. cuDNN's is left out, because it builds a plan for each new length,
+# which would be in every step.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
-# Heads of each model, with the directory, dtype and device that they were loaded for.
+# Model -> its heads, with the directory, dtype and device for which they were loaded.
 _loaded: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Heads]] = WeakKeyDictionary()
 
 
 def generate(
     inputs: Tensor | None = None, *, model: Any, medusa_heads: str | None = None, **arguments: Any
 ) -> Any:
-    """Generate as `model.generate(inputs, **arguments)` does, with the heads in a directory or hub
+    """Generate like `model.generate(inputs, **arguments)`, but with the heads in a directory or hub
     repository.
 
     Args:
-        medusa_heads: the directory; by default the one that `generate` got as `custom_generate`.
+        medusa_heads: directory or hub repository of the heads; by default the argument
+            `custom_generate` of the calling `generate`.
     """
-    # 1. Where the heads are.
+    # 1. Find the heads.
     source = medusa_heads or _requested_directory(sys._getframe(1))
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if name in arguments}
     for name in ("assistant_model", "synced_gpus"):
         if arguments.pop(name, None):
             raise refusal(f"{name} is not supported")
-    # 2. What ends an answer. `generate` does not pass `tokenizer` on to callables, so the criterion
-    # that needs it is built here.
+    # 2. Build the stopping criteria. `generate` does not pass `tokenizer` on to callables, so the
+    # criterion that needs it is built here.
     criteria = list(arguments.get("stopping_criteria") or [])
     tokenizer = arguments.pop("tokenizer", None)
     stop_strings = arguments.pop("stop_strings", None)
@@ -96,12 +104,12 @@ def generate(
         criteria.append(EosTokenCriteria(stop_token_ids))
     if criteria:
         arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
-    # 3. The tree.
+    # 3. Read the tree.
     choices = _read_json(source, "tree.json", hub)
     if isinstance(choices, dict):
         choices = choices["medusa_choices"]
-    # 4. `generate` of transformers prepares the inputs, processors and stopping criteria, and then
-    # calls `decode`.
+    # 4. Call transformers' `generate`. It prepares the inputs, processors and stopping criteria,
+    # and then calls `decode`.
     method = partial(
         decode,
         heads=load_heads(model, source, hub),
@@ -114,8 +122,8 @@ def generate(
 def _requested_directory(caller: Any) -> str:
     """Return the value of `custom_generate` in the frame of transformers' `generate`.
 
-    transformers runs a copy of this file in its cache of modules and passes neither the original's
-    path nor the argument on, so that this is the only trace of where the heads are.
+    transformers runs a copy of this file in its module cache, and passes neither the path of the
+    original nor the argument on. So the caller's frame is the only way to find the heads.
     """
     directory = caller.f_locals.get("custom_generate")
     is_generate = caller.f_globals.get("__name__") == GenerationMixin.__module__
@@ -130,16 +138,16 @@ def _read_json(source: str, name: str, hub: dict[str, Any]) -> Any:
 
 
 class Tree:
-    """The guesses to verify. Node 0 is the root, the token that is known; parents come before their
-    children.
+    """The tree of guesses to verify. Node 0 is the root, which is the last token. Parents come
+    before their children.
 
     Attributes:
-        depth: number of heads used. width: number of guesses used of each head.
-        depths: of the nodes, long [n + 1].
+        depth: number of heads that are used. width: number of guesses used from each head.
+        depths: depth of each node, long [n + 1].
         guesses: index of nodes 1 .. n in the flat [depth x width] table of guesses, long [n].
-        ancestors: bool [n + 1, n + 1], true in row i at node i and the nodes on its path from the
+        ancestors: bool [n + 1, n + 1]; row i is true at node i and at all nodes between it and the
             root.
-        children: of each node.
+        children: list of the children of each node.
     """
 
     def __init__(self, choices: list[list[int]], source: str, device: torch.device) -> None:
@@ -166,8 +174,8 @@ class Tree:
 class Heads:
     """Medusa heads, `softmax(W2 (SiLU(W1 h + b1) + h))` with one or more residual blocks (W1, b1).
 
-    Heads without matrices of their own use the model's `lm_head`, or its rows `token_map`, copied
-    once.
+    Heads without their own output matrices use the model's `lm_head`, or a copy of its rows
+    `token_map`.
     """
 
     def __init__(
@@ -177,7 +185,7 @@ class Heads:
         self.count = count
         self.blocks = blocks
         self.token_map = tensors.get("token_map")
-        # 1. Whether they are this model's.
+        # 1. Check that they fit this model.
         vocabulary, hidden_size = lm_head.weight.shape
         predicted = vocabulary
         if self.token_map is not None:
@@ -188,7 +196,7 @@ class Heads:
                 f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary}"
                 " tokens)"
             )
-        # 2. The rows of lm_head that heads with a reduced vocabulary share.
+        # 2. Copy the rows of lm_head that heads with a reduced vocabulary share.
         if self.token_map is not None and f"0.{blocks}.weight" not in tensors:
             for kind, tensor in lm_head.named_parameters():
                 rows = tensor[self.token_map]
@@ -198,7 +206,8 @@ class Heads:
         """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last
         accepted token.
 
-        Scale and soft cap, which some models apply to logits, do not change the order of tokens.
+        Some models apply a scale and a soft cap to logits. They do not change the order of tokens,
+        so they are left out.
         """
         best = []
         hidden = hidden.to(lm_head.weight.device)  # a model may be spread over several devices
@@ -224,8 +233,8 @@ class Heads:
 
 @torch.no_grad()
 def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
-    """Load the heads for `model`, in its dtype and on its device; once, as long as these do not
-    change.
+    """Load the heads for `model`, in its dtype and on its device. They are loaded again only if the
+    directory, dtype or device changes.
     """
     key = (source, model.dtype, model.device)
     if model in _loaded:
@@ -255,8 +264,8 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Generate tokens after `input_ids` [1, T]; transformers' `generate` calls it in place of its
-    own loop.
+    """Generate tokens after `input_ids` [1, T]; transformers' `generate` calls this function in
+    place of its own loop.
     """
     check_supported(model, logits_processor, generation_config, model_kwargs)
     if tree.depth > heads.count:
@@ -273,8 +282,8 @@ def decode(
     sequence = input_ids
 
     def choose(logits: Tensor) -> Tensor:
-        """Choose the token after each node, [n + 1, V] -> [n + 1], as plain `generate` does after
-        the last one.
+        """Choose the token after each node, [n + 1, V] -> [n + 1], like plain `generate` after the
+        last token.
         """
         scores = logits_processor(sequence, logits.float())
         if generation_config.do_sample:
@@ -282,9 +291,7 @@ def decode(
         return scores.argmax(-1)
 
     def append(tokens: list[int]) -> bool:
-        """Append tokens one by one, and return whether one of them ends the answer: the rest is
-        dropped.
-        """
+        """Append tokens one by one. If one of them ends the answer, drop the rest; return True."""
         nonlocal sequence
         for token in tokens:
             sequence = torch.cat([sequence, sequence.new_tensor([[token]])], dim=1)
@@ -294,7 +301,8 @@ def decode(
                 return True
         return False
 
-    # 1. The prompt: its last hidden state, and the token after it, which is the root.
+    # 1. Run the prompt. Take its last hidden state, and choose the token after it, which is the
+    # root.
     options = {}
     if "logits_to_keep" in model_kwargs:
         options["logits_to_keep"] = 1
@@ -311,9 +319,9 @@ def decode(
         length = cache.get_seq_length()
         guesses = heads.guess(last, lm_head, tree)  # [n]
         nodes = torch.cat([guesses.new_tensor([root]), guesses])  # [n + 1]
-        # 3. Run the model over all of them. A node attends to the text so far, to its ancestors and
-        # to itself. Nodes beyond max_length are never kept, but the model must not see positions
-        # that it would not reach.
+        # 3. Run the model over all nodes. A node attends to the text so far, to its ancestors and
+        # to itself. Nodes beyond max_length are never kept. Their positions are clamped, because
+        # larger positions could change the rotary embeddings (see `empty_cache`).
         text = branches.new_zeros(len(nodes), length)
         mask = torch.cat([text, branches], dim=1)[None, None]  # [1, 1, n + 1, length + n + 1]
         positions = (length + tree.depths).clamp(max=generation_config.max_length - 1)[None]
@@ -325,7 +333,7 @@ def decode(
             position_ids=positions,
             past_key_values=cache,
         )
-        # 4. Keep the path that the model generates itself; its last token is the next root.
+        # 4. Keep the path that the model generates itself. The token after it is the next root.
         path, tokens = accept(nodes, choose(logits[0]), tree)
         keep_path(cache, length, path)
         last = hidden[0, path[-1]]
@@ -339,7 +347,7 @@ def decode(
 
 
 def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run the model; returns the input of lm_head, which is what the heads read, and the logits."""
+    """Run the model; return the input of lm_head, which the heads read, and the logits."""
     inputs: list[Tensor] = []
     hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
@@ -352,19 +360,19 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
 
 
 def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], list[int]]:
-    """Go down from the root as long as a child holds the token that the model chose after its
-    parent.
+    """Go down from the root as long as a child has the token that the model chose after its parent.
 
-    The model's tokens at the nodes, argmax or sample, are those that it would have generated there,
-    so the result has the distribution of plain decoding, whatever was guessed.
+    The model's choice at a node (argmax or sample) is the token that it would have generated there.
+    So the result has the distribution of plain decoding, whatever was guessed.
 
     Args:
-        nodes, following: the token of each node and the one chosen after it, long [n + 1].
+        nodes: the token of each node, long [n + 1].
+        following: the token that the model chose after each node, long [n + 1].
 
     Returns:
-        The accepted nodes, the root first, and the tokens after each of them.
+        The accepted nodes, starting with the root, and the token chosen after each of them.
     """
-    # one transfer from the device
+    # a single transfer from the device
     guessed, chosen = torch.stack([nodes, following.to(nodes.device)]).tolist()
     path = [0]
     tokens = [chosen[0]]
@@ -377,8 +385,8 @@ def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], lis
 
 
 def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Move keys and values of the accepted nodes to the end of the text, in place, and drop those
-    of the others.
+    """Move the keys and values of the accepted nodes to the end of the text, in place, and drop
+    those of all other nodes.
     """
     end = length + len(path)
     kept = torch.tensor(path) + length  # positions of the accepted nodes
@@ -402,7 +410,7 @@ def refusal(problem: str) -> ValueError:
 def check_supported(
     model: Any, logits_processor: Any, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> None:
-    """Raise a ValueError with everything that this decoding does not support."""
+    """Raise a ValueError that lists everything that is not supported."""
     problems = []
     attention = model.config.get_text_config()._attn_implementation
     if attention not in ("sdpa", "eager"):
@@ -433,7 +441,7 @@ def check_supported(
 def unpadded_prompt(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor:
-    """Return the prompt [1, T] without padding on the left."""
+    """Return the prompt [1, T] without its left padding."""
     if len(input_ids) != 1:
         raise refusal(
             f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences);"
@@ -452,12 +460,13 @@ def unpadded_prompt(
 
 
 def empty_cache(cache: Any, model: Any, prompt_length: int, max_length: int) -> DynamicCache:
-    """Return a cache that holds every position of every layer, which `keep_path` needs.
+    """Return an empty cache that keeps every position of every layer, because `keep_path` needs
+    them.
 
-    Sliding windows would drop positions and need a mask of their own; they make no difference while
-    the text is shorter. Rotary embeddings that depend on the length of the text may not change
-    inside a tree: "longrope" changes once, at the original length, "dynamic" at every position
-    after it.
+    A sliding window would drop positions and need another mask. It makes no difference as long as
+    the text is shorter than the window. Rotary embeddings that depend on the length of the text
+    must not change inside a tree: "longrope" changes once, at the original length; "dynamic"
+    changes at every position after it.
     """
     if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length() > 0:
         raise refusal(

@@ -1,4 +1,4 @@
-"""Write a run's target model as a model of its own: the adapter merged, with tokenizer and template."""
+"""Write a run's target model as a plain model: adapter merged, with tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ TOKENIZER_FILES = (
 
 
 def load_for_export(paths: ModelPaths) -> TargetModel:
-    """Load the target model that the heads were trained with, unquantised, in its stored dtype, on the
-    CPU.
+    """Load the target model with which the heads were trained, unquantized, in its stored dtype, on
+    the CPU.
 
-    An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised
-    first: merged into the original weights it would give another model.
+    An adapter is merged. If it was trained on 4-bit or 8-bit weights, it is merged into these after
+    they are dequantized, because merging it into the original weights would give another model.
     """
     _, config = resolve_target_model(paths.base_model, trust_remote_code=paths.trust_remote_code)
     if paths.adapter is None:
         paths = replace(paths, quantization=None)
-    # a GPU may have no room for the unquantised weights
+    # the unquantized weights may not fit on the GPU
     dtype = getattr(config, "dtype", None) or "float32"
     target_model = load_trained_target_model(paths, dtype, device="cpu")
     problem = describe_not_finite(target_model.model.named_parameters())
@@ -59,12 +59,12 @@ def load_for_export(paths: ModelPaths) -> TargetModel:
 
 
 def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) -> str:
-    """Write the trained target model, adapter merged, its tokenizer and its card; return what was
-    written, in words.
+    """Write the trained target model with its adapter merged, its tokenizer and its card; return a
+    description of what was written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # 1. The model and its tokenizer.
+        # 1. Write the model and its tokenizer.
         if (model := paths.trained_model) is not None:
             shutil.copytree(model, directory, dirs_exist_ok=True)
             content = f"copy of {model}: the target model itself was trained"
@@ -76,20 +76,20 @@ def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) ->
             _copy_tokenizer(model_directory(original), directory)
         template = paths.chat_template and get_template(paths.chat_template).source
         _set_tokenizer(directory, paths.special_tokens, template)
-        # 2. The card.
+        # 2. Write the card.
         if card is not None:
             replace_text(directory / "README.md", card)
     except WRITE_ERRORS as error:
-        shutil.rmtree(directory, ignore_errors=True)  # before the free space is measured
+        shutil.rmtree(directory, ignore_errors=True)  # delete before free space is measured
         raise CheckpointError(write_failure("the merged target model", directory, error)) from error
     return content
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """Replace the tokenizer that this transformers saved by the target model's own files: earlier
-    versions cannot read the former.
+    """Replace the tokenizer that the installed transformers saved by the target model's own files,
+    because earlier versions of transformers cannot read the saved one.
 
-    A target model without tokenizer.json keeps what was saved.
+    If the target model has no tokenizer.json, the saved files are kept.
     """
     if not (source / "tokenizer.json").is_file():
         return
@@ -102,9 +102,9 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 def _set_tokenizer(
     directory: Path, special_tokens: Mapping[str, str], template: str | None
 ) -> None:
-    """Write the special tokens and the chat template of training. The template is written where all
-    versions of transformers read it: in its file, and in tokenizer_config.json for those that do
-    not know that.
+    """Write the special tokens and the chat template of training. The template is written to its
+    own file, and also to tokenizer_config.json for versions of transformers that do not read that
+    file.
     """
     entries = dict(special_tokens)
     if template is not None:
@@ -118,8 +118,8 @@ def _set_tokenizer(
 
 
 def untie_config(target_model: TargetModel) -> None:
-    """Let the config say that lm_head is a matrix of its own, where merging an adapter made it one:
-    not every version of PEFT does.
+    """Set `tie_word_embeddings` to false if merging an adapter untied lm_head from the embeddings.
+    Not every version of PEFT does so.
     """
     model = target_model.model
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
@@ -129,8 +129,7 @@ def untie_config(target_model: TargetModel) -> None:
 
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     target_model = load_for_export(paths)
-    # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
-    # the accelerator
+    # save_pretrained imports DeepSpeed, which prints a warning if it has to guess the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     untie_config(target_model)
     target_model.save(directory)

@@ -45,14 +45,15 @@ def write_server_draft(
     base_model: str,
     licence: str | None,
 ) -> tuple[list[str], list[str]]:
-    """Write the draft of `kind` at `paths`, with a model card; return what was written and
-    warnings, in lines.
+    """Write the draft of `kind` at `paths`, with a model card; return lines that describe it, and
+    warnings.
 
     Args:
-        directory: where it is written. target: where it is served from.
-        base_model: named in config.json. licence: named on the card.
+        directory: directory to which the draft is written.
+        target: directory from which it will be served.
+        base_model: target model to name in config.json. licence: licence to name on the card.
     """
-    # 1. The draft, and the layer that it has on the target model.
+    # 1. Read the draft, and the config of its layer for this target model.
     assert paths.heads is not None
     state, settings = read_draft(paths.heads, kind)
     _, target_model = resolve_target_model(
@@ -61,7 +62,7 @@ def write_server_draft(
     text_config = target_model.get_text_config()
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     vocab_size = text_config.vocab_size
-    # 2. Tensors and config.json as the server reads them, and what the card and the command say.
+    # 2. Convert tensors and config.json for the server, and collect facts for card and command.
     warnings = []
     described: dict[str, Any]
     if kind == "eagle3":
@@ -93,7 +94,7 @@ def write_server_draft(
                 " never served by this project"
             )
     command = partial(_COMMANDS[to].format, **served)
-    # 3. The files.
+    # 3. Write the files.
     text = card(
         paths,
         to,
@@ -108,7 +109,7 @@ def write_server_draft(
     )
     write_weights(directory, VLLM_WEIGHTS, tensors, config)
     replace_text(directory / "README.md", text)
-    # 4. How to serve it.
-    place = str(target) if to == "vllm" else quote(str(target))  # vLLM's has it within quotes
+    # 4. Build the command that serves it.
+    place = str(target) if to == "vllm" else quote(str(target))  # vLLM's is already within quotes
     serve = command(directory=place, target_model=quote(base_model))
     return [summary, f"serve it: {serve}", *notes], warnings

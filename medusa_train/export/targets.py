@@ -1,4 +1,4 @@
-"""Write what single targets need besides the heads: TensorRT-LLM's config and tree, decoding code."""
+"""Write what some targets need in addition to the heads: config, tree and decoding code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from medusa_train.models.loading import resolve_target_model
 from medusa_train.network import check_network
 from medusa_train.trees.tree import Tree
 
-MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
+MAX_NODES = 63  # limit of TensorRT-LLM on a --medusa_choices tree
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
 def check_vllm_config(config: Mapping[str, Any]) -> None:
-    """Check that vLLM would load heads with this config.json on the target model that it names."""
+    """Check that vLLM can load heads with this config.json for the target model that it names."""
     path = Path(config["base_model_name_or_path"] or "") / "config.json"
     if not path.is_absolute() or not path.is_file():
         return
@@ -62,8 +62,8 @@ def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
 
 
 def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
-    """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no
-    usable tree.
+    """Return the run's tree as the value of `--medusa_choices`, and a warning if there is no usable
+    tree.
     """
     advice = "pass a --medusa_choices to TensorRT-LLM yourself"
     if paths.tree is None:
@@ -78,8 +78,8 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path, target: Path) -> str:
-    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use
-    it at `target`, in words.
+    """Write the decoding code that transformers' `generate` loads, and its tree; return a line that
+    says how to use it in the directory `target`.
     """
     problem = None
     with suppress(TargetModelError):  # the target model need not be on this machine

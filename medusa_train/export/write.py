@@ -1,5 +1,5 @@
 """Export the heads or the target model of a run to the layout of another program, with a model card;
-upload it.
+upload the export.
 """
 
 from __future__ import annotations
@@ -60,19 +60,22 @@ CARD = "README.md"
 CHOICES = "medusa_choices.json"
 #: Targets that store lm_head as whole matrices [V, d].
 WHOLE_LM_HEADS = ("vllm", "reference", "trtllm")
-#: Matrices that take as many bytes are announced before they are written.
+#: If matrices have at least this many bytes, a line announces them before they are written.
 ANNOUNCED = 256 * 2**20
-#: Within the directory of an export, where its files are until all of them are complete.
+#: Subdirectory of an export that has its files until all of them are complete.
 UNFINISHED = ".unfinished-export"
 
 
 @dataclass
 class Exported:
-    """The directory of an export, lines that describe it, and what the target program will not do
-    with it.
+    """An export.
 
     Attributes:
-        files: where they are written, to be moved to `target` when all are complete.
+        target: directory of the export.
+        files: directory to which files are written first. When all are complete, they are moved to
+            `target`.
+        facts: lines that describe the export.
+        warnings: lines on what the target program will not do with it.
     """
 
     target: Path
@@ -96,7 +99,7 @@ def export_run(
         target: output directory; defaults to export/TO next to the heads.
         base_model: target model to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
-        announce: prints a line before anything large is written.
+        announce: is called with a line before anything large is written.
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
@@ -119,7 +122,7 @@ def _write(
     announce: Callable[[str], object],
 ) -> None:
     """Write the files of an export, and add facts and warnings to `exported`."""
-    # 1. A draft of another kind, which servers run.
+    # 1. Write a draft that is not Medusa, for a server.
     assert paths.heads is not None
     kind = heads_kind(paths.heads)
     named = base_model or _target_model_name(paths)
@@ -132,7 +135,7 @@ def _write(
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
-    # 2. Medusa heads, or the target model that was trained with them.
+    # 2. Write Medusa heads, or the target model that was trained with them.
     heads = replace(read_heads(paths.heads), base_model=named)
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
@@ -144,14 +147,14 @@ def _write(
         _write_vllm(paths, heads, exported)
     else:
         _write_heads(paths, heads, to, exported)
-    # 3. What the user should know.
+    # 3. Add warnings, the card and the tree.
     exported.warnings += warnings_for(to, heads)
     if to == MERGED:
         return
     exported.facts.insert(0, describe(heads))
     if base_model is None:
         exported.warnings += target_model_warnings(paths)
-        if to != "transformers":  # whose code reads them
+        if to != "transformers":  # the code for transformers reads the stop tokens
             exported.warnings += stop_warnings(paths)
     replace_text(exported.files / CARD, card)
     if paths.tree is not None:
@@ -160,40 +163,40 @@ def _write(
 
 @contextmanager
 def _published(target: Path) -> Iterator[Path]:
-    """Yield a new directory, whose files replace those of `target` at the end of the block, and all
-    of its model*.safetensors.
+    """Yield a temporary directory. At the end of the block, its files replace those in `target`,
+    and other model*.safetensors files in `target` are deleted.
 
-    An export that fails or is killed leaves the files of an earlier one as they were.
+    If an export fails or is killed, the files of an earlier export stay unchanged.
 
     Raises:
         CheckpointError: a write failed; the message names the directory and the free space.
     """
-    temporary = target / UNFINISHED  # on the same disk
+    temporary = target / UNFINISHED  # on the same disk as `target`
     absent = [path for path in (target, *target.parents) if not path.exists()]
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         temporary.mkdir(parents=True)
         yield temporary
         make_readable(temporary)
         names = [path.name for path in temporary.iterdir()]
         for name in names:
-            shutil.rmtree(target / name, ignore_errors=True)  # files are replaced at once
+            shutil.rmtree(target / name, ignore_errors=True)  # only directories; files are replaced
             (temporary / name).replace(target / name)
-        for path in target.glob("model*.safetensors"):  # of an earlier model of more shards
+        for path in target.glob("model*.safetensors"):  # an earlier model may have had more shards
             if path.name not in names:
                 path.unlink()
     except WRITE_ERRORS as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # before the free space is measured
+        shutil.rmtree(temporary, ignore_errors=True)  # delete before free space is measured
         raise CheckpointError(write_failure("the export", target, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         for path in absent:
-            with suppress(OSError):  # it holds the export
+            with suppress(OSError):  # the directory is not empty, because it has the export
                 path.rmdir()
 
 
 def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
-    """Refuse to write over files of other programs, of the user, or of the run itself."""
+    """Raise CheckpointError if the export would overwrite other files than an earlier export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
     own = [paths.home.resolve(), Path(paths.base_model).resolve()]
@@ -206,22 +209,22 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
 
 
 def _holds_other_files(target: Path, to: ExportTarget) -> bool:
-    """Return whether a directory holds anything but an earlier export of the same kind."""
+    """Return whether a directory has other content than an earlier export of the same kind."""
     if not target.exists() or all(path.name == UNFINISHED for path in target.iterdir()):
         return False
     if to == MERGED:
         return not holds_merged(target)
     if find_heads(target).layout in (None, "model"):
         return True
-    if target.name == HEADS and (target.parent / CONFIG).is_file():  # another run's
+    if target.name == HEADS and (target.parent / CONFIG).is_file():  # the heads of another run
         return True
     weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
-    # vLLM reads them all
+    # vLLM reads all safetensors files in a directory
     return any(path.name != weights for path in target.glob("*.safetensors"))
 
 
 def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
-    """Refuse heads with weights that the layout of `to` has no place for."""
+    """Raise CheckpointError if the layout of `to` cannot store all weights of the heads."""
     if heads.markov_rank and to != MERGED:
         raise CheckpointError(
             f"{paths.heads}: the guesses of these heads depend on the token before, by a Markov"
@@ -240,8 +243,8 @@ def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> No
 def announce_lm_heads(
     paths: ModelPaths, heads: HeadTensors, to: ExportTarget, announce: Callable[[str], object]
 ) -> None:
-    """Say how large the whole lm_head matrices are that `to` stores, which may be shared or reduced
-    in the run.
+    """Announce the size of the full lm_head matrices that `to` stores. In the run they may be
+    shared or have a reduced vocabulary.
     """
     tokens = heads.vocab_size
     if tokens is None:
@@ -249,7 +252,7 @@ def announce_lm_heads(
             paths.base_model, trust_remote_code=paths.trust_remote_code
         )
         tokens = config.get_text_config().vocab_size
-    # vLLM's layout alone can say that all heads have the first one's matrix
+    # only vLLM's layout can store one matrix for all heads
     matrices = 1 if heads.shared and to == "vllm" else heads.num_heads
     itemsize = heads.state["blocks.0.0.linear.weight"].itemsize
     size = matrices * tokens * heads.hidden_size * itemsize
@@ -306,15 +309,15 @@ def target_model_warnings(paths: ModelPaths) -> list[str]:
 
 
 def stop_warnings(paths: ModelPaths) -> list[str]:
-    """Warn where answers end at a token that neither the target model's generation config nor its
-    tokenizer names, since servers stop at these only.
+    """Warn if answers end at a token that neither the target model's generation config nor its
+    tokenizer names, because servers only stop at tokens from these files.
     """
-    if _merged_directory(paths) is not None:  # whose generation config has all of them
+    if _merged_directory(paths) is not None:  # its generation config has all stop tokens
         return []
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
         of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
-    except MedusaError:  # the target model is elsewhere; its card says how to serve it
+    except MedusaError:  # the target model is not on this machine
         return []
     known = of_files.generation_config + of_files.tokenizer
     unknown = [token for token in stop_tokens.ids if token not in known]
@@ -329,8 +332,8 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
 
 
 def _target_model_name(paths: ModelPaths) -> str:
-    """Return the target model that the heads decode with, the merged one if it exists; directories as
-    absolute paths.
+    """Return the target model with which the heads decode (the merged model if it exists), as a hub
+    name or an absolute path.
     """
     if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
@@ -341,7 +344,7 @@ def _target_model_name(paths: ModelPaths) -> str:
 
 
 def _merged_directory(paths: ModelPaths) -> Path | None:
-    """Return the run's merged target model; None if there is none, or if it is older than the adapter."""
+    """Return the run's merged target model; None if missing or older than the adapter."""
     merged = paths.home / "export" / MERGED
     if paths.adapter is None or not (merged / "config.json").is_file():
         return None
@@ -353,14 +356,14 @@ def _merged_directory(paths: ModelPaths) -> Path | None:
 def _write_heads(
     paths: ModelPaths, heads: HeadTensors, to: ExportTarget, exported: Exported
 ) -> None:
-    """Write Medusa heads in a layout whose names are the public code's."""
-    # 1. What the layout has no place for.
+    """Write Medusa heads in a layout with the public code's names."""
+    # 1. Reject heads that the layout cannot store.
     if to == "reference-v2" and not heads.shared:
         raise CheckpointError(
             f"{paths.heads}: each of these heads has its own lm_head matrix, which reference-v2"
             " cannot store; train with medusa_share_lm_head: true, or export --to reference"
         )
-    # 2. What is written next to the heads, or in their config.json.
+    # 2. Prepare what is written next to the heads or into their config.json.
     config = {}
     if to == "trtllm":
         config = tensorrt_config(paths, heads.num_heads)
@@ -372,18 +375,18 @@ def _write_heads(
         added = added_stop_tokens(paths)
         if added:
             config["stop_token_ids"] = list(added)
-    # 3. The heads.
+    # 3. Write the heads.
     if heads.shared and to in ("reference", "trtllm"):
         exported.facts.append(
             "target format cannot share lm_head: a copy of that lm_head for each head"
         )
         heads = with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
     write_heads(heads, exported.files, pickled=to != "transformers", config=config)
-    # 4. The tree, for TensorRT-LLM.
+    # 4. Write the tree for TensorRT-LLM.
     if to != "trtllm":
         return
     if warning:
-        (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
+        (exported.target / CHOICES).unlink(missing_ok=True)  # delete an earlier tree
         exported.warnings.append(warning)
     else:
         replace_text(exported.files / CHOICES, choices + "\n")
@@ -411,8 +414,8 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
 
 
 def path_warning(path: str) -> str | None:
-    """Warn of a path or hub name of heads for which vLLM chooses another method; None for other
-    paths.
+    """Return a warning if vLLM chooses another method because of the heads' path or hub name; None
+    otherwise.
     """
     method = method_in_path(path)
     if method is None:
@@ -426,8 +429,8 @@ def path_warning(path: str) -> str | None:
 def _lm_head(
     paths: ModelPaths, heads: HeadTensors, exported: Exported
 ) -> tuple[Tensor, Tensor | None]:
-    """Load weight [V, d] and bias [V] of the trained target model's lm_head, on the CPU, in the heads'
-    dtype.
+    """Load weight [V, d] and bias [V] of the trained target model's lm_head, on the CPU and in the
+    heads' dtype.
     """
     dtype = heads.state["blocks.0.0.linear.weight"].dtype
     lm_head = load_for_export(paths).lm_head()
@@ -470,14 +473,14 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
         api = HfApi()
     try:
         url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
-        # evaluations of the export lie in it, with paths of this machine
+        # do not upload evaluations of the export, because they contain paths of this machine
         api.upload_folder(
             repo_id=url.repo_id,
             folder_path=str(directory),
             repo_type="model",
             ignore_patterns=["eval/*", "compiled/*"],
         )
-    # the client raises a dozen unrelated types: no token, no permission, no network
+    # the client raises many unrelated types: no token, no permission, no network
     except Exception as error:
         raise MedusaError(
             f"upload of {directory} to {repo} failed: {error}\nLog in with `hf auth login` (or set"
@@ -487,8 +490,8 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
 
 
 def local_base_model(directory: Path) -> str | None:
-    """Return the local path that config.json names as target model, which is invalid elsewhere; None if
-    it is no path.
+    """Return the target model in config.json if it is a local path, which is invalid on other
+    machines; None otherwise.
     """
     config = directory / "config.json"
     if not config.is_file():
