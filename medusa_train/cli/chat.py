@@ -24,7 +24,7 @@ class Chat:
     """A chat with a model: reads a line, streams the answer, marks its accepted draft tokens."""
 
     def __init__(self, model: Model, console: Console, max_new_tokens: int, **options: Any) -> None:
-        """`options` are those of `Model.reply`."""
+        """`options` are passed to `Model.reply`."""
         self._model = model
         self._console = console
         self._max_new_tokens = max_new_tokens
@@ -32,8 +32,8 @@ class Chat:
         self._history: list[Message] = []
 
     def run(self) -> None:
-        """Chat until the input ends, `/exit`, or Ctrl-C at the prompt; Ctrl-C within an answer
-        stops the answer.
+        """Chat until the input ends, the user types `/exit`, or Ctrl-C at the prompt. Ctrl-C within
+        an answer stops only that answer.
         """
         self._console.print(
             Text.assemble("accepted drafts are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True
@@ -81,7 +81,7 @@ class Chat:
                 shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
                 self._console.print(shown, end="", soft_wrap=True)
         except KeyboardInterrupt:
-            pass  # stops the answer; the part so far stays in the chat
+            pass  # stop the answer; its part so far stays in the chat
         except MedusaError as error:
             self._note(f"{error}\n/new starts a new chat")
             return
@@ -98,13 +98,13 @@ def printable(text: str) -> str:
     return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
 
 
-#: Ranges of marks of writing direction.
+#: Ranges of characters that mark the writing direction.
 _DIRECTION_MARKS = (("\u200e", "\u200f"), ("\u202a", "\u202e"), ("\u2066", "\u2069"))
 
 
 def _is_control(character: str) -> bool:
-    """Return whether a terminal acts on it: control characters except newline, and marks of writing
-    direction.
+    """Return whether a terminal acts on a character: control characters except newline, and marks
+    of the writing direction.
     """
     for first, last in _DIRECTION_MARKS:
         if first <= character <= last:
@@ -113,7 +113,7 @@ def _is_control(character: str) -> bool:
 
 
 def _figures(reply: Reply) -> str:
-    """Return tokens, tokens per step and speed of an answer, and why it ended early."""
+    """Describe an answer: tokens, tokens per step, speed, and the reason if it ended early."""
     endings = {
         "length": ", stopped at max_new_tokens",
         "context": ", stopped: the context is full",

@@ -1,5 +1,5 @@
-"""Shared code of all commands: print errors, set exit codes, load the configuration. Does not
-import torch.
+"""Shared code of all commands: print errors, set exit codes, load the configuration. This module
+does not import torch.
 
 Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupted (Ctrl-C), 143
 terminated (SIGTERM). `MEDUSA_DEBUG=1` shows stack traces and the libraries' warnings.
@@ -39,7 +39,7 @@ from medusa_train.training.stop_signals import signals_as_interrupts
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
 
-#: Width of tables where the output is not a terminal.
+#: Width of tables if the output is not a terminal.
 PIPE_WIDTH = 120
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
@@ -53,18 +53,20 @@ _QUIET = {
 
 
 class MaskingConsole(Console):
-    """A console that masks keys before it wraps and colors texts: the stream would not find them."""
+    """A console that masks API keys before it wraps and colors text. Afterwards, the stream's own
+    masking could not find them.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render anything that can be printed; strings and `Text` are masked."""
+        """Render anything that can be printed, with keys in strings and `Text` masked."""
         if isinstance(renderable, Text) and mask(renderable.plain) != renderable.plain:
             renderable = Text(mask(renderable.plain), style=renderable.style, end=renderable.end)
         return super().render(renderable, options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string to `Text`, masked."""
+        """Convert a string to `Text`, with keys masked."""
         return super().render_str(mask(text), **options)
 
 
@@ -74,14 +76,14 @@ def error_console() -> Console:
 
 
 def output_console(**options: Any) -> Console:
-    """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no
-    emoji.
+    """Return a console that prints names and paths unchanged: `[x]` is not markup, and `:x:` is not
+    an emoji.
     """
     return MaskingConsole(markup=False, emoji=False, **options)
 
 
 def table_console() -> Console:
-    """Return a console for tables, which is wide in a log file or a pipe."""
+    """Return a console for tables; in a log file or a pipe it is `PIPE_WIDTH` wide."""
     console = output_console()
     if console.is_terminal:
         return console
@@ -89,12 +91,12 @@ def table_console() -> Console:
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Decorate a command so that its result is the exit code, and errors of users end it with a
-    message and a code.
+    """Decorate a command so that its result is the exit code, and user errors end it with a message
+    and an exit code.
 
-    Other exceptions are bugs and propagate; `print_uncaught` prints their traceback. What
-    cannot be printed is dropped (`console_streams`), and named at the end where the other stream
-    can be written. The signature is kept for typer.
+    Other exceptions are bugs and propagate; `print_uncaught` prints their traceback. Output to a
+    stream that cannot be written is dropped (`console_streams`); the other stream reports this at
+    the end. The signature is kept for typer.
     """
 
     @functools.wraps(command)
@@ -102,19 +104,19 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
         if os.name == "nt":
             sys.exit("error: Windows is not supported; use WSL (Linux in Windows)")
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            # a name that the terminal's encoding lacks is no error
+            # printing a name that the terminal's encoding lacks must not be an error
             sys.stdout.reconfigure(errors="replace")
         forget_and_read_environment()
         with console_streams(), signals_as_interrupts():
             quiet_libraries()
-            # Huge pages make a step on a CPU faster; torch reads this when it allocates first.
+            # Huge pages make a step on a CPU faster. torch reads this at its first allocation.
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
             try:
                 code = command(*args, **kwargs) or 0
             except (Exception, KeyboardInterrupt) as error:
                 explained = _explain(error)
                 if explained is None or debugging():
-                    sys.excepthook = print_uncaught  # typer has set its own
+                    sys.excepthook = print_uncaught  # replaces typer's hook
                     raise
                 code, message = explained
                 print_error(message)
@@ -126,7 +128,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def _explain(error: BaseException) -> tuple[int, str] | None:
-    """Return exit code and message of an error that is no bug."""
+    """Return exit code and message of an error that is not a bug; None for a bug."""
     if isinstance(error, MedusaError):
         return error.exit_code, str(error)
     if isinstance(error, Terminated):
@@ -153,14 +155,14 @@ def print_error(message: str) -> None:
 
 
 def print_next(command: str | None, console: Console) -> None:
-    """Print what to do next, as a line that can be copied; nothing for None."""
+    """Print the next command as a line that can be copied; print nothing for None."""
     if command is not None:
         console.print(f"next: {command}", style="bold", highlight=False, soft_wrap=True)
 
 
 def report_failed_streams() -> None:
-    """Name a stream that could not be written, on the other one; of a closed pipe
-    (`medusa-eval ... | head`) say nothing.
+    """If stdout or stderr could not be written, report it on the other stream. A closed pipe
+    (`medusa-eval ... | head`) is not reported.
     """
     sys.stdout.flush()
     for failure in failed_streams():
@@ -173,20 +175,20 @@ def report_failed_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of libraries that users cannot act on; must be called before the libraries
-    are imported.
+    """Silence warnings of libraries that users cannot act on. Call this before the libraries are
+    imported.
     """
     if debugging():
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():
-        # also of loading; useless in a log file
+        # progress bars of downloads and of loading are useless in a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         hub = sys.modules.get("huggingface_hub.utils")
-        if hub is not None:  # it has read the variable already
+        if hub is not None:  # it has already read the variable
             hub.disable_progress_bars()
-    # warns about kernels that are not installed
+    # bitsandbytes warns about kernels that are not installed
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)

@@ -1,5 +1,5 @@
-"""Describe this machine for a bug report, and what a configuration gets on it: `medusa-train
---doctor`. Loads no model and no data.
+"""`medusa-train --doctor`: describe this machine for a bug report, and the choices that a
+configuration leads to on it. Loads no model and no data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from medusa_train.io import installed_version
 if TYPE_CHECKING:
     import torch
 
-#: Packages that torch's own list lacks.
+#: Packages that are not in torch's own report.
 PACKAGES = (
     "medusa-train",
     "transformers",
@@ -49,7 +49,7 @@ def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
 
 
 def choices(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield what a configuration asks for and what it gets on this machine."""
+    """Yield settings of a configuration, and what they lead to on this machine."""
     import torch
 
     from medusa_train.models.compiled import has_compiler
@@ -93,8 +93,8 @@ def _deepspeed_report() -> str:
 
 
 def _ask(question: Callable[[], str]) -> str:
-    """Return the answer, or the error in one line: a part that is missing or broken is what the
-    page is for.
+    """Return the answer, or the error in one line. The report must not stop at a missing or broken
+    part, because such parts are its purpose.
     """
     try:
         return question()

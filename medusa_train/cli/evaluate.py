@@ -38,7 +38,7 @@ from medusa_train.training.stop_signals import signals_by_default
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
 
-#: Keys that have options, by the group in which --help lists them.
+#: Group in --help -> keys that have an option in this group.
 OPTIONS = {
     "Model": ("model", "base_model", "tree", "draft", "dtype", "chat_template"),
     "Benchmark": ("bench", "limit", "batch_size", "output_dir"),
@@ -46,9 +46,9 @@ OPTIONS = {
     "Judge": ("judge_base_url", "judge_model"),
     "Servers": ("serve", "server_url", "against"),
 }
-#: In place of an evaluation.
+#: Group in --help of the modes.
 _MODES = "In place of an evaluation"
-#: Keys whose options a mode reads; the chat rejects servers itself.
+#: Keys whose options a mode reads. The chat reads those of servers only to reject them.
 _READ_BY_COMPARE = ("bench", "output_dir")
 _READ_BY_CHAT = (*OPTIONS["Model"], *OPTIONS["Answers"], "serve", "server_url")
 
@@ -88,10 +88,10 @@ def app(
     interactive: bool = switch("--interactive", "Chat with the model in the terminal.", _MODES),
     print_config: bool = PRINT_CONFIG,
 ) -> int:
-    """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
-    servers.
+    """Measure speed and output equality of decoding with the tree, plain decoding and transformers'
+    generate; or measure servers.
     """
-    # 1. The arguments.
+    # 1. Read the arguments.
     started = time.perf_counter()
     if calibrate + compare + interactive > 1:
         raise ConfigError(
@@ -107,7 +107,7 @@ def app(
     if print_config:
         print(format_config(cfg), end="")
         return printed_all()
-    # 2. The questions, the model and the place of the results.
+    # 2. Load the questions, and check the model and the directory of the results.
     questions = None
     if not interactive:
         questions = _load_bench(cfg)
@@ -126,7 +126,7 @@ def app(
         if cfg.output_dir:
             out = expand_user(cfg.output_dir)
         check_writable(out)
-    # 3. A chat, a tree, or an evaluation.
+    # 3. Chat, fit a tree, or evaluate.
     console = table_console()
     progress = RunProgress(console, started)
     progress.print(_first_line(cfg, questions, paths))
@@ -148,7 +148,7 @@ def app(
 
 
 def _refuse_other_options(mode: str, flags: dict[str, str | None], read: tuple[str, ...]) -> None:
-    """Raise ConfigError if there are options of keys that a mode does not read."""
+    """Raise ConfigError if an option is given that a mode does not read."""
     others = []
     for name, value in flags.items():
         if value is not None and name not in read:
@@ -165,7 +165,7 @@ def _load_bench(cfg: EvalConfig) -> Bench:
 
 
 def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
-    """Resolve and check everything that the configuration names by a path."""
+    """Resolve and check all paths in the configuration."""
     assistant = cfg.assistant_model
     if assistant is not None and resolve_path(assistant) is None and looks_like_path(assistant):
         raise TargetModelError(f"assistant_model {assistant}: no such directory")
@@ -188,18 +188,19 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
 
 
 def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> None:
-    """Measure running servers, or those that `serve` starts.
+    """Measure running servers, or servers that `serve` starts.
 
-    With a running server, a run only sets the directory.
+    For a running server, a run only determines the output directory.
     """
-    # 1. The model: with a running server, base_model and chat_template are names of the server.
+    # 1. Resolve the model. For a running server, base_model and chat_template are the server's
+    # names.
     paths = None
     if cfg.serve:
         paths = _resolve_paths(cfg)
     elif cfg.model is not None:
         at_server = {"base_model": None, "chat_template": None}
         paths = _resolve_paths(cfg.model_copy(update=at_server))
-    # 2. What is measured, in one line.
+    # 2. Print in one line what is measured.
     what = str(cfg.server_url)
     if cfg.serve:
         drafts = str(cfg.draft)
@@ -211,7 +212,7 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     asked = f"bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     counts = ", ".join(map(str, cfg.concurrency))
     progress.print(f"medusa-eval: {what}; {asked}; concurrency {counts}")
-    # 3. The measurement.
+    # 3. Measure.
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.run import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
@@ -279,7 +280,7 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
-    """Return what is evaluated, defaults included."""
+    """Describe what is evaluated, including defaults."""
     asked = ""
     if bench is not None:
         asked = f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"

@@ -82,7 +82,7 @@ def app(
     from medusa_train.checkpoint.next_command import after_export
     from medusa_train.checkpoint.resolve import check_export, names_no_target_model, resolve_model
 
-    # 1. The run, and the base model where it names none.
+    # 1. Find the run, and the base model if the heads do not name one.
     base_model = None
     if cfg.run is not None and names_no_target_model(cfg.run):
         base_model = cfg.base_model
@@ -102,7 +102,7 @@ def app(
     if paths.heads is not None:
         check_export(paths.heads, cfg.to)
 
-    # 2. The export.
+    # 2. Export.
     progress = RunProgress(error_console())
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.export.write import (  # only after the paths are checked
@@ -126,7 +126,7 @@ def app(
         )
     console = output_console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
-    # 3. The upload.
+    # 3. Upload.
     if cfg.push_to_hub is not None:
         if (path := local_base_model(exported.target)) is not None:
             error_console().print(
@@ -142,7 +142,7 @@ def app(
 
 
 def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
-    """Read the configuration from the command line; an argument that is neither YAML file nor
+    """Read the configuration from the command line. An argument that is neither a YAML file nor
     key=value is the run.
     """
     run = None
@@ -159,8 +159,8 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
 def export_after_training(
     run: str, targets: Iterable[ExportTarget], console: Console, *, trust_remote_code: bool = False
 ) -> None:
-    """Export to every target of a training configuration, "merged" first so that exported heads
-    name that base model.
+    """Export to every target in a training configuration. "merged" is first, so that exported heads
+    name the merged base model.
     """
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run

@@ -1,4 +1,4 @@
-"""Start `medusa-train` in several processes with torch's launcher, and run it in each of them."""
+"""Start several processes of `medusa-train` with torch's launcher, and train in each of them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 MODULE = "medusa_train.cli.train"
-#: How long a process that was asked to stop may save, in seconds.
+#: Seconds that a process may take to save after a request to stop.
 SAVE_SECONDS = 600
-#: How long a process that cannot train waits for the others, to tell them.
+#: How long a process that cannot train waits for the other processes, to tell them so.
 _TELL_TIMEOUT = timedelta(minutes=1)
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: (
@@ -46,20 +46,20 @@ _CAUSES: dict[int, str] = {
     ),
     signal.SIGBUS: "; the likely cause is that /dev/shm or a disk was full",
 }
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
 
 def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int) -> int:
-    """Check the configuration, run `medusa-train ARGUMENTS` in processes of this machine, wait for
+    """Check the configuration, run `medusa-train ARGUMENTS` in processes on this machine, wait for
     them and return the exit code.
 
-    Ctrl-C reaches this process alone, since the others are in sessions of their own. The launcher
-    forwards it, as it does SIGTERM and SIGHUP, and they save a checkpoint together.
+    Ctrl-C reaches only this process, because the others run in their own sessions. The launcher
+    forwards Ctrl-C, SIGTERM and SIGHUP to them, and they save a checkpoint together.
 
     Args:
-        flags: values of options that are keys, by their names.
+        flags: key -> value of its option.
     """
-    # 1. What can be checked before anything is started.
+    # 1. Check everything that can be checked before processes are started.
     if num_gpus < 1:
         raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
     path, overrides = split_arguments(arguments)
@@ -79,7 +79,8 @@ def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int)
             f"--num-gpus: {num_gpus}, but {visible} GPUs are visible (`nvidia-smi -L` and"
             " CUDA_VISIBLE_DEVICES list them)"
         )
-    # 2. The processes. Not every version of torch has the timeout as an argument.
+    # 2. Run the processes. The timeout is set in the environment, because not every version of
+    # torch has an argument for it.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
     config = LaunchConfig(
         min_nodes=1,
@@ -94,7 +95,7 @@ def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int)
         signals_to_handle=",".join(number.name for number in stop_signals()),
     )
     words = [*arguments, *_words_of_flags(flags)]
-    words = [word.replace("$", "$$") for word in words]  # the launcher fills in templates
+    words = [word.replace("$", "$$") for word in words]  # the launcher substitutes ${...}
     logging.disable(logging.ERROR)  # this function reports what the launcher would log
     try:
         elastic_launch(config, sys.executable)("-m", MODULE, *words)
@@ -109,7 +110,7 @@ def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int)
 
 
 def _words_of_flags(flags: Mapping[str, object]) -> list[str]:
-    """Write values of options as the words that set them: a worker reads them as they were given."""
+    """Return the command-line words that set these options, for the workers."""
     words = []
     for name, value in flags.items():
         option = TrainConfig.option_of(name).split()[0]
@@ -121,14 +122,15 @@ def _words_of_flags(flags: Mapping[str, object]) -> list[str]:
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], output_dir: Path, num_gpus: int) -> int:
-    """Print which process was killed, if one was, and how to resume; return the exit code.
+    """If a process was killed, print which one, and how to resume; return the exit code.
 
-    A process that fails prints its own error.
+    A process that fails in another way prints its own error.
 
     Args:
-        failures: by rank.
+        failures: rank -> failure.
     """
-    # The launcher ends the others by SIGTERM, and those that have lost a peer fail in the same second.
+    # Find the process that failed first. Timestamps have seconds: within the same second, the
+    # launcher may end other processes by SIGTERM, and processes that lost a peer may fail.
     rank, first = min(
         failures.items(),
         key=lambda item: (
@@ -154,14 +156,14 @@ def _report_failure(failures: Mapping[int, ProcessFailure], output_dir: Path, nu
 
 
 def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
-    """Train as a process of rank 1 or above: without output, except for errors of this process
-    alone.
+    """Train as a process with rank 1 or above. It prints nothing, except errors that only this
+    process has.
     """
     path, overrides = split_arguments(arguments)
     try:
         cfg = load_config(TrainConfig, path, overrides, flags=flags)
     except ConfigError as error:
-        if process.local_rank == 0:  # the configuration may be different on this machine
+        if process.local_rank == 0:  # the configuration may differ on this machine
             print_error(f"process {process.rank} of {process.size}: {error}")
         _report_bad_config(process)
         return error.exit_code
@@ -171,8 +173,9 @@ def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[st
 
 
 def _report_bad_config(process: ProcessInfo) -> None:
-    """Join the other processes to tell them that this one cannot train: across machines, no
-    launcher would end them. Where rank 0 cannot read the configuration either, it does not join.
+    """Join the other processes to tell them that this process cannot train, because no launcher
+    ends processes on other machines. If rank 0 cannot read the configuration either, it does not
+    join, and this times out.
     """
     from medusa_train.training.distributed import check_same_config, init_distributed
 
@@ -185,7 +188,7 @@ def train_distributed(
 ) -> int:
     """Join the process group and train; return the exit code.
 
-    If one process fails, it reports the error and the others exit as well.
+    If a process fails, it reports the error, and all other processes exit too.
     """
     progress = RunProgress(console)
     with progress.phase("importing torch and transformers", ticking=True):
@@ -227,8 +230,8 @@ def train_distributed(
 
 
 def stop_with_launcher() -> None:
-    """Let Linux send SIGTERM to this process when torch's launcher is killed: it saves and stops.
-    Otherwise it would train on and keep its GPU.
+    """Let Linux send SIGTERM to this process if torch's launcher is killed, so that it saves and
+    stops. Otherwise it would continue to train and keep its GPU.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
@@ -237,10 +240,10 @@ def stop_with_launcher() -> None:
 def exit_now(code: int) -> NoReturn:
     """Exit without Python's cleanup, after a run has written everything.
 
-    Threads of gloo may still hold tensors, which DeepSpeed's reference to the process group
-    outlives; dropping one while Python shuts down aborts the process (pytorch issue 190489). And
-    the launcher ends processes that are still cleaning up when the first one has exited after an
-    interruption.
+    There are two reasons. gloo's threads may still hold tensors, because DeepSpeed keeps a
+    reference to the process group; if one is freed while Python shuts down, the process aborts
+    (pytorch issue 190489). And after an interruption, the launcher ends processes that are still
+    cleaning up when the first process has exited.
     """
     report_failed_streams()
     sys.stdout.flush()

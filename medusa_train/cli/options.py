@@ -1,7 +1,7 @@
-"""Options of commands: each sets a key, and is described by it.
+"""Command-line options. Each option sets a key, and has the key's description.
 
-`--max-new-tokens 3` is `max_new_tokens=3`; `Config.options` lists the options whose names differ
-from those of their keys.
+`--max-new-tokens 3` means `max_new_tokens=3`; `Config.options` lists the options whose names differ
+from their keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from medusa_train.config.removed_keys import REMOVED_KEYS
 from medusa_train.hide_secrets import remember_written
 from medusa_train.io import installed_version
 
-#: How `--help` names the value of an option, by the type of its key; switches have none.
+#: Type of a key -> name of the option's value in `--help`; a switch has no value.
 _VALUE_NAMES: dict[Any, str] = {
     bool: "",
     int: "<int>",
@@ -38,12 +38,12 @@ _VALUE_NAMES: dict[Any, str] = {
     tuple: "<list>",
     Literal: "<name>",
 }
-#: More choices than these are left to the description.
+#: More choices than this are not listed after the description.
 _MANY_CHOICES = 9
 
 
 def switch(name: str, help_text: str, group: str | None = None) -> Any:
-    """Return the default value of a switch that sets no key."""
+    """Declare a switch that sets no key, as a parameter's default value."""
     return typer.Option(False, name, metavar="", help=help_text, rich_help_panel=group)
 
 
@@ -59,9 +59,9 @@ _VERSION = Annotated[
         "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version."
     ),
 ]
-#: The switch of all commands that have a configuration.
+#: A switch of all commands that have a configuration.
 PRINT_CONFIG = switch("--print-config", "Print all values and where they are set, then exit.")
-#: The words of a command that are no options.
+#: The words of a command line that are not options.
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -73,15 +73,15 @@ Arguments = Annotated[
 
 
 def join_lines(text: str) -> str:
-    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width
-    of the terminal.
+    """Join the lines of each paragraph of a help text, because typer would keep the line breaks at
+    any width of the terminal.
     """
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 class CommandOfOptions(TyperCommand):
-    """A command that names the options that are given several times: the last one counts. For a key
-    that is typed as an option it says what to write.
+    """A command that prints a note on options that are given several times (the last one counts).
+    If a key is typed as an option, its error says what to write.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -103,8 +103,8 @@ class CommandOfOptions(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _explain_keys(self, ctx: Any, words: Sequence[str]) -> None:
-        """End the command at the first word that is a key, or similar to one, typed as an option;
-        typer reports other unknown options.
+        """End the command with an error at the first unknown option that is a key or similar to
+        one. typer reports other unknown options.
         """
         keys = getattr(self.callback, "keys_of_command", ())
         options = {_key_of(option) for param in self.get_params(ctx) for option in param.opts}
@@ -130,19 +130,19 @@ class CommandOfOptions(TyperCommand):
 
 
 def _key_of(option: str) -> str:
-    """Return the key that an option would set if every key had an option of its name."""
+    """Return the key with the name of an option: `--max-new-tokens` -> `max_new_tokens`."""
     return option.removeprefix("--").replace("-", "_")
 
 
 def command_app(
     cls: type[Config], groups: Mapping[str, Sequence[str]], help_text: str, **settings: Any
 ) -> Callable[[Callable[..., Any]], typer.Typer]:
-    """Decorate a function to become a command whose options are keys of `cls`, described as in the
-    schema; it gets them as `flags`.
+    """Turn a function into a command whose options are keys of `cls`, with the schema's
+    descriptions. The function gets their values as `flags`.
 
     Args:
-        groups: keys, by the group in which `--help` lists their options.
-        settings: of `typer.Typer.command`.
+        groups: group in `--help` -> keys that have an option in this group.
+        settings: arguments of `typer.Typer.command`.
     """
 
     def decorate(command: Callable[..., Any]) -> typer.Typer:
@@ -175,7 +175,7 @@ def command_app(
 
 
 def _option_hint(cls: type[Config], name: str, group: str) -> Any:
-    """Return the annotation of a key's option, by which typer reads and describes it."""
+    """Return the annotation of a key's option, which typer uses to parse and describe it."""
     field = cls.model_fields[name]
     kind = bool if field.annotation is bool else str
     described = field.description or ""
@@ -194,13 +194,13 @@ def _option_hint(cls: type[Config], name: str, group: str) -> Any:
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    """Return the names that a key takes; none if it takes other values."""
+    """Return the names that a key accepts; empty if its values are not names."""
     parts = (field.annotation, *get_args(field.annotation))
     return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
 
 
 def _value_name(annotation: Any) -> str:
-    """Return how `--help` names the value of a key of this type."""
+    """Return the name in `--help` for the value of a key with this type."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _value_name(get_args(annotation)[0])

@@ -1,4 +1,4 @@
-"""Write the page of the commands and their options: `python -m medusa_train.cli.reference`."""
+"""Write the page on commands and their options: `python -m medusa_train.cli.reference`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C, 143 by S
 
 
 def command_page() -> str:
-    """Return the page: for each command its usage and a table of options for each group."""
+    """Return the page: for each command its usage, and a table of options per group."""
     parts = [INTRODUCTION]
     for name, module in COMMANDS.items():
         command = get_command(import_module(f"medusa_train.cli.{module}").app)

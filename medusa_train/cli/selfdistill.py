@@ -98,7 +98,7 @@ def app(
 
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
-    """Return the first line of the output: model, prompts and output file, defaults included."""
+    """Return the first line of the output: model, prompts and output file, including defaults."""
     from medusa_train.selfdistill.settings import model_name
 
     model = cfg.base_model or model_name(cfg)

@@ -94,7 +94,7 @@ def app(
         if arguments:
             read_config = partial(read_arguments, TrainConfig, arguments)
         return examine(read_config) or printed_all()
-    # 1. One of several processes, or the one that starts them.
+    # 1. Handle several processes: this is one of them, or the one that starts them.
     flags["resume_from_checkpoint"] = resume or None
     process = process_info_from_env()
     only_print = inspect or print_config
@@ -113,7 +113,7 @@ def app(
         from medusa_train.cli.launch import exit_now, run_worker
 
         exit_now(run_worker(process, arguments or [], flags))
-    # 2. The configuration.
+    # 2. Load the configuration.
     tokens = None
     if inspect:
         arguments, tokens = take_tokens(arguments or [])
@@ -128,12 +128,13 @@ def app(
     for line in headline(cfg, str(path or "command line")):
         console.print(line)
 
-    # 3. The output directory and the inputs.
+    # 3. Check the output directory and the inputs.
     results = table_console()
     from medusa_train.checkpoint.run_directory import check_output_dir
     from medusa_train.training.preflight import check_files
 
-    # of several processes, all check after joining, or the others would wait
+    # with several processes, all of them check after joining; otherwise the others would wait for
+    # one that fails here
     if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
@@ -144,7 +145,7 @@ def app(
             from medusa_train.training.inspect_run import inspect_run
 
         return inspect_run(cfg, console, results, num_gpus or 1, tokens) or printed_all()
-    # 4. Training, and the exports.
+    # 4. Train, and export.
     if process is not None:
         from medusa_train.cli.launch import exit_now, train_distributed
 
@@ -165,10 +166,11 @@ def app(
 
 
 def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """Take `tokens=60M` out of the arguments of --inspect: the tokens of data that need not exist.
+    """Take `tokens=60M` out of the arguments of --inspect: the number of tokens to assume without
+    reading data. Return the other arguments, and the number.
 
     Raises:
-        ConfigError: it is not a positive number with K, M or B, or without.
+        ConfigError: the value is not a positive number, optionally with K, M or B.
     """
     given = [argument for argument in arguments if argument.startswith("tokens=")]
     if not given:
