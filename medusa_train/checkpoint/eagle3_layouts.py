@@ -336,9 +336,9 @@ def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
     """Return the layers in eagle_config that vLLM 0.32 reads one layer too early; None if it reads
     the layers that were trained, or if there are no layers in config.json.
 
-    In eagle_config, l means the output of layer l, counted from 0; SGLang, SpecForge and Model
-    Optimizer write and read it so. vLLM treats the number like the one at the top level, which
-    means the state after l layers.
+    In eagle_config, l means the output of layer l, counted from 0. SGLang, SpecForge and Model
+    Optimizer use this convention. vLLM treats the number like the one at the top level, which means
+    the state after l layers.
     """
     if config.get(_STATES):
         return None

@@ -85,7 +85,8 @@ class LoadedModel:
 
     @property
     def usual_nodes(self) -> int | None:
-        """Number of nodes of the tree that most steps verify; None if trees differ in size.
+        """Number of nodes of the tree that most steps verify; None without a tree, or if trees
+        differ in size.
 
         They differ with dynamic trees, with a lookup alone, with a draft that stops early, and with
         lookahead, which adds a window to every tree. A lookup next to heads often adds no node.

@@ -145,8 +145,7 @@ class Tree:
         depth: number of heads that are used. width: number of guesses used from each head.
         depths: depth of each node, long [n + 1].
         guesses: index of nodes 1 .. n in the flat [depth x width] table of guesses, long [n].
-        ancestors: bool [n + 1, n + 1]; row i is true at node i and at all nodes between it and the
-            root.
+        ancestors: bool [n + 1, n + 1]; row i is true at node i and at its ancestors.
         children: list of the children of each node.
     """
 
@@ -291,7 +290,9 @@ def decode(
         return scores.argmax(-1)
 
     def append(tokens: list[int]) -> bool:
-        """Append tokens one by one. If one of them ends the answer, drop the rest; return True."""
+        """Append tokens one by one; return whether one of them ends the answer. Tokens after it are
+        dropped.
+        """
         nonlocal sequence
         for token in tokens:
             sequence = torch.cat([sequence, sequence.new_tensor([[token]])], dim=1)

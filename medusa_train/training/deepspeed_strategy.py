@@ -340,7 +340,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
 def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     """Partition the models that transformers loads in this block; does nothing if `config` is None.
 
-    Rank 0 reads the weights. After each module, every process keeps only its part.
+    Rank 0 reads the weights module by module, and every process keeps only its part of them.
 
     Args:
         config: from `deepspeed_config.loading_config`.

@@ -129,8 +129,8 @@ class Estimate:
         self._base = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
         self._draft_vocab: int = settings.get("vocab_size") or self._vocab
-        # 1. Count the weights that are quantized, and the weights that a token is multiplied by. Of
-        # the experts, only those that a token is routed to count. The decoder layers are the
+        # 1. Count the weights that are quantized, and the weights that a token is multiplied by.
+        # Only the experts to which a token is routed are counted. The decoder layers are the
         # longest module list (`layers`, or `h` in Falcon).
         linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
         self._linear = _count(part.weight for part in linear if part is not lm_head)
@@ -298,8 +298,8 @@ class Estimate:
         return self._trained_layers * layer + states + draft + loss
 
     def _layer_bytes(self, hidden_states: int, item: int) -> int:
-        """Count the bytes that a decoder layer keeps per token: this number of hidden states, q, k,
-        v, the attention output, and the activations of the gated MLP.
+        """Count the bytes that a decoder layer keeps per token: q, k, v, the attention output, the
+        activations of the gated MLP, and `hidden_states` times the size of a hidden state.
         """
         text = self._text
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)

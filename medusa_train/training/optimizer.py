@@ -190,8 +190,8 @@ class LocalStrategy(Strategy):
     def forward_backward(
         self, compute: Callable[..., ObjectiveOutput], *args: Any
     ) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch; `compute` accumulates the gradients of each of its
-        terms at once.
+        """Compute the loss of one micro-batch; `compute` accumulates the gradients of each loss
+        term right after its value.
         """
         grad_scale = 1.0
         if self.loss_scale is not None:

@@ -108,8 +108,8 @@ def take_snapshot(
     state: TrainState,
     distributed: DistributedContext,
 ) -> dict[str, Any]:
-    """Collect a checkpoint's content, complete only in rank 0. Its tensors are not copies: they
-    change when training continues.
+    """Collect a checkpoint's content, complete only in rank 0. Its tensors may share memory with
+    the model, so they change when training continues.
     """
     main, *others = distributed.gather(rng_state())
     snapshot = take_weights(draft, recipe, distributed)
