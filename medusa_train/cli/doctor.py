@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
-    """Print what torch and DeepSpeed report about this machine, then the choices of a configuration;
+    """Print torch's and DeepSpeed's reports on this machine, then the choices of a configuration;
     return 1 if torch or transformers cannot be imported.
     """
     print("packages:", ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES))

@@ -1,5 +1,5 @@
-"""Export the heads or the target model of a run to the layout of another program, with a model card;
-upload the export.
+"""Export the heads or the target model of a run to the layout of another program, with a model
+card; upload the export.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
 def check_target_model(
     checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
 ) -> None:
-    """Raise CheckpointError if the base model's weights are not those that the checkpoint was trained
-    on. If that cannot be checked, print a note.
+    """Raise CheckpointError if the checkpoint was trained on other weights of the base model. If
+    that cannot be checked, print a note.
 
     Args:
         found: the digest of the weights of `base_model`; None if no weight files were found.

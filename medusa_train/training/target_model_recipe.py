@@ -76,8 +76,8 @@ class TargetModelRecipe:
             )
 
     def teacher(self, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, LMHead]:
-        """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its adapter
-        disabled.
+        """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its
+        adapter disabled.
 
         A base model without an adapter is its own teacher, with the given `hidden_states`.
         """

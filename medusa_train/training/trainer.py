@@ -1,5 +1,5 @@
-"""The training loop: batch -> hidden states -> loss -> backward -> clip -> step -> log, with evaluations
-and checkpoints.
+"""The training loop: batch -> hidden states -> loss -> backward -> clip -> step -> log, with
+evaluations and checkpoints.
 """
 
 from __future__ import annotations
