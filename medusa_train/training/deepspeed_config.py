@@ -59,7 +59,7 @@ _PASSED_ON: Mapping[str, Any] = {
 }
 _EXPECTED = {bool: "true or false", float: "a number", str: "text", list: "a list"}
 #: Sections and entries without an effect here, with what to do instead. Accepted is what asks for
-#: nothing: false, and a section with `enabled: false`.
+#: nothing: false, and a section with `enabled: false` or with nothing but false.
 _NOT_USED: Mapping[str, str] = {
     "activation_checkpointing": "set gradient_checkpointing: true in the YAML",
     "amp": "set fp16: true or bf16: true in the YAML",
@@ -223,7 +223,7 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
 def _is_off(value: Any) -> bool:
     """Return whether a section or entry asks for nothing."""
     if isinstance(value, Mapping):
-        return value.get("enabled", bool(value)) is False
+        return value.get("enabled", any(value.values())) is False
     return value is False
 
 
