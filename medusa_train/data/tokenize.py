@@ -246,7 +246,9 @@ class ChatEncoder:
         """Return the text of a prompt, with marks; raises as `prompt`."""
         template = self._template_of(variables)
         if TOOLS in template.kwargs and TOOLS not in template.variables:
-            raise DataError("the chat template has no tools: the model cannot be told of them")
+            raise DataError(
+                "the chat template does not render tools, so the model would not see them"
+            )
         try:
             fitted = fit_to_template(self._with_marks(messages), template, Counter())
             return template.render(fitted, prompt=True)

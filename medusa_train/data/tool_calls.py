@@ -33,7 +33,7 @@ def parse_calls(given: object, name: str) -> list[dict[str, Any]]:
     """
     if isinstance(given, str) and (quoted := _QUOTED.fullmatch(given.strip())):
         given = {"name": quoted[1], "arguments": quoted[2]}
-    given = from_json(given, f"'{name}' is no JSON of tool calls")
+    given = from_json(given, f"'{name}' is not JSON of tool calls")
     calls = [given] if isinstance(given, Mapping) else given
     if not isinstance(calls, (list, tuple)):
         raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(given)}")

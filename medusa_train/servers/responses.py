@@ -182,7 +182,7 @@ async def read_stream(
                 message["reasoning_content"] += reasoning
             except (AttributeError, TypeError):
                 raise Fault(
-                    f"a part of the stream is no text message: {excerpt(data, 80)}"
+                    f"a part of the stream is not a text message: {excerpt(data, 80)}"
                 ) from None
             if first_token is None and (content or reasoning or delta.get("tool_calls")):
                 first_token = now
