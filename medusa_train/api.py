@@ -55,8 +55,8 @@ def load(
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
             defaults to the run's.
         special_tokens: tokens of the vocabulary by role, such as `{"eos_token": "<|im_end|>"}`;
-            defaults to the run's. Answers end at the tokenizer's EOS token, those of
-            generation_config.json, and the one that the chat template writes after an answer.
+            defaults to the run's. Answers end at the tokenizer's EOS token, the EOS tokens of
+            generation_config.json, and the token that the chat template writes after an answer.
         trust_remote_code: allow Python code that the target model's repository ships.
         compile: compile the decoding passes with torch.compile. The start takes one to several
             minutes longer, and steps are faster.

@@ -59,7 +59,7 @@ class ConsoleStream(io.TextIOBase):
         self._try(self._stream.flush)
 
     def describe_failure(self) -> str | None:
-        """Return "stdout: No space left on device", or None if all could be written."""
+        """Return a message such as "stdout: No space left on device"; None if nothing failed."""
         if self.failure is None:
             return None
         return f"{self.label}: {self.failure.strerror or self.failure}"
@@ -184,5 +184,5 @@ def print_uncaught(
     ):
         with suppress(OSError):
             print(f"error: stdout: {error.strerror}", file=sys.stderr)
-        os._exit(1)  # the interpreter would try to write the rest, and say that it cannot
+        os._exit(1)  # the interpreter would try to write the rest, and report an error
     sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))

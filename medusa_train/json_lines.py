@@ -140,8 +140,8 @@ class MeasurementLog(Generic[Entry]):
             self.header = header
 
     def resumption(self, what: str, units: str, count: int) -> str | None:
-        """Return a message that an interrupted measurement with `count` finished units is resumed,
-        or why not; None if there is none.
+        """Return a message on whether an interrupted measurement with `count` finished units is
+        resumed; None if there is none.
         """
         if self.differing:
             names = ", ".join(self.differing)

@@ -110,7 +110,7 @@ class MetricsFile(MetricLogger):
         self._tell_of_console()
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write the pending records and close the file."""
         self._tell_of_console()
         self._try(self._file.flush)
         if lost := self._file.pending_lines:

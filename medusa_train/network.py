@@ -107,7 +107,7 @@ def _proxy(scheme: str) -> str | None:
         httpx.HTTPTransport(proxy=proxy, verify=False).close()
     except ImportError:
         problem = "a SOCKS proxy needs the package socksio (pip install 'httpx[socks]')"
-    except (ValueError, httpx.InvalidURL):  # its text may hold a part of a password
+    except (ValueError, httpx.InvalidURL):  # the error may show a part of a password
         problem = "expected http://HOST:PORT, https://HOST:PORT or socks5://HOST:PORT"
     else:
         return proxy

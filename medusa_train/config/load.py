@@ -59,8 +59,8 @@ def load_config(
     Args:
         cls: configuration class.
         path: YAML file, resolved by `resolve_path`; None for an empty configuration.
-        overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping,
-            `datasets.0.path=x` one of a list.
+        overrides: `key=value` with a YAML value. `a.b=c` sets a key of a mapping,
+            `datasets.0.path=x` a key of an item of a list.
         flags: values of command-line options by key (`--bench` is `bench`); None means not set.
 
     Raises:
@@ -127,8 +127,8 @@ def _read(path: Path) -> Source:
 
 
 def _nearby_files(path: Path) -> str:
-    """Suggest the YAML files with the most similar names: of the same directory, else of
-    `configs/`.
+    """Return a hint with the YAML files that have the most similar names, in the same directory,
+    else in `configs/`.
     """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         if directory in (Path(), PROJECT_ROOT) or not os.path.isdir(directory):
@@ -168,7 +168,7 @@ def _apply_settings(
 
 
 def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
-    """Drop the keys that contradict one of those that were `given` later."""
+    """Drop the keys that contradict a key in `given`, which was set later."""
     for name, other in cls.replaces:
         value = source.values.get(name)
         is_set = value is not None and value is not False

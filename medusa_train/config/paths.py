@@ -102,8 +102,10 @@ def user_cache_dir() -> Path:
 
 
 def public_name(name: str) -> str:
-    """Return a name without private directories: hub names and relative paths unchanged, absolute
-    paths relative to the project or working directory, or else only their last part.
+    """Return a name without private directories.
+
+    Hub names and relative paths are unchanged. An absolute path becomes relative to the project or
+    the working directory; outside of both only its last part is kept.
     """
     path = expand_user(name)
     if not path.is_absolute():

@@ -182,7 +182,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses"
             " depend on the token before; remove export, or train without it",
         )
-    # 4. The course of the run.
+    # 4. Validation, and the length of rows.
     if cfg.test_datasets and cfg.val_set_size:
         yield (
             ("val_set_size", "test_datasets"),
@@ -202,7 +202,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
 
 
 def _describe_exports() -> str:
-    """Say for each draft which programs read it."""
+    """Return text that lists for each draft the programs that read it."""
     clauses = []
     for name, section in DRAFT_CONFIGS.items():
         read = f"draft: {name} is exported to {', '.join(section.exports)}"

@@ -663,7 +663,7 @@ class TrainConfig(Config):
         return self.medusa_lr_multiplier or DRAFT_CONFIGS[self.draft].lr_multiplier
 
     def derived(self) -> dict[str, Any]:
-        """Return what follows from other keys.
+        """Return the values that follow from other keys.
 
         `recipe` and `medusa_only_heads` follow from each other or from the keys of joint training.
         `chat_template` follows from the datasets if all have the same `conversation`, so that
@@ -934,7 +934,7 @@ class EvalConfig(DecodingKeys):
         return tuple(rules.ineffective_eval_keys(self))
 
     def derived(self) -> dict[str, Any]:
-        """Return the temperature of sampling and typical acceptance."""
+        """Return the default temperature of sampling and typical acceptance."""
         if self.acceptance == "greedy" or self.temperature is not None:
             return {}
         return {"temperature": 0.7}

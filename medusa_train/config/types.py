@@ -39,13 +39,13 @@ RENDERING = frozenset(
 _OF_CHATS = frozenset({"tools", "documents"})
 #: The chat templates of this package.
 CHAT_TEMPLATES = ("vicuna_v1.1", "zephyr", "chatml", "llama-2", "llama-3", "mistral")
-TEMPLATE_SUFFIX = ".jinja"  # of a file with a chat template
+TEMPLATE_SUFFIX = ".jinja"  # suffix of a file with a chat template
 
 T = TypeVar("T")
 
 
 def format_value(value: object) -> str:
-    """Format a value for messages: booleans and null as in YAML, long values cut."""
+    """Format a value for messages: booleans and null as in YAML, long values shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -254,8 +254,8 @@ def _kept_entries(
 ) -> Iterator[tuple[yaml.Node, yaml.Node]]:
     """Yield the entries of a mapping.
 
-    An empty key is left out if the mapping also sets it: some files list every key, empty. Other
-    keys that are set twice become problems.
+    An empty key is left out if the mapping also sets it, since some files list every key as empty
+    first. Other keys that are set twice become problems.
     """
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):

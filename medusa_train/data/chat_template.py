@@ -294,7 +294,7 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none if it is not valid."""
+    """Return the variables that a template reads and does not set; none if its syntax is invalid."""
     environment = _compile_jinja_template("").environment
     try:
         names = find_undeclared_variables(environment.parse(source))
@@ -313,8 +313,8 @@ def _compiled(source: str) -> Template:
 
 
 def _up_to(tokens: frozenset[str], text: str) -> tuple[str, str]:
-    """Return a text up to and including the first of the tokens, and that token. If it has none,
-    return the text without trailing white space, and ''.
+    """Return a text up to and including the first of the tokens, and that token. If the text has
+    none of them, return it without trailing white space, and ''.
     """
     found = _pattern(tokens).search(text)
     return (text[: found.end()], found[0]) if found else (text.rstrip(), "")

@@ -80,8 +80,8 @@ class Conversation:
 
     @property
     def content_key(self) -> str:
-        """SHA-256 of roles, contents, parts and variables: equal for equal chats, whatever their id
-        and source.
+        """SHA-256 of roles, contents, parts and variables. Equal chats have the same key, since id
+        and source are left out.
         """
         digest = hashlib.sha256()
         for message in self.messages:

@@ -58,7 +58,7 @@ def load_datasets(
         validation_prompts = held_out
     else:
         validation_prompts = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
-    # 3. The two parts.
+    # 3. Split the examples.
     train: list[Example] = []
     validation: list[Example] = []
     for example in encoded.examples:

@@ -57,7 +57,7 @@ class EncodedDataset(Sequence[Example]):
         return sum(example.row == 0 for example in self.examples)
 
     def describe_count(self) -> str:
-        """Return the number of conversations, and of rows if some conversations have several."""
+        """Return text on the number of conversations, and of rows if some have several."""
         count = self.conversations
         if count == len(self):
             in_rows = ""
@@ -101,8 +101,8 @@ class EncodedDataset(Sequence[Example]):
         self.report.add(other.report)
 
     def __reduce__(self) -> Any:
-        # Pickling the tensors would be far larger: they may be views, and a pickled view has its
-        # whole storage.
+        # Pickled tensors would be far larger: a view is pickled with the whole storage that it
+        # shares.
         return _unpickle, (self.to_bytes(), self.row_len)
 
     def to_bytes(self) -> bytes:

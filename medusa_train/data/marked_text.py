@@ -68,7 +68,7 @@ class MarkedTextTokenizer:
 
     def overlaps(self, text: str, is_chosen: Sequence[bool]) -> list[bool]:
         """Return for each token of a text with marks whether any of its characters is chosen."""
-        # 1. Drop the marks: which characters are chosen in the text without marks.
+        # 1. Drop the marks from `is_chosen`.
         chosen = list(is_chosen)
         for border in reversed(list(self._borders.finditer(text))):
             if border[0].startswith(MARK):
@@ -86,7 +86,7 @@ class MarkedTextTokenizer:
         return inside
 
     def _pieces(self, text: str, follows: bool = False) -> list[_Piece]:
-        """Split a text with marks before every control token, and around those that are plain
+        """Split a text with marks before every control token, and around those to read as plain
         text.
         """
         first, *others = self._borders.split(text)

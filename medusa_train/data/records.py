@@ -122,7 +122,7 @@ def normalize(
         RecordError: the record is not a valid chat.
     """
     found = Unread()
-    # 1. The turns of any format as messages.
+    # 1. Parse the turns into messages.
     formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
     if fields is not None and fields.field_messages is not None:
         formats = {"messages": Format((fields.field_messages,))}

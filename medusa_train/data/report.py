@@ -14,7 +14,7 @@ from medusa_train.data.record_files import shown_name
 
 #: At most this many reasons for skipped records are listed.
 _MAX_KINDS = 5
-#: The sentence of each count of chats with tool calls.
+#: The sentence for each count that concerns chats with tool calls.
 _TOOL_WORDS = {
     "results_of_user": (
         "the chat template does not know the role tool: results of tools are turns of the user"
@@ -45,12 +45,12 @@ class Unread(Counter[tuple[str, str]]):
         self.update((kind, name) for name in names)
 
     def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
-        """Count the columns of a record that are not `read` and hold anything."""
+        """Count the columns of a record that have a value and are not in `read`."""
         self.add(COLUMNS, *(key for key in record if key not in read and record[key] is not None))
 
     def describe(self, name: str) -> list[str]:
-        """Return one sentence on what was not read of the data called `name`; no sentence if all
-        was read.
+        """Return a list with one sentence on what was not read of the data called `name`; an empty
+        list if all was read.
         """
         parts = []
         for kind in (COLUMNS, TURN_KEYS, TURNS):
@@ -81,11 +81,15 @@ class DataReport:
         sequence_len: maximum number of tokens of a row; 0 if no chat was tokenized.
         skipped: `file:line: reason` of each invalid record.
         unread: the parts of the records that were not read.
-        counts: counts by name. Of conversations: "complete" and "truncated" ones, those left out as
-            "too_long" or "unsupervised", the "split" ones and their "rows". Of kept conversations'
-            answers: all "answers", those that are "looping" or known to be "cut" off by a length
-            limit, and those whose given tokens were not used ("ignored_token_ids"). Of chats with
-            tools: "dropped_rows", and the names in `_TOOL_WORDS`.
+        counts: counts by name:
+            complete, truncated: conversations that fit, and those that were truncated.
+            too_long, unsupervised: conversations that were left out.
+            split, rows: conversations that became several rows, and the number of these rows.
+            answers: answers of the conversations that were kept.
+            looping, cut: answers that loop, and answers that a length limit cut off.
+            ignored_token_ids: answers whose given tokens were not used.
+            dropped_rows: rows of long chats with tools that were left out.
+            The names in `_TOOL_WORDS` count chats with tools.
         notes: further sentences: first those on files and unread parts, which are stored with the
             examples, then those on this run.
     """
@@ -109,7 +113,7 @@ class DataReport:
         return self.counts["looping"] / max(1, self.counts["answers"])
 
     def describe_looping(self) -> str:
-        """Say how many answers loop, and what to do about it."""
+        """Return a sentence on how many answers loop, and what to do about it."""
         return (
             f"{self.counts['looping']:,} of {self.counts['answers']:,} answers"
             f" ({self.looping_share:.0%}) loop: they repeat the same eight words three times, and"

@@ -76,7 +76,7 @@ class LocalFiles:
     """JSON, JSON Lines and parquet files, read one after the other.
 
     Attributes:
-        notes: describe what is next to the files and not read.
+        notes: sentences on what is next to the files and not read.
         is_public: the files are from a public data set. Their invalid records are skipped and
             counted, since users cannot correct them.
     """
@@ -520,8 +520,8 @@ class PublicDataset:
 
 PUBLIC_DATASETS = {
     "tiny": PublicDataset(("data/seeds/tiny.jsonl",)),
-    # the file that Medusa's authors train on and take prompts from; the last path is that of
-    # Axolotl's fork
+    # the file that Medusa's authors train on and take prompts from; Axolotl's fork uses the last
+    # path
     "sharegpt": PublicDataset(
         (
             "data/seeds/sharegpt.jsonl",

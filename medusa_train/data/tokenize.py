@@ -201,8 +201,8 @@ class ChatEncoder:
                 ids = whole[len(prompt) :]
             else:  # a token spans the border between prompt and answer
                 ids = self.tokenize_continuation(answer.text)
-            # 2. Continue the previous row, or begin another one. Given token ids do not continue:
-            # as history, an answer has the tokens of its text.
+            # 2. Continue the previous row, or begin another one. An answer with given tokens has a
+            # row of its own, since as history it has the tokens of its text.
             is_new = not rows or has_given or given is not None
             if is_new or prompt[: len(rows[-1].ids)] != rows[-1].ids:
                 rows.append(Row())
@@ -238,10 +238,10 @@ class ChatEncoder:
         return digest.hexdigest()
 
     def prompt(self, messages: Sequence[Message], variables: str = "") -> list[int]:
-        """Return the token ids of a chat followed by the generation prompt.
+        """Return the token ids of a chat followed by the generation prompt. `variables` as in
+        `Conversation`.
 
-        `variables` as in `Conversation`. DataError if the template rejects the chat, or does not
-        read its tools.
+        Raises DataError if the template rejects the chat, or does not read its tools.
         """
         return self._text.ids(self._prompt_text(messages, variables))
 

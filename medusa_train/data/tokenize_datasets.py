@@ -36,13 +36,14 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
-#: Keys of a data set that say where it is; the fingerprint of its source takes their place.
+#: Keys that the cache key leaves out: the fingerprints of the data set's source and encoder cover
+#: them.
 _PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
 #: conversations.
 CONVERSATIONS_PER_WORKER = 2000
-#: Conversations that are tokenized between two updates of the progress.
+#: Number of conversations that are tokenized between two updates of the progress.
 CHUNK = 128
 #: Default limit. More workers would wait for the one process that reads and collects.
 MAX_WORKERS = 16
@@ -116,7 +117,7 @@ def load_or_encode(
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
     encoded = encode_datasets(readers, max_length, **options)
-    content = encoded.to_bytes()  # before the notes that concern this run alone
+    content = encoded.to_bytes()  # before the notes that concern only this run
     if note is not None:
         encoded.report.notes.append(note)
     try:

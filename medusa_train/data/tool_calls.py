@@ -104,8 +104,8 @@ def link_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def parse_tools(value: object, name: str) -> list[Any]:
-    """Return the tools in the value of the key `name`: a list, whose items or whole may be JSON
-    text.
+    """Return the tools in the value of the key `name`: a list. The whole list or each item may be
+    JSON text.
 
     Bare functions are wrapped, since most templates read `tool.function`.
     """

@@ -281,8 +281,7 @@ def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
     texts = []
     for part in content:
         part = JsonObject(part if isinstance(part, Mapping) else {})
-        # the text of a part of another type, such as the caption of an image, is not read as
-        # content
+        # The `text` of an image is its caption, which is not content.
         is_text = isinstance(part.get("text"), str)
         if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
             raise RecordError(f"'{key}' holds parts that are not text")

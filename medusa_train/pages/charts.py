@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-#: Number of colours for series and heads; further ones reuse them from the first.
+#: Number of colours for series and heads. More of them reuse the colours, beginning with the first.
 PALETTE = 8
 #: Colours by their variable in page.css; matplotlib draws with the values of the light page.
 COLOURS = {
