@@ -118,8 +118,8 @@ def _encode(
 def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
     """Return the prompts of the validation set (`Example.prompt`).
 
-    Prompts are ranked by a hash with `seed`. In this order each is held out with all its
-    conversations, as long as they fit into `share` of all conversations. So the split does not
+    Prompts are ranked by a hash with `seed`. In this order a prompt is held out, with all its
+    conversations, if these still fit into `share` of all conversations. So the split does not
     depend on the order of files, and all answers to a prompt are on the same side of it. If `share`
     is above 0 and there are at least two prompts, at least one is held out and at least one is kept
     for training.
