@@ -42,7 +42,9 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
 
 
 def model_name(cfg: SelfDistillConfig) -> str:
-    """Return the model's name for the output; for a base model that a run trained, the run's name.
+    """Return the model's name in the output.
+
+    A base model that a run trained is named after the run.
     """
     if cfg.engine == "openai":
         return str(cfg.base_model)  # checked with the configuration
