@@ -91,7 +91,7 @@ SETTINGS = ("stock", "prepacked", "static", "compiled")
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
 HEADS_ROW = "heads"
-LOOP_NODES = (16, 63)  # trees with which the whole loop is timed, compared with plain decoding
+LOOP_NODES = (16, 63)  # tree sizes of the timed decoding loops
 MEMORY_SHARE = 0.9  # models may use this share of the free memory
 # this many calls are timed in a row, after an untimed one, so that each finds the CPU caches as the
 # call before it left them
@@ -443,7 +443,7 @@ def cases_of(
                 case.prepare()
                 case.call()
         except Exception as error:
-            # the other settings do not depend on this one
+            # continue, because the other settings do not depend on this one
             obstacle = "does not fit" if is_out_of_memory(error) else describe_failure(error)
             calls = []
             release_memory()

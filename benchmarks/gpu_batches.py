@@ -56,8 +56,8 @@ from medusa_train.models.precision import default_device, release_memory
 from medusa_train.trees.tree import Tree
 
 DTYPE = "bfloat16"
-# number of timed and of profiled steps. Each step adds a position after the context, together fewer
-# than 256
+# numbers of steps: timed on a GPU or a CPU (with three that warm up), and profiled. Each step adds
+# a position after the context, together fewer than 256
 TIMED, TIMED_ON_CPU, PROFILED = 100, 6, 5
 #: Least and greatest number of tokens of prompts, and of answers.
 PROMPTS, ANSWERS = (32, 192), (32, 320)

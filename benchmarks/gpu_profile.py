@@ -118,7 +118,7 @@ def profiled(step: Callable[[], object], count: int = STEPS_PROFILED) -> dict[st
 
 
 def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
-    """Sum up the profiler's averages of `count` steps."""
+    """Summarize the profiler's events of `count` steps as figures of a single step."""
     found: list[tuple[str, float, float]] = []  # kernel name; milliseconds and number per step
     for event in events:
         if cuda and event.device_type != DeviceType.CUDA:
@@ -140,7 +140,7 @@ def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
 
 
 def repeated_step(steps: Context, nodes: int) -> Callable[[], None]:
-    """Return a step over a tree that starts at the end of the context each time."""
+    """Return a function that runs a step over a tree, each time from the end of the context."""
     step = steps.step(likely_tree(nodes) if nodes else Tree.empty())
 
     def again() -> None:

@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
     # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, because this machine cannot isolate it
     status: str
-    detail: str  # the exception, or what is missing
+    detail: str  # the exception, or why the program could not be run
 
     @property
     def passed(self) -> bool:
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 @cache
 def sandbox_obstacle() -> str | None:
-    """Return why no program can be isolated on this machine; None if programs can."""
+    """Return why this machine cannot isolate programs; None if it can."""
     tool = shutil.which("bwrap")
     if tool is None:
         return f"bubblewrap is not installed; {INSTALL}"

@@ -128,7 +128,7 @@ def differences(reports: Mapping[str, Json]) -> list[str]:
 
 
 def runs_table(reports: Mapping[str, Json]) -> Table:
-    """Return one row of metrics per evaluation; older reports lack some."""
+    """Return one row of metrics per evaluation. Metrics may be missing in older reports."""
     rows = [_row(name, report) for name, report in reports.items()]
     return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
 

@@ -94,7 +94,7 @@ class Judge:
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.
 
-        Raises like `Servers.complete`.
+        Raises the same errors as `Servers.complete`.
         """
         body = {
             "model": self.model,

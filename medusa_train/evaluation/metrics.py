@@ -76,7 +76,7 @@ def metrics(turns: Sequence[Turn]) -> Metrics:
     # each row has a share of its batch's prefill time, but it waits for the whole prefill
     waits = [answer.prefill_seconds * answer.rows for answer in answers]
 
-    # 3. the same speedup without answers that loop, which are easy to draft
+    # 3. the speedup without answers that loop, because these are easy to draft
     without_loops = [turn for turn in turns if not is_looping(turn.answer.tokens)]
 
     # 4. the tree's answers compared with the plain ones; None if they were not compared in a dtype

@@ -392,7 +392,7 @@ def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question
 
 
 def _parse_answers(chat: Conversation, raw: RawRecord) -> list[Question]:
-    """Return a question for each recorded answer of a chat with tools."""
+    """Return one question for each recorded answer of a chat with tools."""
     questions = []
     for number, point in enumerate(answer_points(chat), start=1):
         *messages, asked = chat.messages[:point]
@@ -457,7 +457,7 @@ def _parse_mtbench(record: dict[str, Any], source: str, unread: Unread) -> Quest
         prompt = record.pop("prompt")
         record["turns"] = [prompt] if isinstance(prompt, str) else prompt
     for key in ("question_id", "category"):
-        if isinstance(record.get(key), str):  # no file in UTF-8 can hold half a surrogate pair
+        if isinstance(record.get(key), str):  # UTF-8 cannot encode half a surrogate pair
             record[key] = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", record[key])
     # 2. check the types; report the first fault
     try:

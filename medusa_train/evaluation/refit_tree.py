@@ -134,7 +134,8 @@ def _prompts(
     """Return the prompts to fit a tree to, grouped by conversation, and a description of them.
 
     They are the prompts of the run's validation split in random order, or of its training split if
-    too few conversations are held out. Without the run's data they are the benchmark's questions.
+    too few conversations are held out. If the run's data are not available or contain too few
+    prompts, they are the benchmark's questions.
     """
     run = run_config(paths)
     data = None if run is None else validation_conversations(run, chat, MIN_CONVERSATIONS)

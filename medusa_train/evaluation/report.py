@@ -145,7 +145,7 @@ def terminal_report(report: Json) -> Group:
 # Tables
 
 
-#: Columns that the summary's sentences repeat; without them the table fits 80 characters.
+#: Columns that the summary's sentences also report. Without them the table fits 80 characters.
 SUMMARIZED = ("answers", "correct", "loops")
 
 
@@ -202,7 +202,7 @@ def _equal_cell(group: Json, suffix: str = "") -> str:
 
 
 def _compared_answers(group: Json, suffix: str = "") -> int:
-    """Return how many answers were compared; older reports compared all."""
+    """Return how many answers were compared. Older reports compared all answers."""
     return int(group.get(f"compared_answers{suffix}") or group["answers"])
 
 
@@ -242,7 +242,7 @@ def decoders_table(report: Json) -> Table:
 
 
 def _has_tree(report: Json) -> bool:
-    """Return False for a run of baselines alone."""
+    """Return whether a tree was timed; False for a run with only baselines."""
     return report["overall"]["tokens_per_s"] is not None
 
 
@@ -250,7 +250,7 @@ def _has_tree(report: Json) -> bool:
 
 
 def title_of(report: Json) -> str:
-    """Return benchmark, model and dtype as a title, and the mode if it is not the default."""
+    """Return benchmark, model and dtype as a title, and the decoding mode if not the default."""
     meta = report["meta"]
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
     mode = describe_mode(mode_of(meta))

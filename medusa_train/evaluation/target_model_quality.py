@@ -29,7 +29,7 @@ from medusa_train.models.lora import Adapter
 from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import Phase
 
-QUALITY_TOKENS = 20_000  # supervised tokens to measure on
+QUALITY_TOKENS = 20_000  # number of supervised tokens to measure on
 #: Limits for one pass: number of conversations, and number of positions including padding. Several
 #: conversations share a pass because a 4-bit model on a CPU spends more time on its weights than on
 #: the tokens of one conversation. A conversation longer than the limit gets its own pass.
@@ -118,8 +118,8 @@ def validation_conversations(
     answers_only = cfg.model_copy(
         update={"train_on_inputs": False, "roles_to_train": ["assistant"]}
     )
-    # training on other turns may keep other conversations, which may change the split. So take
-    # the held-out conversations from the run's own settings, as `load_data` does
+    # supervising other turns may change which conversations are kept, and with them the split. So
+    # take the held-out prompts from a split with the run's own settings, as `load_data` does
     differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]
     held_out = None
     try:

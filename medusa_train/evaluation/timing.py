@@ -76,7 +76,7 @@ class SpeedTest:
         longest += KEY_BLOCK  # an answer may have more tokens when it is part of the next prompt
         positions = min(longest, self._target_model.max_context)
         loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
-        # the largest first, since they share memory
+        # capture the largest tree first, since the decoders share memory
         for decoder in sorted(loops, key=lambda loop: -loop.tree_size):
             decoder.capture(self._batch_size, positions)
 

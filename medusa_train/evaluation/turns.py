@@ -43,7 +43,7 @@ class Answer:
     """One decoded answer and its cost. Answers of a batch share its times and passes equally."""
 
     tokens: tuple[int, ...]
-    seconds: float  # wall time of the whole call
+    seconds: float  # wall time of the whole answer; in a batch an equal share of the batch's time
     prefill_seconds: float = 0.0  # time to the first token; 0 if it is not reported
     # number of decoding passes, without the prefill; 0 for transformers' `generate`
     steps: int = 0
@@ -105,7 +105,7 @@ class Turn:
 
     @property
     def skipped(self) -> bool:
-        """Whether the turn was not asked."""
+        """Whether the turn was skipped, because it did not fit the context."""
         return not self.answers
 
     @property

@@ -44,7 +44,7 @@ class ChatPrompting:
 
         Raises:
             DataError: the template does not support this chat.
-            ConfigError: self-talk with a template that does not render user contents verbatim.
+            ConfigError: self-talk, but the template does not render user messages verbatim.
         """
         if request.speaker == "assistant":
             return self.encoder.prompt(request.messages, request.variables)

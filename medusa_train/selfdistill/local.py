@@ -122,7 +122,7 @@ class HFEngine:
     def next(self) -> tuple[int, Answer]:
         """Return the next finished answer and its request id; generate until there is one."""
         while not self._finished:
-            # waiting requests join together once enough rows are free
+            # add several waiting requests at once, when enough rows are free
             free = self._rows - len(self._batch.active)
             if self._waiting and free * REFILL_FRACTION >= self._rows:
                 self._batch.add_requests(self._pick(free))
@@ -137,7 +137,7 @@ class HFEngine:
         return self._finished.popleft()
 
     def stats(self) -> Mapping[str, str]:
-        """Return the tokens per step of the heads."""
+        """Return the mean acceptance length with heads (tokens per step)."""
         if self._decoder.draft is None or not self.steps:
             return {}
         return {"tokens per step": f"{self.step_tokens / self.steps:.2f}"}

@@ -22,7 +22,7 @@ from medusa_train.selfdistill.prompts import Prompt
 #: - stop: at an end token.
 #: - length: at max_new_tokens.
 #: - context: the context is full; there is no text if the prompt alone exceeds it.
-#: - possibly cut: the server does not say whether the answer is complete.
+#: - possibly cut: the server's response does not show whether the answer is complete.
 #: - only reasoning: the server returned reasoning without an answer.
 #: - refused: the chat template or the server rejected the request.
 #: - failed: the server gave no usable answer within the time for retries.

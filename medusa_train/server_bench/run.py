@@ -61,8 +61,8 @@ def measure_servers(
     report of an interrupted measurement contains the complete cells.
 
     Args:
-        paths: target model and heads to serve. For servers that already run, only its directory is
-            used, for the report; None: no run directory.
+        paths: target model and heads to serve. For servers that already run, the run whose
+            directory gets the report and whose template variables are sent; None: no run.
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))

@@ -169,7 +169,7 @@ class Server:
             with suppress(ServerError):
                 models = await self.list_models()
             served = models.get(model, {})
-            if len(models) == 1:  # it serves its only model under any name
+            if len(models) == 1:  # a server with one model serves it under any name
                 (served,) = models.values()
             length = served.get("max_model_len")
             is_length = isinstance(length, int) and length > 1
