@@ -82,9 +82,9 @@ def compare_answers(
 ) -> Verdict:
     """Compare two answers to a prompt, as token ids.
 
-    In float32 the verdict is TIE if the first two tokens that differ both have logits within
-    `TIE_MARGIN` of the best. Other dtypes have no ties, because their rounding also swaps tokens
-    with larger gaps.
+    In float32 the verdict is TIE if, at the first position where the answers differ, both tokens'
+    logits are within `TIE_MARGIN` of the best. Other dtypes have no ties, because their rounding
+    also swaps tokens with larger gaps.
     """
     position = first_difference(tree, plain)
     if position is None:

@@ -224,7 +224,7 @@ def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
     # items are indented, so dedent them
     found = sorted(_BLOCK.findall(text), key=lambda block: not _PYTHON.fullmatch(block[0]))
     blocks = [textwrap.dedent(code) for _, code in found]
-    # the closing fence may have text after it; then the block above did not end there
+    # a closing fence may have text after it, and `_BLOCK` does not end there; so also cut there
     blocks += [code.partition("```")[0] for code in blocks if "```" in code]
     for code in blocks:
         if header.search(code):
@@ -285,7 +285,8 @@ def _without_examples(program: str, entry_point: str) -> str | None:
     """Return a program without its own assertions, and without statements after the function that
     define nothing.
 
-    None if the program is not valid Python, or gives the function no body, as the prompt's stub.
+    None if the program is not valid Python, or if the function has no body, as in the prompt's
+    stub.
     """
     try:
         with warnings.catch_warnings():

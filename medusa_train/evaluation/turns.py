@@ -22,7 +22,7 @@ class Verdict(str, enum.Enum):
     """Result of comparing the tree's answer with the plain one, token for token."""
 
     EQUAL = "equal"
-    # the first tokens that differ both have logits within the tie margin of the best
+    # at the first position that differs, both tokens' logits are within the tie margin of the best
     TIE = "tie"
     DIFFERENT = "different"
 
