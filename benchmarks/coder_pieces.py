@@ -152,7 +152,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     unpack.add_argument("--models", type=Path, default=ROOT / "models", help="default: models")
     options = parser.parse_args(arguments)
     if options.command == "pack" and options.mib < 1:
-        parser.error(f"--mib: {options.mib} is no size of a piece; give 1 or more")
+        parser.error(f"--mib: {options.mib} is not a valid size of a piece; give 1 or more")
     return options
 
 

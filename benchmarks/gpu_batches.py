@@ -129,7 +129,7 @@ def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sam
     requests = []
     for number in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(*PROMPTS))]
-        generator = torch.Generator().manual_seed(number) if sampled else Greedy()
+        generator = torch.Generator().manual_seed(number) if sampled else None
         requests.append(PendingRequest(number, prompt, generator))
     joined = len(batch.active)
     batch.add_requests(requests)

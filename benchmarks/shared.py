@@ -100,7 +100,7 @@ def stand_in_note(machine: Mapping[str, Any]) -> str:
     """Return a note that a small model was measured in place of a large one; empty on a GPU."""
     if machine["kind"] == "cuda":
         return ""
-    return " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    return " **Without a GPU a small stand-in ran; its figures are meaningless.**"
 
 
 def warn_if_busy() -> None:

@@ -498,8 +498,8 @@ class DFlashConfig(DraftConfig):
     )
     window: NonNegativeInt = key(
         2048,
-        "positions that a token of a block sees, and of the block those before it; 0: all of both,"
-        " as in most published drafts",
+        "attention window in positions, causal within the block; 0: full attention, bidirectional in"
+        " the block, as in most published drafts",
         HEADS,
     )
     mask_token_id: NonNegativeInt | None = key(

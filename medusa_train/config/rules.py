@@ -385,7 +385,7 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
     if not uses_server and cfg.base_model is None and cfg.heads is None:
         yield (
             ("seed_dataset", "base_model", "heads", "engine", "server_url"),
-            "needs the model that is to answer: add --model NAME, its directory or hub name"
+            "needs the answering model: add --model NAME, its directory or hub name"
             " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own"
             " prompts, `tiny`",
         )

@@ -195,8 +195,10 @@ class DatasetConfig(Section):
     message_property_mappings: PropertyMappings | None = key(
         None, "keys of a turn, if others than usual: {role: speaker, content: text}"
     )
-    message_field_role: Text | None = key(None, "the same for the role alone")
-    message_field_content: Text | None = key(None, "the same for the content alone")
+    message_field_role: Text | None = key(None, "key of a turn's role; default: role or from")
+    message_field_content: Text | None = key(
+        None, "key of a turn's content; default: content or value"
+    )
     message_field_training: Text | None = key(
         None, "key of a turn that says whether it is trained; default: train or training"
     )

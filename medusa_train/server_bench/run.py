@@ -271,7 +271,7 @@ class BenchRun:
             return
         if target.name == PLAIN and drafts.drafts:
             raise ServerError(
-                f"server {target.url}: is to be measured without heads, but its /metrics count"
+                f"server {target.url}: should be measured without heads, but its /metrics count"
                 " drafts; start it without --speculative-config"
             )
         if target.name not in (PLAIN, ALONE) and not drafts.drafts:

@@ -111,7 +111,7 @@ def started_servers(
     metadata["turns"] = (
         "the server without heads next to each one with heads, in turns, block by block"
         if together
-        else "one server at a time; the one without heads first and last, of which the faster counts"
+        else "one server at a time; the one without heads first and last, and the faster of the two counts"
     )
 
     def start(count: int) -> VLLMServer:

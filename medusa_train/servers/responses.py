@@ -228,7 +228,7 @@ def _parse_chunk(data: str) -> dict[str, Any]:
         error = chunk.get("error")
     except (ValueError, AttributeError, RecursionError):
         raise Fault(
-            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
+            f"the stream holds something other than JSON objects: {excerpt(data, 80)}"
         ) from None
     if error is not None:
         text = error.get("message", error) if isinstance(error, dict) else error
