@@ -1,4 +1,4 @@
-"""Put the clone on the module path: the scripts run where the package is not installed, too."""
+"""Put the clone on the module path, so that the scripts also run without installing the package."""
 
 import sys
 from pathlib import Path

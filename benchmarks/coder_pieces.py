@@ -1,11 +1,11 @@
 """Carry a model of convert.py to a machine without a network, in pieces of a few megabytes.
 
-    python benchmarks/coder_pieces.py pack qwen2.5-coder-0.5b --out DIR   # here: fetches, ties, cuts
-    python benchmarks/coder_pieces.py join DIR                            # there: to models/
+    python benchmarks/coder_pieces.py pack qwen2.5-coder-0.5b --out DIR   # here: download, tie, cut
+    python benchmarks/coder_pieces.py join DIR                            # there: write to models/
 
-`pack` writes the GGUF file with one matrix for embeddings and output where the published model has
-one (0.5B: 0.40 GB in place of 0.49). The pieces can travel in any order and in several turns:
-`join` says which are missing, and joins nothing that is not whole. It needs `gguf`, but no pip.
+If the published model ties its embeddings and its output matrix, `pack` stores the matrix only once
+(0.5B: 0.40 GB in place of 0.49). The pieces can be copied in any order and at different times:
+`join` lists the missing pieces, and joins only a complete set. It needs `gguf`, but not pip.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ EMBEDDINGS, OUTPUT = "token_embd.weight", "output.weight"
 
 
 def write_tied(source: Path, target: Path) -> None:
-    """Copy a GGUF file with its output matrix as the embeddings, which the file has a second
-    rounding of.
+    """Copy a GGUF file without its embeddings, and store the output matrix under their name.
+
+    Both are the same matrix in the model, but the file contains it twice, rounded differently.
     """
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter  # of the extra gguf
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter  # from the extra gguf
 
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, architecture)
-    # 1. What it says about the model.
+    # 1. copy the metadata
     for field in reader.fields.values():
         is_written_by_the_writer = field.name.startswith("GGUF.")
         if is_written_by_the_writer or field.name == "general.architecture":
@@ -53,7 +54,7 @@ def write_tied(source: Path, target: Path) -> None:
         kind = field.types[0]
         element = field.types[-1] if kind == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, sub_type=element)
-    # 2. The tensors, as they are stored.
+    # 2. copy the tensors as they are stored
     for tensor in reader.tensors:
         if tensor.name == EMBEDDINGS:
             continue
@@ -66,7 +67,7 @@ def write_tied(source: Path, target: Path) -> None:
 
 
 def cut(source: Path, out: Path, model: str, size: int) -> list[Path]:
-    """Write `source` as pieces of at most `size` bytes, and what `join` has to know about them."""
+    """Write `source` as pieces of at most `size` bytes, and a manifest that `join` reads."""
     out.mkdir(parents=True, exist_ok=True)
     pieces: list[dict[str, Any]] = []
     with source.open("rb") as file:
@@ -84,7 +85,7 @@ def cut(source: Path, out: Path, model: str, size: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what `pack` wrote about the pieces in `folder`; ValueError if that is not there."""
+    """Return the manifest that `pack` wrote to `folder`; ValueError if it is missing or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} has no {MANIFEST}; name the directory that pack wrote")
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def missing_pieces(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """List the pieces that `folder` lacks or that are damaged."""
+    """List the pieces in `folder` that are missing or damaged."""
     missing = []
     for piece in manifest["pieces"]:
         path = folder / piece["name"]
@@ -113,13 +114,14 @@ def missing_pieces(folder: Path, manifest: dict[str, Any]) -> list[str]:
 def join(folder: Path, models: Path) -> Path:
     """Join the pieces in `folder` and convert the model to a directory in `models`.
 
-    Raises ValueError for missing pieces, and for a directory without any.
+    Raises:
+        ValueError: pieces are missing or damaged, or the directory has no manifest.
     """
     manifest = read_manifest(folder)
     missing = missing_pieces(folder, manifest)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} pieces are missing: {', '.join(missing)}")
-    # one matrix is there, so there is none to tie it to
+    # `pack` has tied the matrices, so the file has no separate output matrix
     model = replace(MODELS[manifest["model"]], tied_to_output=False)
     out = models / model.name.lower()
     models.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     unpack.add_argument("--models", type=Path, default=ROOT / "models", help="default: models")
     options = parser.parse_args(arguments)
     if options.command == "pack" and options.mib < 1:
-        parser.error(f"--mib: {options.mib} is no size of a piece; give 1 or more")
+        parser.error(f"--mib: {options.mib} is not a valid size of a piece; give 1 or more")
     return options
 
 

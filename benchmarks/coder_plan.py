@@ -1,10 +1,12 @@
-"""A model that people run, from its pieces to HumanEval on a GPU: `benchmarks/gpu.sh --coder 0.5b`.
+"""A plan for a GPU: a widely used coding model, from its pieces to HumanEval. Started by
+`benchmarks/gpu.sh --coder 0.5b`.
 
     python benchmarks/coder_pieces.py pack qwen2.5-coder-0.5b --out runs/gpu/pieces   # beforehand
 
-`tiny` does the same with the embedded model in a few minutes on a CPU, to see that every step runs.
-Answers are not scored here, since that runs the model's code: `medusa-eval --bench humaneval
---model RUN` scores them elsewhere, in the sandbox, without generating them again.
+`tiny` runs the same steps with the embedded model in a few minutes on a CPU, to check that every
+step works. Answers are not scored here, because scoring runs the model's code. `medusa-eval --bench
+humaneval --model RUN` scores them on another machine, in the sandbox, without generating them
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from gpu_plan import Step
 
 PIECES = "runs/gpu/pieces"
 SHIPPED = "data/selfdistill/qwen_coder.jsonl.gz"
-#: Its questions are answered again by the model of the plan.
+#: The plan's model answers the questions in this file again.
 PROMPTS = SHIPPED
 
 
@@ -24,12 +26,16 @@ class Coder:
     """What the plan does with one model.
 
     Attributes:
-        model: directory that pieces are joined to, or that is there.
+        model: the model's directory, to which the pieces are joined if there are any.
         recipes: configurations of Medusa-1 and EAGLE-3.
-        prompts: how many are answered. bench, questions: what is decoded. datasets: what is trained
-            on next to the answers.
-        seconds: expected of joining, of answering, of training each draft, of each evaluation.
-        keys: further keys of the training.
+        prompts: number of prompts that the model answers.
+        bench: benchmark of the evaluations.
+        questions: number of its questions that are decoded.
+        seconds: expected seconds of joining, of answering, of training each draft, and of each
+            evaluation.
+        datasets: training data in addition to the answers.
+        pieces: directory of the pieces; None if there is nothing to join.
+        keys: further keys of the training configuration.
     """
 
     model: str
@@ -51,7 +57,7 @@ def _qwen_coder(
     seconds: tuple[int, int, int, int],
     datasets: tuple[str, ...] = (),
 ) -> Coder:
-    """A coder of Qwen 2.5, by its size as in its name: "0.5b"."""
+    """Return the entry of a Qwen 2.5 coder by the size in its name, such as "0.5b"."""
     config = f"qwen25_coder_{size.replace('.', '')}"
     return Coder(
         model=f"models/qwen2.5-coder-{size}-instruct",
@@ -83,13 +89,13 @@ CODERS = {
 
 
 def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
-    """List the steps of one model in order; each writes its result when it ends."""
+    """List the steps for one model in order. Each step writes its result when it ends."""
     coder = CODERS[name]
     joining, answering, training, evaluating = coder.seconds
     config = f"{coder.model}/config.json"
     steps = []
 
-    # 1. The model, from the pieces that came along.
+    # 1. join the model from its pieces
     origin = "part of the repository"
     if coder.pieces is not None:
         origin = "step coder-join"
@@ -97,7 +103,7 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
         words = ("coder_pieces.py", "join", coder.pieces)
         steps.append(_step("join", words, joining, manifest, makes=config))
 
-    # 2. Its own answers, in batches: the text of the training.
+    # 2. generate the model's own answers in batches, as training data
     answers = f"{work}/coder_answers.jsonl"
     words = ("selfdistill", "--model", coder.model, "--prompts", PROMPTS, "--output", answers)
     words += ("--limit", str(coder.prompts))
@@ -106,7 +112,7 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
     needs = {config: origin, PROMPTS: "part of the repository"}
     steps.append(_step("answers", words, answering, needs, makes=answers))
 
-    # 3. Two drafts, and what each of them makes of decoding.
+    # 3. train two drafts, and evaluate each of them
     paths = (answers, *coder.datasets)
     datasets = ", ".join(f"{{path: {path}, type: messages}}" for path in paths)
     for recipe in coder.recipes:
@@ -135,7 +141,7 @@ def _step(
     makes: str | None = None,
     report: tuple[str, str] | None = None,
 ) -> Step:
-    """Return a step that is stopped after half as long again as it should take."""
+    """Return a step. Its time limit is 1.5 times the expected seconds, plus 30 seconds."""
     page, figures = report or (None, None)
     limit = seconds + seconds // 2 + 30
     return Step(f"coder-{name}", 1, words, seconds, limit, needs, makes, page, figures)

@@ -1,19 +1,22 @@
-"""What does a decoding step cost on this machine, and what must it cost at least?
+"""How long does a decoding step take on this machine, and how long must it take at least?
 
     python benchmarks/decode.py --quick
     python benchmarks/decode.py --shapes 7B --contexts 1024 --dtypes bfloat16
 
-Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the
-whole decoding loop: on the tiny target model, random Llamas of 160M to 13B parameters or a model
-directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
-`stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
-`compiled` passes of single rows. On a GPU all settings of a dtype have the same weights in memory,
-steps in static buffers are CUDA graphs, and compiled passes are part of them: that is how a GPU
-decodes, without and with `compile: true`. Each row names the way of its steps, which is the same for the plain step,
-the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over the
-measured read bandwidth, or its operations over the measured matrix rate, whichever takes longer.
-Writes decode.md and decode.json
-to `--out` after every context.
+Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone, and steps of the
+whole decoding loop, for single rows. Models: the tiny target model, random Llamas of 160M to 13B
+parameters, or a model directory. Contexts, dtypes and settings are timed in turns.
+
+Settings: `stock` (unchanged weights); `prepacked` (weights prepacked for oneDNN, and attention for
+few rows); `static` (static buffers); `compiled` (compiled passes of single rows). On a GPU all
+settings of a dtype share the weights in memory. There, steps in static buffers are replayed as CUDA
+graphs, and compiled passes are part of the graphs: a GPU decodes like this with and without
+`compile: true`. The column `steps` of a row says how its steps ran; this is the same for the plain
+step, the trees, the heads and the loops.
+
+The floor of a step is the larger of two times: its bytes of weights and cache divided by the
+measured read bandwidth, and its operations divided by the measured matrix rate. Writes decode.md
+and decode.json to `--out` after every context.
 """
 
 from __future__ import annotations
@@ -83,17 +86,18 @@ from medusa_train.tree_search.fit import paths_by_product
 from medusa_train.trees.tree import Tree
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
-#: Heads of the loops: over the whole vocabulary, over some tokens, or with the target model's lm_head.
+#: Kinds of heads in the loops: over the whole vocabulary, over 32,768 tokens, or with the target
+#: model's lm_head.
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
 HEADS_ROW = "heads"
-LOOP_NODES = (16, 63)  # trees with which the whole loop is timed, compared with plain decoding
-MEMORY_SHARE = 0.9  # of the free memory that may be used
-# calls in a row that are timed, after one that is not: a step finds in the caches what the last one
-# left
+LOOP_NODES = (16, 63)  # tree sizes of the timed decoding loops
+MEMORY_SHARE = 0.9  # models may use this share of the free memory
+# this many calls are timed in a row, after an untimed one, so that each finds the CPU caches as the
+# call before it left them
 BURST = 3
-MAX_OVERTIME = 3  # times --seconds, after which few calls have to do
-SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
+MAX_OVERTIME = 3  # stop after this many times --seconds, even with few calls
+SLOW_SECONDS = 0.1  # a call that takes this long leaves nothing useful in any cache
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -138,7 +142,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             else ["tiny", *(SHAPES if cuda else ["160M"])]
         )
     args.contexts = args.contexts or [128, 1024]
-    # with the root 63 nodes fill a tile of 64 rows; one more would begin another
+    # 63 nodes and the root fill a tile of 64 rows; one more node would begin another tile
     args.nodes = sorted(set(args.nodes or ([1, 16, 63] if quick else [1, 8, 16, 32, 63])) - {0})
     args.dtypes = args.dtypes or default_dtypes()
     wanted = args.settings or (
@@ -166,7 +170,7 @@ class Loaded:
     """A model in one dtype and setting, with Medusa heads of each kind.
 
     Attributes:
-        ready_seconds: to compile and capture all that was needed so far, weights apart.
+        ready_seconds: seconds spent on compiling and capturing so far, without loading weights.
     """
 
     target_model: TargetModel
@@ -200,7 +204,7 @@ class Shape:
 
     @classmethod
     def or_small(cls, name: str, device: torch.device) -> Shape:
-        """Look up a name; a small shape stands in for all where there is no GPU."""
+        """Look up a name; without a GPU, return a small shape in place of any other."""
         if device.type == "cuda":
             return cls.of(name)
         config = llama_config(*SMALL_LLAMA)
@@ -209,15 +213,15 @@ class Shape:
     def bytes_needed(
         self, dtype: str, setting: str, cpu: bool, positions: int, shared: bool = False
     ) -> int:
-        """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the
-        weights.
+        """Estimate the bytes of weights, heads and caches. On a CPU, prepacking and compiling copy
+        the weights.
 
         Args:
-            shared: whether another setting's weights are used.
+            shared: whether the model uses the weights of another setting.
         """
         heads = self.sizes.head_weights(HEADS)
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
-        caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
+        caches = 4 * self.sizes.cached(positions, 1)  # one for the passes, three for the loops
         if shared:
             return caches * getattr(torch, dtype).itemsize
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
@@ -230,10 +234,11 @@ class Shape:
         heads: Sequence[str] = HEAD_KINDS[:1],
         shared: Loaded | None = None,
     ) -> Loaded:
-        """Load target model and heads; compiled passes are for torch's current number of threads.
+        """Load target model and heads. Passes are compiled for torch's current number of threads.
 
         Args:
-            shared: in the same dtype, whose weights and heads are used again; random weights only.
+            shared: a loaded model in the same dtype, whose weights and heads are used again; only
+                for random weights.
 
         Raises:
             Unsupported: the setting cannot be used with this model here.
@@ -248,7 +253,7 @@ class Shape:
             target_model = load_target_model(str(self.directory), dtype=dtype, device=device)
         started = time.perf_counter()
         if shared is None:
-            with device:  # or large heads would be created on the CPU first
+            with device:  # otherwise large heads would be created on the CPU first
                 drafts = {kind: heads_of(target_model, kind) for kind in heads}
         else:
             drafts = shared.drafts
@@ -300,8 +305,8 @@ Model = tuple[str, str]  # dtype and setting
 def load_models(
     shape: Shape, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[Model, Loaded], list[tuple[Model, str]]]:
-    """Load the models that fit into memory together with those before; returns the obstacles of the
-    others as well.
+    """Load one model after the other as long as all fit into memory together. Return the loaded
+    models, and for each other model why it was not loaded.
     """
     free, positions = free_memory(device), max(args.contexts) + max(args.nodes) + LOOP_TOKENS
     left = float("inf") if free is None else MEMORY_SHARE * free
@@ -328,7 +333,7 @@ def load_models(
 
 @dataclass(frozen=True)
 class Setup:
-    """A row of the result: what all its figures were measured with."""
+    """What all figures of one result row were measured with."""
 
     shape: str
     context: int
@@ -338,11 +343,16 @@ class Setup:
 
 @dataclass
 class Timed:
-    """One figure: a call to be timed, what to do before it untimed, its floor and its measured
-    seconds.
+    """One figure of the result.
 
-    `how` returns how the steps of its target model run, once they have. `ready` is that of
-    its model, see `Loaded`.
+    Attributes:
+        call: the call that is timed.
+        prepare: called before each call, untimed.
+        floor: the least seconds that the call can take.
+        how: returns how the target model's steps run; valid after they have run.
+        seconds: the measured seconds of each call.
+        obstacle: why the call could not be timed; "" if it could.
+        ready: `Loaded.ready_seconds` of its model.
     """
 
     setup: Setup
@@ -357,7 +367,9 @@ class Timed:
 
 
 def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
-    """Build the tree of `nodes` nodes that is best if rank r of any head is right with 0.6 x 0.4^r."""
+    """Build the best tree of `nodes` nodes, if rank r of every head is correct with probability
+    0.6 x 0.4^r.
+    """
     paths = paths_by_product([[0.6 * 0.4**rank for rank in range(10)]] * depth)
     return Tree.from_paths([path for _, path in itertools.islice(paths, nodes)])
 
@@ -365,7 +377,7 @@ def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
 def timed_calls(
     one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates
 ) -> Iterator[Timed]:
-    """List passes, heads and loop steps of one setup, with their floors."""
+    """Yield the passes, heads and loop steps of one setup, with their floors."""
     sizes, itemsize = shape.sizes, one.target_model.dtype.itemsize
     read = sizes.read + sizes.cached(setup.context, 1)
     trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
@@ -401,7 +413,7 @@ def timed_calls(
 
 
 def weights_of_heads(sizes: Sizes, kind: str, heads: int) -> int:
-    """Return the weights that `heads` heads of a kind read: lm_head once where they share it."""
+    """Return how many weights `heads` heads of a kind read; a shared lm_head counts once."""
     if kind == "full":
         return sizes.head_weights(heads)
     blocks = heads * (sizes.hidden**2 + sizes.hidden)
@@ -413,7 +425,9 @@ def weights_of_heads(sizes: Sizes, kind: str, heads: int) -> int:
 def cases_of(
     shape: Shape, models: Mapping[Model, Loaded], nodes: Sequence[int], context: int, rates: Rates
 ) -> list[Timed]:
-    """List everything that is timed at one context; a `Timed` with an obstacle for what cannot run."""
+    """List everything that is timed at one context. A setup that cannot run gets one `Timed` with
+    its obstacle.
+    """
     cases: list[Timed] = []
     for (dtype, setting), one in models.items():
         setup, limit = Setup(shape.name, context, dtype, setting), one.target_model.max_context
@@ -424,12 +438,12 @@ def cases_of(
         started = time.perf_counter()
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
-            # compile or capture before anything is timed
+            # run each call once, so that compiling and capturing are not timed
             for case in calls if one.target_model.compiled or one.target_model.step_runner else []:
                 case.prepare()
                 case.call()
         except Exception as error:
-            # the other settings do not depend on this one
+            # continue, because the other settings do not depend on this one
             obstacle = "does not fit" if is_out_of_memory(error) else describe_failure(error)
             calls = []
             release_memory()
@@ -448,11 +462,12 @@ def time_in_turns(
     minimum: int = 5,
     maximum: int = 200,
 ) -> None:
-    """Time all cases, a few calls of each at a time, so that a drift of the machine's speed affects
-    all alike.
+    """Time all cases in turns, a few calls of each, so that a drift of the machine's speed affects
+    all cases equally.
 
-    Ends when `seconds` were measured and every case has `minimum` calls; slow cases may end up with
-    fewer, but one. A case that runs out of memory gets an obstacle.
+    Ends when `seconds` are spent and every case has `minimum` calls, or when every case has
+    `maximum` calls. After `MAX_OVERTIME * seconds` it ends with fewer calls, at least one for each
+    case. A case that fails gets an obstacle.
     """
     spent, fewest = 0.0, 0
     while (
@@ -469,7 +484,7 @@ def time_in_turns(
 
 
 def _burst(case: Timed, device: torch.device) -> float:
-    """Time a few calls in a row; returns the seconds spent, warm-up included."""
+    """Time a few calls in a row; return the seconds spent, warm-up included."""
     spent = 0.0
     try:
         case.prepare()
@@ -489,7 +504,7 @@ def _burst(case: Timed, device: torch.device) -> float:
 
 @dataclass
 class Row:
-    """Median milliseconds of one setup by name, and the least that each could take."""
+    """The figures of one setup by name: median milliseconds, and the floor of each."""
 
     setup: Setup
     ms: dict[str, float] = field(default_factory=dict)
@@ -499,13 +514,15 @@ class Row:
     ready: float = 0.0
 
     def over_plain(self, name: str) -> float | None:
-        """Return a latency over that of the plain step (or of the plain loop) of the same row."""
+        """Return a latency divided by the latency of the plain step (for a loop: of the plain loop)
+        in the same row.
+        """
         base = self.ms.get("loop, plain" if name.startswith("loop") else "plain")
         return self.ms[name] / base if base and name in self.ms else None
 
 
 def rows_of(cases: Sequence[Timed]) -> list[Row]:
-    """Collect the figures of each setup in one row."""
+    """Collect the figures of each setup into one row."""
     rows: dict[Setup, Row] = {}
     for case in cases:
         row = rows.setdefault(case.setup, Row(case.setup))
@@ -520,7 +537,7 @@ def rows_of(cases: Sequence[Timed]) -> list[Row]:
 
 
 def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequence[Row]) -> str:
-    """Write decode.md and decode.json; returns the page."""
+    """Write decode.md and decode.json; return the page."""
     content = []
     for row in rows:
         figures = {
@@ -540,8 +557,8 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
 
 
 def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
-    """Format note and table; trees as multiples of the plain step of their row, heads in
-    milliseconds.
+    """Format the note and the table. Trees and loops are shown relative to the plain step or loop
+    of their row, heads in milliseconds.
     """
     names = list(
         dict.fromkeys(
@@ -592,7 +609,7 @@ def _cell(row: Row, name: str) -> str:
 def measure_shape(
     shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates
 ) -> Iterator[list[Row]]:
-    """Measure one shape; yields rows after every context."""
+    """Measure one shape; yield the rows of each context."""
     loaded, obstacles = load_models(shape, args, device)
     yield [Row(Setup(shape.name, 0, *model), obstacle=obstacle) for model, obstacle in obstacles]
     for context in args.contexts if loaded else ():
@@ -602,7 +619,7 @@ def measure_shape(
         del cases
         release_memory()
     del loaded
-    torch.compiler.reset()  # frees the compiled passes and their weights
+    torch.compiler.reset()  # free the compiled passes and their weights
     release_memory()
 
 

@@ -1,4 +1,6 @@
-"""The steps that decode.py times: steps of a target model in its runner, heads, and the decoding loop."""
+"""The steps that decode.py times: a target model's steps in its runner, heads, and the decoding
+loop.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
-LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
+LOOP_TOKENS = 96  # the loop restarts after this many tokens, so that its context hardly grows
 # how the steps of a target model run
 PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"
 
 
 class GivenTokens(Proposer):
-    """Proposes the same guesses in every step and computes nothing."""
+    """Proposes the same draft tokens in every step without computing anything."""
 
     def __init__(self, target_model: TargetModel, num_heads: int) -> None:
         self.num_heads = num_heads
         self._vocab_size = target_model.vocab_size
 
     def propose(self, step: DraftStep, states: Any) -> Proposal:
-        """Return the last tokens with the guesses below them."""
+        """Return the last token of each row, followed by the same draft tokens."""
         guesses = (
             torch.arange(1, step.tree.size + 1, device=step.last_tokens.device) % self._vocab_size
         )
@@ -40,12 +42,12 @@ class GivenTokens(Proposer):
 
 
 class Context:
-    """A KV cache with `length` positions of random keys and values, and steps after them that are run
-    again and again.
+    """A KV cache with `length` positions of random keys and values, and steps that run repeatedly
+    after them.
 
-    A step is what `Decoder` runs between two tokens, but for the heads: compaction, the
-    target model, logits, acceptance with its transfer to the host. Tensors are created in inference
-    mode, since compiled passes specialize on it.
+    A step is everything that `Decoder` runs per step except the heads: compaction, target model,
+    logits, acceptance and its transfer to the host. Tensors are created in inference mode, because
+    compiled passes specialize on it.
     """
 
     @torch.inference_mode()
@@ -69,7 +71,7 @@ class Context:
 
 
 class TargetModelStep:
-    """A step of all rows after `length` positions, and the way back to the state before it."""
+    """A step of all rows after `length` positions. `prepare` restores the state before it."""
 
     def __init__(self, steps: Steps, target_model: TargetModel, length: int) -> None:
         self.steps = steps
@@ -95,7 +97,7 @@ class TargetModelStep:
 
 
 def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows: int) -> None:
-    """Write `length` positions of random keys and values to a KV cache, which takes no prefill."""
+    """Fill `length` positions of a KV cache with random keys and values, in place of a prefill."""
     config = target_model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(
@@ -113,7 +115,9 @@ def write_random(target_model: TargetModel, kv_cache: KVCache, length: int, rows
 
 
 def proposal(target_model: TargetModel, draft: MedusaDraft, tree: Tree) -> Callable[[], object]:
-    """Return `draft.propose` for one state, replayed where steps are."""
+    """Return a call of `draft.propose` for one state. It is replayed as a graph if the target
+    model's steps are.
+    """
     device = target_model.device
     tree = tree.to(device)
     hidden = torch.randn(1, target_model.hidden_size, device=device, dtype=target_model.dtype)
@@ -133,7 +137,7 @@ def proposal(target_model: TargetModel, draft: MedusaDraft, tree: Tree) -> Calla
 
 
 def how_steps_run(target_model: TargetModel) -> str:
-    """Return `PASSES`, `STATIC` or `GRAPHS`; to be asked after the steps have run, for a capture
+    """Return `PASSES`, `STATIC` or `GRAPHS`. Call it after the steps have run, because a capture
     may fail.
     """
     runner = target_model.step_runner
@@ -155,7 +159,7 @@ class Loop:
         self._steps: Iterator[Any] = iter(())
 
     def prepare(self) -> None:
-        """Run the prefill where no further step fits."""
+        """Restart with a prefill if no further step fits."""
         if self._left < self._longest_step:
             self._steps = self._decoder.stream(self._prompt, LOOP_TOKENS, eos_ids=())
             next(self._steps)  # the prefill's token

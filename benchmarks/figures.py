@@ -1,11 +1,11 @@
 """Write the figures of README, docs/ and the result pages from the committed JSON.
 
-python benchmarks/figures.py            # writes them
-python benchmarks/figures.py --check    # lists the pages that differ and exits with 1
+python benchmarks/figures.py            # write the figures
+python benchmarks/figures.py --check    # list the pages that differ; exit code 1 if there are any
 
-`templates/` has a Jinja template for each page with figures, under the page's path. It reads the
-JSON of `results/` by name and writes the blocks of the page: a block is what is between
-`<!-- NAME:start -->` and `<!-- NAME:end -->`. Everything else is edited in the page.
+`templates/` has a Jinja template for each page with figures, under the page's path. A template
+reads the JSON files of `results/` by name and writes the blocks of the page. A block is the text
+between `<!-- NAME:start -->` and `<!-- NAME:end -->`. Everything else is edited in the page itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = re.compile(r"<!-- (\w+):start -->\n.*?\n<!-- \1:end -->", re.DOTALL)
 
 
 def fixed(value: float, digits: int = 2) -> str:
-    """Write a number with so many digits."""
+    """Write a number with `digits` digits after the point."""
     return f"{value:.{digits}f}"
 
 
@@ -49,7 +49,7 @@ def times(value: float, interval: Sequence[float] | None = None) -> str:
 
 
 def over(values: Sequence[Any] | None, digits: int = 3) -> str:
-    """Write a ratio stored as [value, low, high] or [value, [low, high]]; a dash for none."""
+    """Write a ratio stored as [value, low, high] or [value, [low, high]]; a dash for None."""
     if values is None:
         return "-"
     value, *interval = values
@@ -59,7 +59,7 @@ def over(values: Sequence[Any] | None, digits: int = 3) -> str:
 
 
 def speed(value: float) -> str:
-    """Write tokens per second: whole numbers from 100 on, else one digit."""
+    """Write tokens per second: without decimals from 100 on, else with one."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -69,8 +69,8 @@ def shares(values: Iterable[float]) -> str:
 
 
 def equal(overall: Mapping[str, Any], separator: str = "/") -> str:
-    """Write how many answers are equal in bfloat16, of those compared (older reports compared all);
-    a dash if none was.
+    """Write how many of the compared answers are equal in bfloat16; a dash if none was compared.
+    Older reports compared all answers.
     """
     if overall["equal_answers_bf16"] is None:
         return "-"
@@ -79,7 +79,7 @@ def equal(overall: Mapping[str, Any], separator: str = "/") -> str:
 
 
 def title(name: str) -> str:
-    """Return the question that a result page answers: its heading."""
+    """Return the heading of a result page, which is the question that it answers."""
     page = ROOT / "docs" / "results" / f"{name}.md"
     return page.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
 
@@ -101,7 +101,9 @@ FILTERS = {
 
 
 def environment() -> Environment:
-    """Return templates that know the filters and, by name, the content of each JSON file."""
+    """Return a Jinja environment with the filters, and with each JSON file's content as a global of
+    the file's name.
+    """
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -116,9 +118,11 @@ def environment() -> Environment:
 
 
 def pages() -> dict[Path, str]:
-    """Return each page with figures, by path, as its template and the JSON have it.
+    """Return by path the text of each page with figures, with its blocks rendered from template and
+    JSON.
 
-    Raises KeyError if a page has a block that its template lacks.
+    Raises:
+        KeyError: a page has a block that its template lacks.
     """
     templates = environment()
     written = {}
@@ -132,7 +136,7 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the pages, or with `--check` list those that differ."""
+    """Write the pages; with `--check` only list the pages that differ."""
     is_check = "--check" in arguments
     differing = 0
     for path, text in pages().items():

@@ -1,16 +1,17 @@
 """Run everything that needs a GPU, and write one page and one JSON file. Start it as `bash
 benchmarks/gpu.sh`.
 
-    bash benchmarks/gpu.sh --dry-run          # list and check every step, and the wheels; needs no GPU
+    bash benchmarks/gpu.sh --dry-run          # list and check all steps and wheels; needs no GPU
     WHEELS=wheels bash benchmarks/gpu.sh      # 31 minutes at most
     WHEELS=wheels bash benchmarks/gpu.sh --part 2   # one part of 8 minutes at most
-    WHEELS=wheels bash benchmarks/gpu.sh --minutes 15   # or 8: what is worth most, first things first
+    WHEELS=wheels bash benchmarks/gpu.sh --minutes 15   # or 8: only the most useful steps
 
-Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same
-command, also on another machine that has `--out`. Logs, runs and raw measurements go to `--work`.
+Finished steps are recorded in gpu.json and not run again. So the same command continues an
+interrupted run, also on another machine that has the directory `--out`. Logs, runs and raw
+measurements go to `--work`.
 
-Exit codes: 0 every step succeeded or could run, 1 one did not, 2 usage, 130 interrupted (Ctrl-C), 143
-terminated.
+Exit codes: 0 if every step succeeded (with `--dry-run`: can run), 1 if one did not, 2 for a usage
+error, 130 if interrupted (Ctrl-C), 143 if terminated.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from medusa_train.training.stop_signals import signals_as_interrupts
 MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL
 DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
-#: Of a report of medusa-eval.
+#: Metrics that are copied from a report of medusa-eval.
 OVERALL = (
     "answers",
     "acceleration_rate",
@@ -120,10 +121,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Step]:
-    """Return the steps to run: of this part, not finished, or finished and needed again for their
-    files.
+    """Return the steps to run: the unfinished steps of this part, and finished steps whose missing
+    files a later step needs.
 
-    A later step may need a trained model that another machine made.
+    For example, a later step may need a model that was trained on another machine.
     """
     chosen: list[Step] = []
     for step in reversed(steps):
@@ -136,16 +137,18 @@ def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Ste
 
 
 def is_done(step: Step, record: Record) -> bool:
-    """Return whether a step is finished with these arguments: plans share names."""
+    """Return whether a step is finished with the same arguments. Plans may use the same step name
+    with other arguments.
+    """
     finished = record["steps"].get(step.name, {})
     return finished.get("status") == DONE and finished.get("words") == list(step.words)
 
 
 def run_step(step: Step, log: Path, left: float = math.inf) -> Record:
-    """Run one step with its output in `log`, and stop it and its children at its limit.
+    """Run one step with its output in `log`; stop it and its children at its time limit.
 
     Args:
-        left: seconds of all steps that are left.
+        left: seconds that are left for all steps together.
     """
     if left < step.expected / 2:
         return {"status": SKIPPED, "seconds": 0, "reason": f"{max(0, left):.0f} s were left"}
@@ -159,7 +162,7 @@ def run_step(step: Step, log: Path, left: float = math.inf) -> Record:
         return {"status": SKIPPED, "seconds": 0, "reason": "; ".join(absent)}
     log.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (step.page, step.figures)):
-        (ROOT / path).unlink(missing_ok=True)  # what an earlier run measured is not this one's
+        (ROOT / path).unlink(missing_ok=True)  # results of an earlier run
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -181,23 +184,23 @@ def run_step(step: Step, log: Path, left: float = math.inf) -> Record:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, those included that it left behind; Ctrl-C lets pytest write
-    its report.
+    """End a process and all of its children, including those that outlive it. SIGINT lets pytest
+    write its report before it ends.
     """
     try:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-    finally:  # also where another Ctrl-C ends the wait
+    finally:  # also if another Ctrl-C ends the wait
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def results_of(step: Step) -> Record:
-    """Read the page and the figures that a step wrote, without title and machine, which the report
-    says once.
+    """Read the page and the figures that a step wrote. Title and machine are left out, because the
+    report contains them once.
     """
     found: Record = {}
     if step.page is not None and (ROOT / step.page).exists():
@@ -225,11 +228,11 @@ def results_of(step: Step) -> Record:
 
 
 def test_results(path: Path) -> Record:
-    """Count the tests of a JUnit report, and list those that failed with the first line of their
+    """Count the tests in a JUnit report, and list each failed test with the first line of its
     error.
     """
     root = ET.parse(path)
-    suite = next(root.iter("testsuite"))  # counts only tests that ended
+    suite = next(root.iter("testsuite"))  # its counts include only tests that ended
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     failed = [
         f"{case.get('name')}: {part.get('message', '').partition(chr(10))[0][:160]}"
@@ -241,13 +244,13 @@ def test_results(path: Path) -> Record:
     return {"passed": passed, "skipped": count["skipped"], "failed": failed}
 
 
-test_results.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
+test_results.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def run(
     steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str] | None = None
 ) -> bool:
-    """Run what is pending and write the report after every step; returns whether all of it
+    """Run the pending steps and write the report after every step; return whether all of them
     succeeded.
     """
     record = load_record(args.out)
@@ -277,7 +280,7 @@ def run(
         )
         record["steps"][step.name] = better_of(record["steps"].get(step.name, {}), one)
         record["goals"] = goals(record["steps"])
-        # from which a later run continues
+        # a later run continues from this file
         write_result(args.out, "gpu", record, markdown(steps, record))
         succeeded = succeeded and one["status"] == DONE
     print(f"{args.out}/gpu.md, gpu.json: {progress(steps, record)}")
@@ -285,14 +288,16 @@ def run(
 
 
 def better_of(earlier: Record, one: Record) -> Record:
-    """Return what is kept of a step: a result of other arguments goes only when there is a new one."""
+    """Return which record of a step to keep: the new one, unless it failed and the earlier one is a
+    finished result.
+    """
     if one["status"] == DONE or earlier.get("status") != DONE:
         return one
     return {**earlier, "reason": f"run again: {one['status']}, {one['reason']}"}
 
 
 def load_record(out: Path) -> Record:
-    """Read what earlier runs finished; CheckpointError if it is damaged."""
+    """Read the record of earlier runs; CheckpointError if it is damaged."""
     path = out / "gpu.json"
     record: Record = {}
     if path.is_file():
@@ -310,7 +315,7 @@ def load_record(out: Path) -> Record:
 
 
 def check_writable(args: argparse.Namespace) -> None:
-    """Stop before the first step if its log or result could not be written; raises ConfigError."""
+    """Raise ConfigError before the first step if logs or results cannot be written."""
     for option, directory in (("--out", args.out), ("--work", ROOT / args.work)):
         existing = existing_parent(directory)
         try:
@@ -332,7 +337,7 @@ def progress(steps: Sequence[Step], record: Record) -> str:
 
 
 def goals(steps: Mapping[str, Record]) -> list[Record]:
-    """Compare the figures with the goals; a figure that was not measured is left out."""
+    """Compare the figures with the goals. Goals whose figure was not measured are left out."""
     found: list[tuple[str, float, str, float]] = []
     rows = [row for one in steps.values() for row in one.get("figures", {}).get("rows", [])]
     seven = [row for row in rows if row["shape"] == "7B" and "plain" in row.get("ms_and_floor", {})]
@@ -432,9 +437,7 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
 
 
 def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
-    """Print and check every step that would run, and the wheels; returns whether all of them could
-    run.
-    """
+    """Print and check every step that would run, and the wheels; return whether all can run."""
     todo = pending(steps, args.part, load_record(args.out))
     most = ALL_SECONDS if args.minutes is None else 60 * args.minutes
     most_of_part = PART_SECONDS if args.minutes is None and args.coder is None else most
@@ -463,7 +466,7 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
 
 
 def print_wheels() -> int:
-    """Print the wheels that the steps need, and how to get them; returns the number of problems."""
+    """Print the wheels that the steps need, and how to get them; return the number of problems."""
     needed = wheels()
     names = " ".join(f"{name}=={pin}" for name, pin in needed.items() if name not in BUILT)
     print(
@@ -482,7 +485,7 @@ def print_wheels() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run or check; the exit code is 0 if every step succeeded, or could."""
+    """Run or check the steps; return exit code 0 if every step succeeded, or can run."""
     args = parse_arguments(arguments)
     quiet_libraries()
     if args.coder is not None:
@@ -495,7 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_writable(args)
         if args.dry_run:
             return 0 if dry_run(steps, args) else 1
-        with signals_as_interrupts():  # a step would go on without this process, which SIGTERM ends
+        with signals_as_interrupts():  # so that SIGTERM also ends the running step
             return 0 if run(steps, args, arguments) else 1
     except MedusaError as error:
         print(f"error: {error}", file=sys.stderr)

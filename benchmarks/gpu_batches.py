@@ -1,13 +1,19 @@
-"""How fast does a batch of many rows decode, what must it cost at least, and where does the time go?
+"""How fast does a batch of many rows decode, how fast can it be, and where does the time go?
 
     python benchmarks/gpu_batches.py --shapes 1.5B 8B --rows 64 128
 
-What self-distillation runs, on random weights at the shapes of Qwen2.5 1.5B and Llama 3.1 8B, in bfloat16, by
-CUDA graphs. *Step*: plain steps of rows that all have `--context` positions, on the clock and under torch's
-profiler, by class of kernel; the floor is weights and cache over the measured bandwidth, or operations over
-the measured matrix rate. *Answers*: a batch that is refilled as that of medusa-selfdistill, with prompts and
-answers of different lengths, prefill included, greedy and sampled. Without a GPU a small stand-in runs.
-Writes gpu_batches.md and gpu_batches.json to `--out` after every figure; what fails is named in its row.
+Measures the decoding of self-distillation, with random weights at the shapes of Qwen2.5 1.5B and
+Llama 3.1 8B, in bfloat16, with CUDA graphs.
+
+*Step*: plain steps of rows that all have `--context` positions. They are timed, and profiled by
+torch's profiler by class of kernel. The floor is the larger of two times: the bytes of weights and
+cache divided by the measured bandwidth, and the operations divided by the measured matrix rate.
+
+*Answers*: a batch that is refilled as in medusa-selfdistill, with prompts and answers of different
+lengths, prefill included, greedy and sampled.
+
+Without a GPU, a small model is measured in place of the large ones. Writes gpu_batches.md and
+gpu_batches.json to `--out` after every figure. The row of a failed measurement shows the error.
 """
 
 from __future__ import annotations
@@ -50,11 +56,12 @@ from medusa_train.models.precision import default_device, release_memory
 from medusa_train.trees.tree import Tree
 
 DTYPE = "bfloat16"
-# positions behind the context: steps that are timed and profiled grow by one each, below 256
+# numbers of steps: timed on a GPU or a CPU (with three that warm up), and profiled. Each step adds
+# a position after the context, together fewer than 256
 TIMED, TIMED_ON_CPU, PROFILED = 100, 6, 5
-#: Tokens of prompts and of answers, from and to.
+#: Least and greatest number of tokens of prompts, and of answers.
 PROMPTS, ANSWERS = (32, 192), (32, 320)
-#: Of medusa-selfdistill's default.
+#: The default temperature of medusa-selfdistill.
 TEMPERATURE = 0.3
 Row = dict[str, Any]
 
@@ -83,7 +90,7 @@ def measure_step(one: Loaded, shape: Shape, rows: int, context: int, rates: Rate
 
 
 def step_seconds(step: TargetModelStep, device: torch.device) -> list[float]:
-    """Time steps in a row, after those that warm up and capture."""
+    """Time steps in a row, after three untimed steps that warm up and capture graphs."""
     for _ in range(3):
         step()
     count = TIMED if device.type == "cuda" else TIMED_ON_CPU
@@ -91,16 +98,16 @@ def step_seconds(step: TargetModelStep, device: torch.device) -> list[float]:
 
 
 def measure_answers(one: Loaded, rows: int, seconds: float, sampled: bool) -> Row:
-    """Count the tokens per second of a batch that is refilled for `seconds`, once it is full."""
+    """Measure the tokens per second of a full batch that is refilled for `seconds`."""
     draw = random.Random(0)
     decoder = BatchDecoder(one.target_model, None, Tree.empty())
     rule = Sampling(TEMPERATURE, 0, 1.0) if sampled else Greedy()
     batch = decoder.begin(ANSWERS[1], (), rule)
-    # 1. full, with answers at all stages
+    # 1. fill the batch, and run steps until its answers are at different stages
     refill(batch, rows, draw, one.target_model.vocab_size, sampled)
     for _ in range(ANSWERS[0] // 2):
         batch.step()
-    # 2. on the clock; a step hands over answers that are complete
+    # 2. time it; complete answers leave the batch in each step
     passes, tokens = decoder.passes, 0
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
@@ -122,7 +129,7 @@ def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sam
     requests = []
     for number in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(*PROMPTS))]
-        generator = torch.Generator().manual_seed(number) if sampled else Greedy()
+        generator = torch.Generator().manual_seed(number) if sampled else None
         requests.append(PendingRequest(number, prompt, generator))
     joined = len(batch.active)
     batch.add_requests(requests)
@@ -131,7 +138,9 @@ def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sam
 
 
 def measure(args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[Row]:
-    """Measure every shape, setting and number of rows; a row for what failed says how."""
+    """Measure every shape, setting and number of rows; the row of a failed measurement has the
+    error.
+    """
     for name in args.shapes:
         shape = Shape.or_small(name, device)
         shared: Loaded | None = None
@@ -155,7 +164,9 @@ def measure(args: argparse.Namespace, device: torch.device, rates: Rates) -> Ite
 
 
 def attempt(at: Row, measure_one: Callable[..., Row], *given: Any) -> Row:
-    """Return what was measured, or why it could not be: other figures do not depend on it."""
+    """Return the measured figures, or the error if measuring failed: other figures do not depend on
+    it.
+    """
     try:
         return {**at, **measure_one(*given)}
     except Exception as error:
@@ -163,7 +174,7 @@ def attempt(at: Row, measure_one: Callable[..., Row], *given: Any) -> Row:
 
 
 def write_report(out: Path, machine: Row, context: int, rates: Rates, rows: Sequence[Row]) -> str:
-    """Write gpu_batches.md and gpu_batches.json; returns the page."""
+    """Write gpu_batches.md and gpu_batches.json; return the page."""
     kinds = [*CLASSES, "other"]
     steps, answers, failed = [], [], []
     for row in rows:

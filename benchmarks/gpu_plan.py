@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.sh runs on a GPU, in which parts, and what has to be there before it starts."""
+"""The steps that benchmarks/gpu.sh runs on a GPU, their parts, and the files that they need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PART_SECONDS, ALL_SECONDS = 480, 1860  # of one part, and of all of them, at most
-#: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds,
-# and estimates of the start of a script, of loading a model and timing its heads, of compiling
-# it, and of a process of train.py.
+PART_SECONDS, ALL_SECONDS = 480, 1860  # time limits of one part, and of all parts together
+#: The benchmarks' time limits are computed from these values, in this order: --seconds of decode.py
+#: and of train.py; then estimates for starting a script, for loading a model and timing its heads,
+#: for compiling it, and for one process of train.py.
 TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = (
     10,
     8,
@@ -22,11 +22,12 @@ TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCE
     45,
     20,
 )
-# processes that share the GPU: tests time nothing, and count the memory of their own process
+# test processes that share the GPU: tests measure no times, and only their own process's memory
 TEST_WORKERS = 8
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
-#: What the steps import beyond PyTorch's image with transformers, and what that requires.
+#: Packages that the steps import but that PyTorch's image with transformers lacks, and their
+#: requirements.
 WHEELS = (
     "accelerate",
     "annotated-types",
@@ -49,7 +50,7 @@ WHEELS += (
     "pydantic",
 )
 WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "execnet", "typing-inspection")
-#: Packages that PyPI has as source only: their wheels are built, and need torch for that.
+#: Packages that PyPI has only as source. Their wheels must be built, which needs torch.
 BUILT = ("deepspeed",)
 COMMANDS = {
     "train": "medusa_train.cli.train",
@@ -63,11 +64,14 @@ class Step:
     """One command of the plan.
 
     Attributes:
-        words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments. expected,
-        limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
-        needs: files and directories that it reads, with the command that makes each.
-        makes: what later steps read. page, figures: files that it writes for the report, of tests
-            JUnit's XML.
+        words: `pytest`, `train`, `eval`, `selfdistill` or a script of benchmarks/, and its
+            arguments.
+        expected: seconds that it should take on a data-center GPU.
+        limit: seconds after which it is stopped.
+        needs: files and directories that it reads, each with the command that makes it.
+        makes: file that later steps read.
+        page: Markdown file that it writes for the report.
+        figures: JSON file that it writes for the report; for tests JUnit's XML.
     """
 
     name: str
@@ -90,7 +94,7 @@ class Step:
 
 
 def plan(work: str = "runs/gpu") -> list[Step]:
-    """List the steps in order; their output goes below `work`."""
+    """List the steps in order. They write to subdirectories of `work`."""
 
     def train(name: str, part: int, expected: int, limit: int, needs: Mapping[str, str]) -> Step:
         run = f"{work}/{name}"
@@ -228,10 +232,10 @@ def script(
 
 
 def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
-    """List what 15 or 8 minutes are worth most for, in this order; `--minutes`.
+    """List the most useful steps for 15 or 8 minutes (`--minutes`), the most useful first.
 
-    Each step writes its result when it ends, and decoding and training also after every context and
-    case, so that a machine that is taken away loses little.
+    Each step writes its result when it ends. decode.py and train.py also write after every context
+    or case, so that little is lost if the machine is taken away.
     """
 
     def step(name: str, expected: int, limit: int, *words: str) -> Step:
@@ -273,10 +277,10 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
 
 
 def problems_of(step: Step, makers: Iterable[Step]) -> list[str]:
-    """Check the arguments of a step and that its files exist, or that earlier steps make them.
+    """Check the arguments of a step, and that its files exist or that another step makes them.
 
     Args:
-        makers: the whole plan.
+        makers: all steps of the plan.
     """
     made = {other.makes for other in makers}
     missing = [path for path in step.needs if path not in made and not (ROOT / path).exists()]
@@ -297,11 +301,10 @@ def problems_of(step: Step, makers: Iterable[Step]) -> list[str]:
 def command_problems(
     program: str, arguments: Sequence[str], made: Iterable[str | None]
 ) -> list[str]:
-    """Parse the arguments of medusa-train or medusa-eval, validate the configuration, and look for
-    its files.
+    """Parse the arguments of a command, validate the configuration, and check that its files exist.
 
     Args:
-        made: paths that need not exist.
+        made: paths that need not exist yet.
     """
     import typer
     from typer.main import get_command
@@ -312,7 +315,7 @@ def command_problems(
     from medusa_train.evaluation.questions import load_bench
 
     module = importlib.import_module(COMMANDS[program])
-    # click's, which newer versions of typer carry themselves
+    # click's UsageError, which newer versions of typer contain themselves
     (usage_error,) = typer.BadParameter.__bases__
     try:
         given = get_command(module.app).make_context(program, list(arguments)).params
@@ -321,7 +324,7 @@ def command_problems(
         }
         words = flags.pop("arguments", None) or []
         if program == "selfdistill":
-            # options of the command that are no keys
+            # drop options of the command that are not configuration keys
             flags = {key: value for key, value in flags.items() if value and key != "local_rank"}
             read_arguments(SelfDistillConfig, words, flags=flags)
             return []
@@ -340,7 +343,7 @@ def command_problems(
 
 
 def test_problems(step: Step) -> list[str]:
-    """Collect the tests without running them."""
+    """Check that pytest can collect the tests, without running them."""
     command = [word for word in step.command if not word.startswith("--junitxml")]
     done = subprocess.run(
         [*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -351,11 +354,13 @@ def test_problems(step: Step) -> list[str]:
     return []
 
 
-test_problems.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
+test_problems.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def wheels() -> dict[str, str | None]:
-    """Return `WHEELS` with their versions in constraints.txt, None for one that it lacks."""
+    """Return the packages in `WHEELS` with their versions in constraints.txt; None if a package is
+    not listed there.
+    """
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==", 1) for line in lines if "==" in line)
     return {name: pins[name].split()[0] if name in pins else None for name in WHEELS}

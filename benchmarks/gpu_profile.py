@@ -3,10 +3,11 @@
     python benchmarks/gpu_profile.py decode --contexts 1024 4096 --nodes 0 63 --settings static compiled
     python benchmarks/gpu_profile.py train --parts medusa1_7b
 
-Runs steps at the shape of a 7B model under torch's profiler: the milliseconds of a step on the clock, those
-of its kernels, and for each class of kernels its milliseconds, number and share. What the clock has beyond
-the kernels are gaps between them. Without a GPU a small stand-in runs, whose operators are classed by name.
-Writes gpu_profile.md and gpu_profile.json to `--out` after every profile.
+Runs steps at the shape of a 7B model under torch's profiler. Reports the wall time of a step, the
+time of all its kernels, and for each class of kernels the time and the number. The difference
+between wall time and kernel time is gaps between kernels. Without a GPU a small model is profiled,
+and its operators are classified by name. Writes gpu_profile.md and gpu_profile.json to `--out`
+after every profile.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from medusa_train.cli.common import quiet_libraries
 from medusa_train.models.precision import default_device, release_memory
 from medusa_train.trees.tree import Tree
 
-#: Classes of kernels by what their names contain, the first that fits.
+#: Classes of kernels, and a pattern for their names. The first class that matches counts.
 CLASSES = {
     "attention": r"fmha|flash|attend|attention|_merge\b",
     "products": r"gemm|gemv|gemvx|cutlass|nvjet|xmma|cublas|splitk|dot_kernel|bmm|addmm|::mm|linear",
@@ -54,19 +55,24 @@ CLASSES = {
     "reductions": r"reduce|norm|mean|sum",
     "elementwise": r"triton|elementwise|vectorized|::mul|::add|::neg|silu|rsqrt|::pow|::cos|::sin",
 }
-LARGEST = 6  # kernels that are named
+LARGEST = 6  # the kernels that take longest are listed by name, this many
 STEPS_PROFILED = 5
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one step.
+    """The profile of one step.
 
     Attributes:
-        what, setting: of the step. context, nodes: of a decoding step.
-        ms, kernel_ms: on the clock, without the profiler, and of all kernels.
-        kernels: their number. classes: by class, milliseconds and number. largest: names of the
-            kernels that take longest, with the same.
+        what: name of the step.
+        setting: setting of a decoding step; "micro-batch" or "optimizer" for training.
+        context: positions before a decoding step; tokens of a row for training.
+        nodes: nodes of a decoding step's tree.
+        ms: wall time in milliseconds, measured without the profiler.
+        kernel_ms: milliseconds of all kernels.
+        kernels: number of kernels.
+        classes: milliseconds and number of kernels by class.
+        largest: name, milliseconds and number of the kernels that take longest.
     """
 
     what: str
@@ -89,12 +95,12 @@ def class_of(name: str) -> str:
 
 
 def profiled(step: Callable[[], object], count: int = STEPS_PROFILED) -> dict[str, Any]:
-    """Run a step `count` times on the clock and as often under the profiler; return the figures of
-    one.
+    """Time a step `count` times, then run it `count` times under the profiler; return the figures
+    of a single step.
     """
     cuda = torch.cuda.is_available()
     wait = torch.cuda.synchronize if cuda else (lambda: None)
-    # 1. on the clock
+    # 1. time the steps without the profiler
     step()
     wait()
     started = time.perf_counter()
@@ -102,7 +108,7 @@ def profiled(step: Callable[[], object], count: int = STEPS_PROFILED) -> dict[st
         step()
     wait()
     milliseconds = 1000 * (time.perf_counter() - started) / count
-    # 2. under the profiler
+    # 2. run them under the profiler
     activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
     with profile(activities=activities) as run:
         for _ in range(count):
@@ -112,8 +118,8 @@ def profiled(step: Callable[[], object], count: int = STEPS_PROFILED) -> dict[st
 
 
 def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
-    """Sum up the profiler's averages of `count` steps."""
-    found: list[tuple[str, float, float]] = []  # name, milliseconds and number of a step
+    """Summarize the profiler's events of `count` steps as figures of a single step."""
+    found: list[tuple[str, float, float]] = []  # kernel name; milliseconds and number per step
     for event in events:
         if cuda and event.device_type != DeviceType.CUDA:
             continue
@@ -134,7 +140,7 @@ def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
 
 
 def repeated_step(steps: Context, nodes: int) -> Callable[[], None]:
-    """Return a step over a tree that starts at the end of the context each time."""
+    """Return a function that runs a step over a tree, each time from the end of the context."""
     step = steps.step(likely_tree(nodes) if nodes else Tree.empty())
 
     def again() -> None:
@@ -151,7 +157,7 @@ def decoding(
     """Profile steps of a random model at the shape of a 7B model.
 
     Args:
-        failed: gets a line for each profile that failed; the others do not depend on it.
+        failed: a list that receives a line for each failed profile; the others are still run.
     """
     shape = Shape.or_small("7B", device)
     shared = None
@@ -204,7 +210,7 @@ def profile_training(part: str) -> Iterable[Profile]:
 
 
 def write_report(out: Path, machine: dict[str, Any], profiles: Sequence[Profile]) -> str:
-    """Write gpu_profile.md and gpu_profile.json; returns the page."""
+    """Write gpu_profile.md and gpu_profile.json; return the page."""
     kinds = [*CLASSES, "other"]
     lines = []
     for one in profiles:

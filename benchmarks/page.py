@@ -1,12 +1,19 @@
 """Draw the picture of a result page, NAME.svg, from the entry `chart` of NAME.json.
 
-python benchmarks/page.py [NAME ...]     # all committed results, or those named
+python benchmarks/page.py [NAME ...]     # the named results; without names all committed results
 
-An entry has the `title`, the `values` (name of each bar and its value, or [value, low, high] with
-the ends of its interval), and may have `unit` (suffix of the values), `reference` (value of a
-dashed line, usually the baseline's), `digits`, and `published` (value of a second bar, by name); or
-`curves` (points by name) and the title `x`. A page has a question, the answer in two sentences, the
-picture, one table, how it was measured, and limits.
+An entry `chart` describes bars or curves, and has a `title`. Keys of bars:
+
+- `values`: for each bar its name and its value, or [value, low, high] with the ends of its interval
+- `unit` (optional): suffix of the values
+- `reference` (optional): value of a dashed line, usually the baseline's
+- `digits` (optional): digits after the point
+- `published` (optional): by name, the value of a second bar
+
+Keys of curves: `curves` (points by name) and `x` (title of the x axis).
+
+A result page consists of a question, the answer in two sentences, the picture, one table, how it
+was measured, and limits.
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ PAGES = ROOT / "docs" / "results"
 
 
 def draw(description: Mapping[str, Any]) -> str:
-    """Draw a chart as the text of an SVG file; a bar that equals the reference has the second
-    colour.
+    """Draw a chart; return the text of an SVG file. A bar whose value equals the reference has the
+    second color.
     """
     if "curves" in description:
         shown = [
@@ -58,8 +65,8 @@ def draw(description: Mapping[str, Any]) -> str:
 
 
 def as_file(drawing: str) -> str:
-    """Make a drawing a file of its own, with the colours of the light page: a picture in Markdown
-    can't ask which background it is on.
+    """Turn a drawing into a standalone SVG file with the light page's colors, because an image in
+    Markdown cannot adapt to the page's background.
     """
     for variable, colour in COLOURS.items():
         drawing = drawing.replace(f"var({variable})", colour)
@@ -68,7 +75,7 @@ def as_file(drawing: str) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Draw the pictures of the committed results, or of those named."""
+    """Draw the pictures of the named results; without names of all committed results."""
     for path in sorted(RESULTS.glob("*.json")):
         description = json.loads(path.read_text(encoding="utf-8")).get("chart")
         if description and (not names or path.stem in names):

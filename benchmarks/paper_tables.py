@@ -1,5 +1,5 @@
-"""Experiments of `papers.py`: the schema of their YAML files (benchmarks/README.md), their page,
-JSON and picture.
+"""Experiments of `papers.py`: the schema of their YAML files (see benchmarks/README.md), and the
+page, JSON file and picture that they produce.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PAIRED_RESAMPLES = 10_000
 
 
 class Spec(BaseModel):
-    """A mapping of a YAML file; other keys are refused."""
+    """A mapping in a YAML file. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Run(Spec):
-    """A draft to train; without `config` the target model alone."""
+    """A draft to train and measure; without `config`, only the target model is measured."""
 
     title: str
     config: str | None = None
@@ -49,7 +49,9 @@ class Run(Spec):
 
 
 class Evaluation(Spec):
-    """What is measured of every run, or of `runs`; values of one entry of `sweep` go together."""
+    """An evaluation of every run, or only of `runs`. The lists in one entry of `sweep` are zipped,
+    and the entries are combined with each other.
+    """
 
     title: str = ""
     keys: Record
@@ -59,7 +61,7 @@ class Evaluation(Spec):
 
 
 class Column(Spec):
-    """A figure at these values of swept keys; or the mean of other columns."""
+    """A column: a figure at the swept values `where`, or the mean of other columns."""
 
     title: str
     figure: str = ""
@@ -70,8 +72,8 @@ class Column(Spec):
 
 
 class Chart(Spec):
-    """Bars of column `y` by row; with `x` curves, one for all rows whose titles differ in their
-    last part alone.
+    """A chart of column `y`: one bar per row. With `x`, curves: rows whose titles differ only in
+    the last part form one curve.
     """
 
     y: str
@@ -79,7 +81,9 @@ class Chart(Spec):
 
 
 class Published(Spec):
-    """What the paper reports: on which model and hardware, figures by row and column, and in words."""
+    """What the paper reports: model and hardware (`where`), figures by row and column, and claims
+    in sentences.
+    """
 
     where: str = ""
     rows: dict[str, dict[str, float | str]] = {}
@@ -104,8 +108,8 @@ class Experiment(Spec):
 
 @dataclass(frozen=True)
 class Point:
-    """A point to measure: a run, the number of an evaluation, the swept values, and all keys with
-    which it is run.
+    """A point to measure: a run, the number of an evaluation, the swept values, and all keys of the
+    evaluation.
     """
 
     run: str
@@ -115,13 +119,13 @@ class Point:
 
 
 def keys_of_columns(experiment: Experiment) -> set[str]:
-    """Return the swept keys that columns name; the others name rows."""
+    """Return the swept keys that distinguish columns; all others distinguish rows."""
     return {name for column in experiment.columns for name in column.where}
 
 
 def row_title(experiment: Experiment, point: Point, several: bool) -> str:
-    """Name the row of a point: run (if there are several), evaluation, and the swept values that no
-    column fixes.
+    """Return the title of a point's row: the run (if there are several), the evaluation, and the
+    swept values that no column fixes.
     """
     evaluation = experiment.evaluations[point.evaluation]
     fixed = keys_of_columns(experiment)
@@ -139,8 +143,8 @@ def row_title(experiment: Experiment, point: Point, several: bool) -> str:
 
 
 def look_up(record: Record, path: str) -> Any:
-    """Return a figure by its dotted path, in lists from 1, with its interval if it has one: [value,
-    low, high].
+    """Return a figure by its dotted path, in which list indices begin at 1; with its interval if it
+    has one, as [value, low, high].
     """
     value: Any = record
     for part in path.split("."):
@@ -187,8 +191,8 @@ def pivot(experiment: Experiment, figures: Sequence[tuple[Point, Record]]) -> di
 
 
 def ratio(first: Record, second: Record) -> list[float] | None:
-    """Return how many times more tokens per step the second draft takes, with its paired bootstrap
-    interval.
+    """Return the second draft's tokens per step divided by the first's, with a paired bootstrap
+    interval; None if they cannot be compared.
     """
     if first is second or "questions" not in first:
         return None
@@ -206,16 +210,17 @@ def ratio(first: Record, second: Record) -> list[float] | None:
 def compare_rates(
     first: Mapping[str, Counts], second: Mapping[str, Counts]
 ) -> tuple[float, Interval]:
-    """Return the ratio of the second run's rate (tokens over cost) to the first one's, with its 95
-    % interval.
+    """Return the second run's rate (tokens over cost) divided by the first run's, with its 95 %
+    interval.
 
-    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
-    and resampling pairs removes that variance (Efron and Tibshirani, "An Introduction to the
-    Bootstrap"). A rate is a ratio of sums over the drawn questions; the turns of a question are not
-    independent and form one unit.
+    The interval is a paired percentile bootstrap over questions. A question that is easy to draft
+    is easy for both runs, and resampling pairs removes this variance (Efron and Tibshirani, "An
+    Introduction to the Bootstrap"). A rate is a ratio of sums over the drawn questions. The turns
+    of a question are not independent, so they form one unit.
 
     Raises:
-        DataError: the questions differ, or both runs made steps in fewer than `LEAST_QUESTIONS`.
+        DataError: the questions differ, or both runs have steps in fewer than `LEAST_QUESTIONS`
+            questions.
     """
     if set(first) != set(second):
         unpaired = sorted(set(first) ^ set(second))[:5]
@@ -248,7 +253,7 @@ def cell_text(cell: Any, column: Column) -> str:
 
 
 def chart_of(experiment: Experiment, rows: Mapping[str, Record]) -> Record:
-    """Describe the picture, see `page.draw`."""
+    """Return the picture's description for `page.draw`."""
     chart, published = experiment.chart, experiment.published.rows
     title = f"{experiment.title}: {chart.y}"
     if chart.x is None:
@@ -284,8 +289,8 @@ def write_experiment(
     commands: Sequence[Sequence[str]],
     figures: Sequence[tuple[Point, Record]],
 ) -> None:
-    """Write NAME.md, NAME.json and NAME.svg with what is measured so far, the published figures
-    below ours.
+    """Write NAME.md, NAME.json and NAME.svg with everything measured so far. In the table, the
+    published figures are below ours.
     """
     rows, name, published = (
         pivot(experiment, figures),

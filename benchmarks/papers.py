@@ -1,20 +1,21 @@
-"""Train, measure and tabulate an experiment of a paper on any target model, with the published figures
-next to ours.
+"""Train, measure and tabulate an experiment of a paper on any target model, with the published
+figures next to ours.
 
-    make smollm2-model                                            # once: the default target model
-    python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues
+    make smollm2-model                                   # once: the default target model
+    python benchmarks/papers.py medusa_table2            # or a YAML file; run again to continue
     python benchmarks/papers.py kangaroo_table1 --configs configs/vicuna7b --inspect
     python benchmarks/papers.py drafts --runs medusa1 kangaroo --eval 'bench=mtbench:5' --set seed=7
-    python benchmarks/papers.py amphista_table4 --quick           # tiny target model, some minutes: does it run here?
+    python benchmarks/papers.py amphista_table4 --quick  # a test with the tiny target model, minutes
 
-The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides),
-evaluations (keys of `medusa-eval`, some of them swept), columns and published figures;
-benchmarks/README.md describes them. Runs are trained by `medusa-train` and measured by
-`medusa-eval`, as far as they are not finished, and both resume. With `count: true` one evaluation
-in batches is enough: the steps of all trees are simulated along plain greedy answers, and nothing
-depends on the clock. Runs and reports below `--out` are kept, shared by all experiments and told
-apart by their settings. NAME.md, NAME.json and NAME.svg are written after every run. Never run on a
-GPU.
+The files in benchmarks/papers/ list runs (a configuration of the family `--configs`, and
+overrides), evaluations (keys of `medusa-eval`, some of them swept), columns and published figures.
+benchmarks/README.md describes the format. `medusa-train` trains the runs and `medusa-eval` measures
+them, unless they are finished; both resume.
+
+With `count: true` one evaluation in batches is enough. The steps of all trees are simulated along
+plain greedy answers, so nothing depends on time. Runs and reports stay in `--out`. All experiments
+share them, and their names contain a digest of their settings. NAME.md, NAME.json and NAME.svg are
+written after every run. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from medusa_train.trees.tree import Tree
 
 EXPERIMENTS = ROOT / "benchmarks" / "papers"
 QUICK_STEPS = 4  # optimizer steps of a whole training with --quick
-COUNTED_ROWS = 16  # batch size of evaluations whose steps are counted, along plain answers
+COUNTED_ROWS = 16  # batch size of evaluations with `count: true`
 QUICK_EVAL = {
     "bench": "tiny:1",
     "limit": 2,
@@ -81,8 +82,8 @@ QUICK_EVAL = {
     "dtype": "float32",
 }
 QUICK_EVAL |= {"rouge": False}  # the tiny bench has no references
-MOST_NODES = 256  # of a random tree (Medusa, Configuration of Tree Attention)
-WIDEST = 10  # guesses of a head that are told apart
+MOST_NODES = 256  # most nodes of a random tree (Medusa, Configuration of Tree Attention)
+WIDEST = 10  # most guesses of a head in a random tree
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -123,7 +124,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def read_experiment(name: str) -> Experiment:
-    """Read an experiment by its name in benchmarks/papers/ or its path; raises ConfigError if it is
+    """Read an experiment by its name in benchmarks/papers/ or by its path; ConfigError if it is
     invalid.
     """
     path = EXPERIMENTS / f"{name}.yaml" if (EXPERIMENTS / f"{name}.yaml").is_file() else Path(name)
@@ -150,7 +151,7 @@ class Stage:
     overrides: tuple[str, ...]
 
     def load(self) -> TrainConfig:
-        """Return its configuration."""
+        """Return the run's configuration."""
         return load_config(TrainConfig, *split_arguments([self.config, *self.overrides]))
 
     @property
@@ -160,11 +161,11 @@ class Stage:
 
     @property
     def finished(self) -> Path:
-        """File that is written once it is trained."""
+        """The file that is written when the training is finished."""
         return self.directory.with_name(f"{self.directory.name}.json")
 
     def train(self) -> None:
-        """Train or resume it, unless it is finished."""
+        """Train the run, or resume it, unless it is finished."""
         if not self.finished.is_file():
             call("train", [*self.command, "resume_from_checkpoint=auto"])
             replace_text(
@@ -173,7 +174,7 @@ class Stage:
 
 
 class Plan:
-    """What an experiment has to train and to measure on a family of configurations."""
+    """The runs that an experiment trains and measures with a family of configurations."""
 
     def __init__(self, args: argparse.Namespace, experiment: Experiment) -> None:
         self.args, self.experiment = args, experiment
@@ -209,8 +210,8 @@ class Plan:
             self.stages(name)  # raises ConfigError before anything is trained
 
     def stages(self, name: str) -> list[Stage]:
-        """List the stages of a run's training, the one that is measured last; none for the target model
-        alone.
+        """List the stages of a run's training. The last stage is the one that is measured. The list
+        is empty for the target model alone.
         """
         run, args = self.experiment.runs[name], self.args
         if run.config is None:
@@ -220,9 +221,9 @@ class Plan:
         words = [*self.experiment.set, *self._length(run, config), *args.set, *run.set]
         if "{" in str(run.set):
             shape = target_model_config(self.family)
-            # layers after which the draft reads states
+            # {last}: the layers whose hidden states the draft reads
             last = [shape.num_hidden_layers - n for n in (3, 2, 1)]
-            # an MLP with as many weights as two square matrices
+            # {linears}: MLP size for as many weights as two square matrices
             linears = 2 * shape.hidden_size // 3
             for part, value in {
                 "mlp": shape.intermediate_size,
@@ -261,7 +262,7 @@ class Plan:
 
     @cached_property
     def family(self) -> TrainConfig:
-        """Configuration whose target model and data the runs without training share."""
+        """The configuration from which untrained runs take their target model and data."""
         return load_config(TrainConfig, Path(f"{self.args.configs}_m1.yaml"))
 
     @property
@@ -270,8 +271,8 @@ class Plan:
         return "sparse:" in self.experiment.model_dump_json()
 
     def points(self, name: str) -> Iterator[Point]:
-        """List what is measured of a run; values of one entry of `sweep` go together, those of
-        several are combined.
+        """Yield the points to measure of a run. The lists in one entry of `sweep` are zipped, and
+        the entries are combined with each other.
         """
         given = {
             key: yaml.safe_load(text)
@@ -295,7 +296,7 @@ class Plan:
             for chosen in itertools.product(*parts) if name in (one.runs or [name]) else ():
                 swept = dict(zip(names, itertools.chain(*chosen), strict=True))
                 named = given.keys() & swept.keys() - replaced
-                # else its columns name another
+                # skip the point if `--eval` sets another value of a key that distinguishes columns
                 if all(str(given[key]).startswith(str(swept[key])) for key in named):
                     yield Point(
                         name,
@@ -306,8 +307,8 @@ class Plan:
 
 
 def target_model_config(cfg: TrainConfig) -> Any:
-    """Return the target model's configuration; where it is not on this machine, a Llama's of the size
-    in its name.
+    """Return the target model's configuration. If the model is not on this machine, return the
+    configuration of a Llama of the size in the model's name.
     """
     try:
         return resolve_target_model(cfg.base_model)[1].get_text_config()
@@ -319,7 +320,9 @@ def target_model_config(cfg: TrainConfig) -> Any:
 
 
 def load_questions(text: str) -> Bench:
-    """Load BENCH[@CATEGORY+...][:N], the bench with these categories alone and N questions of each."""
+    """Load BENCH[@CATEGORY+...][:N]: the benchmark with only these categories and at most N
+    questions of each category.
+    """
     name, colon, count = text.rpartition(":")
     name, each = (name, int(count)) if colon and count.isdigit() else (text, sys.maxsize)
     name, _, categories = name.partition("@")
@@ -340,11 +343,12 @@ def load_questions(text: str) -> Bench:
 
 
 def named_tree(name: str, num_heads: int, fitted: Mapping[int, Tree]) -> Tree:
-    """Return chain:N, dense:AxBx..., random:SEED or sparse:N, no deeper than the draft.
+    """Return the tree named chain:N, dense:AxBx..., random:SEED or sparse:N, at most as deep as the
+    draft.
 
-    A random tree is the Cartesian product of random numbers of guesses of the first heads, drawn
-    until it has at most 256 nodes (Medusa, Configuration of Tree Attention); a sparse one is the
-    best of N nodes on held-out prompts.
+    A random tree is the Cartesian product of the first heads' guesses. The number of heads and of
+    each head's guesses are drawn until the tree has at most 256 nodes (Medusa, Configuration of
+    Tree Attention). A sparse tree is the best tree of N nodes on held-out prompts.
     """
     kind, _, value = name.partition(":")
     if kind == "chain":
@@ -364,7 +368,7 @@ TREE_NAME = re.compile(r"(chain|dense|random|sparse):[\dx]+")
 
 
 class Measurement:
-    """Measures the points of one run, and keeps the reports below `--out`."""
+    """Measures the points of one run, and keeps the reports in `--out`."""
 
     def __init__(self, plan: Plan, name: str) -> None:
         self.plan, self.args = plan, plan.args
@@ -409,8 +413,8 @@ class Measurement:
 
     @cached_property
     def _sparse(self) -> dict[int, Tree]:
-        """The best trees of the sizes that are asked for, on the answers that the run's own tree
-        was fitted to.
+        """The best trees of all required sizes, by size. They are fitted to the answers that the
+        run's own tree was fitted to.
         """
         directory = self.stages[-1].directory
         settings = DecodingSettings.load(directory / TREE) if (directory / TREE).is_file() else None
@@ -461,8 +465,8 @@ class Measurement:
 
 
 def trained_figures(runs: Sequence[Path]) -> Record:
-    """Return the tokens of all stages, and the number of parameters in the files of the last one's
-    draft.
+    """Return the number of tokens that all stages trained on, and the number of parameters of the
+    last stage's draft.
     """
     logged = [map(json.loads, read_lines(run / "metrics.jsonl")) for run in runs]
     tokens = sum(
@@ -477,10 +481,12 @@ def trained_figures(runs: Sequence[Path]) -> Record:
 
 
 def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> Record:
-    """Return the figures of a report; with a tree, those of its steps along the answers and nothing
-    that was timed.
+    """Return the figures of a report. With a tree, its steps are simulated along the answers, and
+    timed figures are left out.
 
-    The chains of drafts that stop early end with a token of at most `threshold`.
+    Args:
+        threshold: a draft that stops early ends its chain with the first token of at most this
+            confidence.
     """
     report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in read_lines(directory / "answers.jsonl")]
@@ -507,7 +513,7 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
         }
         figures["meta"] = {"early_stop": threshold}
     questions: dict[str, list[int]] = {}
-    sums = {True: [0, 0], False: [0, 0]}  # by whether an answer loops
+    sums = {True: [0, 0], False: [0, 0]}  # tokens and steps, by whether the answer loops
     for key, steps in accepted.items():
         for part in (questions.setdefault(str(key[0]), [0, 0]), sums[answers[key]["loops"]]):
             part[0] += answers[key]["tokens"] - 1
@@ -526,12 +532,12 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file; text within them may hold other line separators."""
+    """Return the lines of a file, split only at newlines: text may contain other separators."""
     return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a command of this project, also where it is not installed."""
+    """Return an environment in which commands of this project run even if it is not installed."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -539,19 +545,19 @@ def environment() -> dict[str, str]:
 
 
 def call(command: str, words: Sequence[str]) -> None:
-    """Run a command of the package; exits with its code if it fails."""
+    """Run a command of the package; if it fails, exit with its code."""
     words = [sys.executable, "-m", f"medusa_train.cli.{command}", *words]
     print("$", shlex.join(words), flush=True)
     process = subprocess.Popen(words, env=environment())
     while process.returncode is None:
-        with suppress(KeyboardInterrupt):  # the command gets it, too, and saves before it ends
+        with suppress(KeyboardInterrupt):  # the command also gets it, and saves before it ends
             process.wait()
     if process.returncode:
         raise SystemExit(process.returncode)
 
 
 def inspect(plan: Plan) -> None:
-    """Print what is to be trained and measured; `medusa-train ... --inspect` estimates each run."""
+    """Print what will be trained and measured; `medusa-train ... --inspect` estimates each run."""
     print(f"{plan.experiment.name}: {plan.experiment.title}")
     for name in plan.names:
         for stage in plan.stages(name):
@@ -563,7 +569,7 @@ def inspect(plan: Plan) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train and measure what is not finished; returns exit code 0, or that of an error."""
+    """Train and measure everything that is not finished; return exit code 0 or the error's code."""
     quiet_libraries()
     args = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)

@@ -1,10 +1,9 @@
 """Llamas of known shapes with random weights, their sizes, and the least time that a decoding step
 can take.
 
-Latency and memory do not depend on the values of weights, so a 7B model need not be downloaded. The
-device's rates are
-measured: a streaming read of a buffer larger than any cache, and a large matrix product for each
-    dtype.
+Latency and memory do not depend on the values of weights, so no 7B model has to be downloaded. The
+device's rates are measured with streaming reads of a buffer larger than any cache, and with a large
+matrix product for each dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa_train.models.loading import keep_trainable_kernels
 from medusa_train.models.precision import choose_kernels, default_device, emulates
 
-#: hidden size, MLP size, layers, attention heads, key/value heads, and the vocabulary where it is not
-# `VOCAB_SIZE`; 1.5B is Qwen2.5 without its biases, 8B is Llama 3.1
+#: Hidden size, MLP size, number of layers, attention heads and key/value heads, and the vocabulary
+#: size if it is not `VOCAB_SIZE`. 1.5B is Qwen2.5 without its biases, 8B is Llama 3.1.
 SHAPES: dict[str, tuple[int, ...]] = {
     "160M": (768, 3072, 12, 12, 12),
     "1B": (2048, 5632, 22, 32, 4),
@@ -33,10 +32,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "8B": (4096, 14336, 32, 32, 8, 128256),
     "13B": (5120, 13824, 40, 40, 40),
 }
-SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # stands in for all of them where there is no GPU
+SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # used in place of every other shape without a GPU
 VOCAB_SIZE = 32000
 CONTEXT = 8192
-# random numbers drawn once and copied; a prime, so that rows of a matrix differ
+# this many random numbers are drawn once and copied; a prime, so that the rows of a matrix differ
 RANDOM_BLOCK = 1_000_003
 
 
@@ -64,7 +63,7 @@ def random_model(
     """Create a model with random weights directly in `dtype` on `device`.
 
     Args:
-        shared: a model of this shape, whose weights are used in place of new ones.
+        shared: a model of the same shape, whose weights are used in place of new ones.
     """
     choose_kernels(default_device())
     with torch.device("meta"):
@@ -74,7 +73,7 @@ def random_model(
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
         return model.eval().requires_grad_(False)
     model.to_empty(device=device)
-    # a buffer, lost by to_empty
+    # create the rotary buffers again, because to_empty discards their values
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     generator = torch.Generator(device=device).manual_seed(0)
     block = torch.empty(RANDOM_BLOCK, dtype=torch.float32, device=device)
@@ -92,7 +91,7 @@ def random_model(
 
 
 def quantize_nf4(model: Any) -> None:
-    """Replace every linear layer except lm_head by its NF4 form, as loading in 4 bits does.
+    """Quantize every linear layer except lm_head to NF4 in place, as loading in 4 bits does.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -114,7 +113,7 @@ def quantize_nf4(model: Any) -> None:
                     **options,
                 )
             quantized.weight = Params4bit(weight, requires_grad=False, module=quantized, **options)
-            # `to` quantizes, on the same device as well
+            # `to` quantizes the weight, even if the device stays the same
             setattr(module, name, quantized.to(weight.device))
     model.is_loaded_in_4bit = True  # read by PEFT
     keep_trainable_kernels(model)
@@ -122,12 +121,16 @@ def quantize_nf4(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of weights (not bytes) of a Llama-like model.
+    """Sizes of a Llama-like model, in numbers of weights (not bytes).
 
     Attributes:
-        layers: L. hidden: d. vocab: V. body: matrices of all layers. norms: weights of all norms.
-        queries, keys: width of one position's queries (heads x head size), and of its keys or
-        values.
+        layers: number of layers L.
+        hidden: hidden size d.
+        vocab: vocabulary size V.
+        body: number of weights in the matrices of all layers.
+        norms: number of weights of all norms.
+        queries: width of one position's queries (heads x head size).
+        keys: width of one position's keys, which is also the width of its values.
     """
 
     layers: int
@@ -159,30 +162,34 @@ class Sizes:
 
     @property
     def read(self) -> int:
-        """Weights read by a step: all but the embedding table, of which single rows are read."""
+        """Number of weights that a step reads: all except the embedding table, of which it reads
+        only a few rows.
+        """
         return self.body + self.norms + self.vocab * self.hidden
 
     @property
     def total(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         return self.read + self.vocab * self.hidden
 
     def cached(self, context: int, batch: int) -> int:
-        """Keys and values of `context` positions in `batch` rows."""
+        """Return the number of cached keys and values of `context` positions in `batch` rows."""
         return 2 * self.layers * self.keys * context * batch
 
     def step_operations(self, nodes: int, context: int, batch: int) -> int:
-        """Multiplications and additions of a pass over `nodes` nodes, root included, in each row."""
+        """Return the multiplications and additions of a pass over `nodes` nodes per row, root
+        included.
+        """
         products = 2 * (self.body + self.vocab * self.hidden)
         attention = 4 * self.layers * self.queries * (context + nodes)  # scores and values
         return batch * nodes * (products + attention)
 
     def head_weights(self, heads: int) -> int:
-        """Weights of `heads` Medusa heads of one block."""
+        """Return the number of weights of `heads` Medusa heads with one block each."""
         return heads * (self.hidden**2 + self.hidden + self.vocab * self.hidden)
 
     def head_operations(self, heads: int, batch: int) -> int:
-        """Multiplications and additions of `heads` heads for one state in each row."""
+        """Return the multiplications and additions of `heads` heads for one state per row."""
         return 2 * batch * heads * (self.hidden**2 + self.vocab * self.hidden)
 
 
@@ -205,8 +212,8 @@ def measure_rates(device: torch.device, dtypes: Sequence[str], seconds: float = 
 
 
 def default_dtypes() -> list[str]:
-    """Return the dtypes that are measured unless others are named: float32, and bfloat16 unless
-    this is a CPU that emulates it.
+    """Return the dtypes that are measured by default: float32, and bfloat16 unless this is a CPU
+    that emulates it.
     """
     device = default_device()
     if device.type == "cpu" and emulates(device, torch.bfloat16):
@@ -217,7 +224,7 @@ def default_dtypes() -> list[str]:
 def read_bandwidth(device: torch.device, seconds: float = 1.0, size: int | None = None) -> float:
     """Return bytes per second of the fastest of several streaming reads of a `size`-byte buffer.
 
-    A sum may be bound by its additions, so maxima and matrix-vector products are tried as well.
+    A sum may be limited by its additions, so maxima and matrix-vector products are also tried.
     """
     buffer = torch.ones(
         (size or (4 << 30 if device.type == "cuda" else 512 << 20)) // 4, device=device
@@ -234,8 +241,9 @@ def matrix_rate(
 ) -> float:
     """Return operations per second of an n x n matrix product, 2 n^3 operations each.
 
-    Its numbers have both signs: a GPU takes less power, and may clock higher, where sums only grow.
-    A dtype that the device emulates takes minutes at the default width, so it gets a smaller one.
+    The matrices contain positive and negative numbers: with sums that only grow, a GPU takes less
+    power and may clock higher. A dtype that the device emulates would take minutes at the default
+    width, so it gets a smaller width.
     """
     width = width or (8192 if device.type == "cuda" else 2048)
     if emulates(device, dtype):
@@ -246,7 +254,7 @@ def matrix_rate(
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call; on a GPU by CUDA events, which include the wait for Python."""
+    """Return the seconds of one call; on a GPU by CUDA events, which include waits for Python."""
     if device.type != "cuda":
         started = time.perf_counter()
         call()
@@ -263,8 +271,8 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
 def fastest_call(
     call: Callable[[], object], device: torch.device, seconds: float, minimum: int = 3
 ) -> float:
-    """Return the seconds of the fastest of `minimum` or more calls within about `seconds`, after
-    one to warm up.
+    """Return the seconds of the fastest call, after a warm-up. At least `minimum` calls are timed,
+    for about `seconds`.
     """
     call()
     times: list[float] = []

@@ -14,12 +14,14 @@ from typing import Any
 
 from medusa_train.io import replace_text
 
-MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
-BUSY_PERCENT = 25  # use of all cores above which the machine counts as busy
+MAX_JSON_BYTES = 20_000  # most bytes of a result file; raw measurements stay in runs/
+BUSY_PERCENT = 25  # the machine counts as busy if more than this share of all cores is used
 
 
 def command_line(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser that shows the docstring of a script, with the directory of its results."""
+    """Return a parser that shows a script's docstring as help, and has the option `--out`, whose
+    default is `out`.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -28,14 +30,14 @@ def command_line(description: str | None, out: str) -> argparse.ArgumentParser:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return the kind of an error and its first line, for the row of what failed."""
+    """Return the type of an error and its first line, for the row of a failed measurement."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"failed: {type(error).__name__}: {lines[0][:200]}"
 
 
 def target_model_note(base_model: str) -> str:
-    """Return what must be said wherever drafts are compared on the tiny target model; empty for other
-    target models.
+    """Return the note that every comparison of drafts on the tiny target model needs; empty for
+    other target models.
     """
     if Path(base_model).name != "tiny":
         return ""
@@ -49,7 +51,8 @@ def machine_facts(script: str, arguments: Sequence[str] | None) -> dict[str, Any
     """Collect machine, versions, load, command and date for a result page.
 
     Args:
-        script: path of the benchmark. arguments: its command line; None: that of this process.
+        script: path of the benchmark.
+        arguments: its command line; None: this process's command line.
     """
     import torch
     import transformers
@@ -94,17 +97,17 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def stand_in_note(machine: Mapping[str, Any]) -> str:
-    """Return what pages say where a small model stands in for a large one; empty on a GPU."""
+    """Return a note that a small model was measured in place of a large one; empty on a GPU."""
     if machine["kind"] == "cuda":
         return ""
-    return " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    return " **Without a GPU a small stand-in ran; its figures are meaningless.**"
 
 
 def warn_if_busy() -> None:
     """Print a warning if other processes run now, before the benchmark begins."""
     import psutil
 
-    # not the load average, which contains what this process, or the benchmark before it, computed
+    # the load average would also contain work of this process, or of the benchmark before it
     percent = psutil.cpu_percent(interval=0.5)
     if percent > BUSY_PERCENT:
         print(f"warning: other processes use {percent:.0f} % of all cores: times will be too long")
@@ -146,16 +149,14 @@ def to_json(record: Mapping[str, Any]) -> str:
 def write_page(
     out: Path, name: str, title: str, record: Mapping[str, Any], parts: Sequence[str]
 ) -> str:
-    """Write `name`.json, and `name`.md with the title, the machine and these parts; returns the
-    page.
-    """
+    """Write `name`.json, and `name`.md with the title, the machine and `parts`; return the page."""
     page = "\n\n".join([f"# {title}", machine_line(record["machine"]), *filter(None, parts)]) + "\n"
     write_result(out, name, record, page)
     return page
 
 
 def write_result(out: Path, name: str, record: Mapping[str, Any], page: str) -> None:
-    """Write `name`.md and `name`.json into `out`; warns if the JSON is too large to be committed."""
+    """Write `name`.md and `name`.json to `out`; warn if the JSON is too large to be committed."""
     text = to_json(record)
     if len(text) > MAX_JSON_BYTES:
         print(

@@ -1,13 +1,19 @@
-"""What does a training step cost at the shape of a 7B model? Meant for a GPU.
+"""How much time and memory does a training step take at the shape of a 7B model? Meant for a GPU.
 
     python benchmarks/train.py --parts shape7b
-    python benchmarks/train.py --quick                   # a small stand-in where there is no GPU
+    python benchmarks/train.py --quick                   # a small model if there is no GPU
 
-Parts: `medusa1_7b` and `medusa2_7b` (the micro-batches that the recipe's configuration accumulates, and the
-optimizer), `shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `packed7b`
-(Medusa-1 on rows of several documents, by the fastest attention that is there, which is named), `unchecked7b`
-(Medusa-2 without gradient checkpointing). Medusa-2 has its teacher's pass. Every case runs in a process of its
-own. Writes train.md and train.json to `--out` after every case.
+Parts:
+
+- `medusa1_7b`, `medusa2_7b`: the micro-batches that the recipe's configuration accumulates, and the
+  optimizer. Medusa-2 includes its teacher's pass.
+- `shape7b`: both.
+- `compiled7b`: Medusa-1 with torch_compile, which Medusa-2 does not support.
+- `packed7b`: Medusa-1 on rows of several documents, with the fastest attention that is installed.
+  The page shows which one.
+- `unchecked7b`: Medusa-2 without gradient checkpointing.
+
+Every case runs in its own process. Writes train.md and train.json to `--out` after every case.
 """
 
 from __future__ import annotations
@@ -68,7 +74,7 @@ from medusa_train.training.estimate import Estimate
 from medusa_train.training.optimizer import build_optimizer, parameter_groups
 from medusa_train.training.target_model_recipe import build_target_model_recipe
 
-#: Whole steps of each part: recipe and method.
+#: The step that each part measures: recipe and method.
 STEPS = {
     "medusa1_7b": ("shape1", "ours"),
     "medusa2_7b": ("shape2", "ours"),
@@ -76,7 +82,7 @@ STEPS = {
     "packed7b": ("shape1", "packed"),
     "unchecked7b": ("shape2", "unchecked"),
 }
-#: What is trained, but for the model and the data.
+#: Configuration of each recipe; model and data are replaced.
 CONFIGS = {"shape1": "vicuna7b_m1.yaml", "shape2": "vicuna7b_m2.yaml"}
 METHOD_TITLES = {
     "compiled": ", compiled",
@@ -84,7 +90,7 @@ METHOD_TITLES = {
     "unchecked": ", no gradient checkpointing",
 }
 PARTS = ("shape7b", *STEPS)
-#: Shares of a packed row that its documents take.
+#: Lengths of the documents in a packed row, as shares of the row.
 DOCUMENTS = (0.06, 0.31, 0.13, 0.25, 0.25)
 TITLES = {
     "shape1": "Medusa-1, 7B shape, frozen target model in bfloat16",
@@ -94,15 +100,19 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A measurement.
 
     Attributes:
         what: one of `TITLES`.
         method: `ours`, `compiled` (with torch_compile), `packed` (several documents in a row), or
             `unchecked` (without gradient checkpointing).
-        tokens: of a row. heads: of the draft. rows: of a micro-batch. accumulation: micro-batches of
-            an optimizer step.
-        repeats: measurements at most. seconds: after which no further one begins.
+        dtype: dtype of the target model.
+        tokens: length of a row.
+        heads: number of the draft's heads.
+        rows: rows of a micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        repeats: most repeats.
+        seconds: no further repeat begins after this many seconds.
     """
 
     what: str
@@ -118,15 +128,19 @@ class Case:
 
 @dataclass
 class Result:
-    """What a case took.
+    """Time and memory of a case.
 
     Attributes:
-        fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens:
-            of one repeat.
-        peak: bytes beyond parameters, gradients and optimizer. total, estimate: bytes in all, measured
-            and by `--inspect`.
-        operations, rate: of one step, and of a large product per second.
-        attention: what computes it, in words (packed rows only).
+        fits: False if the memory was too small.
+        seconds: seconds of each repeat.
+        loss: loss of the last repeat.
+        tokens: number of tokens of one repeat.
+        peak: bytes in addition to parameters, gradients and optimizer states.
+        total: measured bytes in total.
+        estimate: bytes in total, as `--inspect` estimates them.
+        operations: operations of one step.
+        rate: operations per second of a large matrix product.
+        attention: description of the attention implementation (packed rows only).
     """
 
     fits: bool
@@ -147,8 +161,8 @@ class Result:
 
 
 def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]:
-    """Return the seconds of each repeat of `step` and the last value; reading a number back waits
-    for a GPU.
+    """Return the seconds of each repeat of `step`, and the last value. `step` returns a number, so
+    it waits for the GPU.
     """
     seconds: list[float] = []
     value = 0.0
@@ -165,12 +179,14 @@ def device_and_precision(case: Case) -> Precision:
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Sum the bytes of tensors; other values count nothing."""
+    """Sum the bytes of tensors; other values are ignored."""
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 class Step:
-    """One optimizer step: micro-batches with forward, loss and backward, then clipping and optimizer."""
+    """One optimizer step: forward, loss and backward for each micro-batch, then gradient clipping
+    and the optimizer.
+    """
 
     def __init__(self, cfg: TrainConfig, target_model: TargetModel, precision: Precision) -> None:
         self.cfg = cfg
@@ -197,7 +213,9 @@ class Step:
         self.optimizer = build_optimizer(cfg.optimizer, groups, precision.device)[0]
 
     def __call__(self, batch: Batch, accumulation: int = 1) -> float:
-        """Train on `batch` `accumulation` times, and return the loss of the last one."""
+        """Accumulate the gradients of `batch` `accumulation` times, update the weights, and return
+        the last loss.
+        """
         for _ in range(accumulation):
             loss = self.micro_batch(batch)
         self.update()
@@ -227,8 +245,8 @@ class Step:
 
 
 def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, TargetModel, Batch]:
-    """Create random weights at the shape of a 7B model, a small shape without a GPU, and one
-    micro-batch.
+    """Create a model with random weights at the shape of a 7B model (a small shape without a GPU),
+    and one micro-batch.
     """
     shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
     config = llama_config(*shape)
@@ -251,14 +269,14 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, TargetMo
 
 
 def document_lengths(tokens: int) -> list[int]:
-    """Divide a row of `tokens` tokens into `DOCUMENTS`."""
+    """Divide a row of `tokens` tokens into documents by their shares `DOCUMENTS`."""
     lengths = [max(1, round(share * tokens)) for share in DOCUMENTS[:-1]]
     return [*lengths, tokens - sum(lengths)]
 
 
 def measure_step(case: Case) -> Result:
-    """Measure a whole optimizer step of one micro-batch; memory on a GPU only."""
-    # 1. A model with optimizer states, before and after a step that warms up.
+    """Measure whole optimizer steps. Memory is measured only on a GPU."""
+    # 1. create the model, and run a warm-up step, which also creates the optimizer states
     precision = device_and_precision(case)
     device, dtype = precision.device, precision.dtype
     rate = matrix_rate(device, dtype, 1.0, None if device.type == "cuda" else 512)
@@ -273,12 +291,12 @@ def measure_step(case: Case) -> Result:
         torch.cuda.reset_peak_memory_stats()
     step = Step(cfg, target_model, precision)
     step(batch)
-    # 2. Steps on the clock, and the memory that they took.
+    # 2. time steps, and read their peak memory
     seconds, loss = repeated(lambda: step(batch, case.accumulation), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
     held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # with gradients
     peak = torch.cuda.max_memory_allocated() - before  # 0 without a GPU
-    # 3. What `--inspect` says of it, and what it needs to compute.
+    # 3. estimate memory as `--inspect` does, and count operations
     rows, width = batch.tokens.shape
     estimate = Estimate(cfg, target_model.config).memory(
         rows=rows, width=width, dtype=dtype, device=device.type
@@ -301,15 +319,15 @@ def measure_step(case: Case) -> Result:
 
 
 def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> int:
-    """Return the operations per token that a recipe needs; recomputed activations do not count.
+    """Return the operations per token that a recipe needs, without recomputing activations.
 
-    2 per weight forward, 2 for the gradient of the input and 2 for the weight's own. A frozen
-    target model below the heads runs forward alone, without lm_head; a frozen matrix under an adapter
-    needs no gradient of its own.
+    A weight needs 2 operations in the forward pass, 2 for the gradient of its input, and 2 for its
+    own gradient. A frozen target model below the heads runs only forward, without lm_head. A frozen
+    matrix under an adapter does not need its own gradient.
 
     Args:
-        tokens: length of a row; attention sees half of it on average. trained: parameters of the
-            adapter, 0 without.
+        tokens: length of a row; attention covers half of it on average.
+        trained: number of the adapter's parameters; 0 without an adapter.
     """
     attention = 4 * sizes.layers * sizes.queries * tokens // 2
     head = 6 * sizes.head_weights(heads)
@@ -394,7 +412,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """List the cases of the parts that were asked for."""
+    """List the cases of the chosen parts."""
     named = set(args.parts)
     if "shape7b" in named:
         named |= {"medusa1_7b", "medusa2_7b"}
@@ -413,14 +431,14 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def configured(what: str, changes: Sequence[str] = ()) -> TrainConfig:
-    """Return the configuration of a recipe with `changes`, as `key=value`."""
+    """Return the configuration of a recipe with the overrides `changes` (`key=value`)."""
     return load_config(TrainConfig, ROOT / "configs" / CONFIGS[what], changes)
 
 
 def measure_here(case: Case) -> Result:
-    """Measure `case` in this process, on a CPU with at most nine tenths of the free memory."""
+    """Measure `case` in this process. On a CPU it may use at most 90 % of the free memory."""
     free = free_memory(torch.device("cpu"))
-    # let an allocation fail before the machine kills a process
+    # with the limit, an allocation fails before the system kills a process
     if free is not None and not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * free),) * 2)
     try:
@@ -432,10 +450,10 @@ def measure_here(case: Case) -> Result:
 
 
 def measure_in_process(case: Case) -> Result:
-    """Measure `case` in a new process; one that was killed did not fit.
+    """Measure `case` in a new process. If the process is killed, the case does not fit.
 
     Raises:
-        RuntimeError: it failed for another reason, which it printed.
+        RuntimeError: the process failed for another reason, which it printed.
     """
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,6 +1,6 @@
 """Load a trained model for use from Python: `medusa_train.load`.
 
-Imports torch only once the paths are resolved: a wrong path is refused at once.
+torch is imported only after the paths are resolved, so a wrong path is rejected at once.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ def load(
         base_model: directory or Hugging Face hub name of the target model; defaults to the one that the
             heads were trained with. Given without `model`, the target model decodes plainly, without
             heads.
-        tree: tree file; defaults to tree.json next to the heads ("fixed"). "dynamic", or with nodes
-            and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
-        dtype: "float32", "bfloat16" or "float16"; "auto" or None: bfloat16 where the device has fast
+        tree: tree file; defaults to tree.json next to the heads ("fixed"). "dynamic", or
+            "dynamic:32x5" with nodes and depth, builds a tree in every step (EAGLE-3). The
+            generated text is the same.
+        dtype: "float32", "bfloat16" or "float16". "auto" or None: bfloat16 if the device has fast
             bfloat16 matrix products, else float16 on a GPU and float32 on a CPU. Weights that fit
-            into memory in bfloat16 only are loaded so, with a warning.
+            into memory only in bfloat16 are loaded in bfloat16, with a warning.
         chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the
             tokenizer's.
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
             defaults to the run's.
         special_tokens: tokens of the vocabulary by role, such as `{"eos_token": "<|im_end|>"}`;
-            defaults to the run's. Answers end at the tokenizer's EOS token, those of
-            generation_config.json, and the one that the chat template writes after an answer.
+            defaults to the run's. Answers end at the tokenizer's EOS token, the EOS tokens of
+            generation_config.json, and the token that the chat template writes after an answer.
         trust_remote_code: allow Python code that the target model's repository ships.
-        compile: compile the decoding passes with torch.compile: one to several minutes more to
-            start, faster steps.
+        compile: compile the decoding passes with torch.compile. The start takes one to several
+            minutes longer, and steps are faster.
         draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the
             heads, or next to them ("medusa+prompt_lookup").
-        draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}`
+        draft_settings: settings of `draft`, such as `{"max_ngram": 3, "nodes": 10}`
             (docs/reference/configuration.md); "rest" needs a `datastore`.
 
     Raises:
@@ -105,7 +106,7 @@ def _text_or_none(name: str | Path | None) -> str | None:
 
 
 def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | None:
-    """Validate a draft and its settings by the keys of `medusa-eval`."""
+    """Validate a draft and its settings, which are keys of `medusa-eval`."""
     keys: dict[str, object] = {"draft": draft}
     kind = draft.rpartition("+")[2]
     if settings and kind in LOOKUPS:

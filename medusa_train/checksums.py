@@ -1,7 +1,8 @@
-"""CRC-32 of files; and one within a safetensors file: of all its bytes, those of the checksum as zeros.
+"""CRC-32 of files, and of safetensors files that contain their own checksum.
 
-It is in the file's own metadata (`"crc32": "0a1b2c3d"`), so that file and checksum are replaced
-together, and other programs read the file as ever.
+The checksum in a safetensors file covers all bytes of the file, with zeros in place of the checksum
+itself. It is in the file's metadata (`"crc32": "0a1b2c3d"`), so that file and checksum are replaced
+together. Other programs can still read the file.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json, replace_file, warn_once
 
-#: The entry of the metadata as it is in a file before its checksum is known.
+#: Name of the metadata entry, and its value before the checksum is known.
 NAME = "crc32"
 EMPTY = "0" * 8
 _ENTRY = f'"{NAME}":"'.encode()
 _BLOCK = 1 << 20  # bytes at a time
-_LENGTH = 8  # bytes of a header's length, before the header
+_LENGTH = 8  # bytes of the length field before the header
 _MAX_HEADER = 100_000_000  # as in safetensors
 
 
@@ -29,7 +30,8 @@ def add_checksum(path: Path) -> None:
     """Add a checksum to a safetensors file, which is replaced atomically.
 
     Raises:
-        OSError: the file cannot be read or written. ValueError: it is no safetensors file.
+        OSError: the file cannot be read or written.
+        ValueError: it is not a safetensors file.
     """
 
     def write(target: Path) -> None:
@@ -46,9 +48,7 @@ def add_checksum(path: Path) -> None:
 
 
 def write_checksum(path: Path) -> None:
-    """Write the checksum of a safetensors file over the `EMPTY` one that it has, and flush it to
-    disk.
-    """
+    """Write the checksum of a safetensors file in place of its `EMPTY` one, and flush it to disk."""
     position = _position(path)
     assert position is not None
     value = checksum(path, position)
@@ -60,8 +60,8 @@ def write_checksum(path: Path) -> None:
 
 
 def check(path: Path, *, expected_here: bool = True) -> None:
-    """Compare a safetensors file with its checksum; one line says so where it has none and
-    `expected_here`: other programs write none.
+    """Compare a safetensors file with its checksum. Files of other programs have none; if it is
+    `expected_here`, one warning says so.
 
     Raises:
         CheckpointError: they differ, or the file cannot be read.
@@ -89,7 +89,7 @@ def check(path: Path, *, expected_here: bool = True) -> None:
 
 
 def _position(path: Path) -> int | None:
-    """Return where the checksum is in a file; None if there is none, or no readable header."""
+    """Return the byte offset of a file's checksum; None if it has none, or no readable header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH), "little")
         if length > min(_MAX_HEADER, path.stat().st_size):
@@ -106,7 +106,7 @@ def _position(path: Path) -> int | None:
 
 
 def checksum(path: Path, position: int | None = None) -> int:
-    """Return the CRC-32 of a file's bytes; those of its own checksum, at `position`, as zeros."""
+    """Return the CRC-32 of a file's bytes, with zeros for its own checksum at `position`."""
     value = 0
     with path.open("rb") as file:
         if position is not None:

@@ -1,5 +1,7 @@
-"""stdout and stderr of a command: no key is printed, and a failing terminal, pipe or log file never
-ends its work. Imports no other packages, so that it handles what happens while they are imported.
+"""stdout and stderr of a command. No key is printed, and a failing terminal, pipe or log file never
+ends the command.
+
+This module imports no other packages, so that it also handles errors while they are imported.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from typing import Any, TextIO, cast
 
 from medusa_train.hide_secrets import mask
 
-#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too
-# large, device failed.
+#: Errors of a write to an open file: no space, quota exceeded, file too large, device failed. They
+#: name no file.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-#: Errors of a write after which a later one can succeed: a full disk, a quota, a limit of size, a
-# reader that is slow. After any other the stream is gone: EIO of a terminal, EPIPE of a pipe.
+#: Errors of a write after which a later write can succeed: full disk, quota, size limit, slow
+#: reader. After any other error the stream is gone: EIO of a terminal, EPIPE of a pipe.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN)
 
 
@@ -30,10 +32,10 @@ def debugging() -> bool:
 
 
 class ConsoleStream(io.TextIOBase):
-    """A text stream whose failed writes are dropped and remembered, in place of raised.
+    """A text stream that drops failed writes and remembers the error, instead of raising it.
 
-    Everything that is printed passes through `write`. Whatever is not defined here is the wrapped
-    stream's.
+    Everything that is printed passes through `write`. Attributes that are not defined here are
+    those of the wrapped stream.
 
     Attributes:
         label: "stdout" or "stderr".
@@ -47,7 +49,7 @@ class ConsoleStream(io.TextIOBase):
         self._gone = False
 
     def write(self, text: str) -> int:
-        """Write `text` with keys masked, or drop it where the stream fails."""
+        """Write `text` with keys masked, or drop it if the stream fails."""
         shown = mask(text)
         self._try(lambda: self._stream.write(shown))
         return len(text)
@@ -57,7 +59,7 @@ class ConsoleStream(io.TextIOBase):
         self._try(self._stream.flush)
 
     def describe_failure(self) -> str | None:
-        """Return "stdout: No space left on device", or None if all could be written."""
+        """Return a message such as "stdout: No space left on device"; None if nothing failed."""
         if self.failure is None:
             return None
         return f"{self.label}: {self.failure.strerror or self.failure}"
@@ -71,7 +73,7 @@ class ConsoleStream(io.TextIOBase):
         return self._stream.isatty()
 
     def writable(self) -> bool:
-        """Return True: nothing that is written raises."""
+        """Return True: writing never raises."""
         return True
 
     @property
@@ -81,7 +83,7 @@ class ConsoleStream(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """What the wrapped stream does with characters that its encoding lacks."""
+        """How the wrapped stream handles characters that its encoding lacks."""
         return self._stream.errors
 
     def __getattr__(self, name: str) -> Any:
@@ -97,8 +99,8 @@ class ConsoleStream(io.TextIOBase):
             self._gone = error.errno not in _PASSING
 
     def discard(self) -> None:
-        """Send the buffered rest of a failed stream nowhere: the interpreter flushes it at exit,
-        and would report that as a failure.
+        """Redirect a failed stream to /dev/null. Otherwise the interpreter would flush its buffer
+        at exit, and report that as a failure.
         """
         if self.failure is None:
             return
@@ -112,8 +114,8 @@ class ConsoleStream(io.TextIOBase):
 def console_streams() -> Iterator[None]:
     """Make `sys.stdout` and `sys.stderr` ConsoleStreams within the `with` block.
 
-    A descriptor that was closed by whoever started the command is opened on /dev/null first: the
-    next file would get its number, and libraries would print into it.
+    If a standard descriptor is closed when the command starts, it is opened on /dev/null first.
+    Otherwise the next file would get its number, and libraries would print into that file.
     """
     _open_closed_descriptors()
     before = (sys.stdout, sys.stderr)
@@ -135,7 +137,7 @@ def _open_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     # the interpreter has no streams for descriptors that were closed when it started
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -144,7 +146,7 @@ def _open_closed_descriptors() -> None:
 
 
 def failed_streams() -> list[str]:
-    """List which of stdout and stderr could not be written and why; empty without a failure."""
+    """Return which of stdout and stderr could not be written, and why; empty without a failure."""
     streams = (_console_stream(sys.stdout), _console_stream(sys.stderr))
     failures = [stream.describe_failure() for stream in streams if stream is not None]
     return [failure for failure in failures if failure is not None]
@@ -160,7 +162,7 @@ def printed_all() -> int:
 
 
 def _console_stream(stream: object) -> ConsoleStream | None:
-    """Return `stream`, or what it passes its text on to: a bar of rich may be in between."""
+    """Return the ConsoleStream of `stream`, which a bar of rich may wrap; None if there is none."""
     stream = getattr(stream, "rich_proxied_file", stream)
     return stream if isinstance(stream, ConsoleStream) else None
 
@@ -168,8 +170,8 @@ def _console_stream(stream: object) -> ConsoleStream | None:
 def print_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print what ends the process, as the interpreter does, with keys masked; Ctrl-C while a command
-    is imported, and a help text that cannot be printed, in one line.
+    """Print an uncaught exception as the interpreter does, with keys masked. Ctrl-C while a command
+    is imported, and a full disk under a help text, are printed in one line.
     """
     if issubclass(kind, KeyboardInterrupt) and not debugging():
         print("error: interrupted", file=sys.stderr)
@@ -182,5 +184,5 @@ def print_uncaught(
     ):
         with suppress(OSError):
             print(f"error: stdout: {error.strerror}", file=sys.stderr)
-        os._exit(1)  # the interpreter would try to write the rest, and say that it cannot
+        os._exit(1)  # the interpreter would try to write the rest, and report an error
     sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))

@@ -1,15 +1,15 @@
-"""Keys never appear in what is printed or written: they are replaced by `***`.
+"""Mask keys: `***` replaces them in everything that is printed or written.
 
-A key is the value of an environment variable whose name says so (`OPENAI_API_KEY`, `HF_TOKEN`), one
-that a connection uses (`remember`), or one that a user wrote into a configuration
-(`remember_written`). These places mask, and everything passes through one of them:
+A key is the value of an environment variable with the name of a secret (`OPENAI_API_KEY`,
+`HF_TOKEN`), a key that a connection uses (`remember`), or one that a user wrote into a
+configuration (`remember_written`). Everything passes through one of these places, which mask keys:
 
 - `ConsoleStream.write` and `print_uncaught` (console_streams.py): stdout and stderr of commands;
 - `replace_text` (io.py) and `json_line` (json_lines.py): every text file of this project;
 - `MedusaError`: messages, for whoever catches them;
-- `wandb` (metrics_log.py): the configuration that it is sent.
+- `wandb` (metrics_log.py): the configuration that is sent to it.
 
-A text that is shortened, or wrapped at the console's width, is masked before (`excerpt`,
+If a text is shortened, or wrapped at the console's width, it is masked first (`excerpt`,
 `MaskingConsole`): half a key would not be found.
 """
 
@@ -24,22 +24,23 @@ from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
-#: Shorter values are placeholders of servers without keys (EMPTY, none), and occur in any text.
+#: Shorter values are not masked: they are placeholders for servers without keys (EMPTY, none), and
+#: occur in any text.
 SHORTEST_KEY = 8
 
 _SECRET_NAME = re.compile(
     r"(api[_-]?key|access[_-]?key|secret([_-]?key)?|token|password|passwd|kaggle[_-]key)$",
     re.IGNORECASE,
 )
-#: Names of tokens of a vocabulary, and of counts.
+#: Names that look like secrets, but are tokens of a vocabulary or counts.
 _VOCABULARY = re.compile(
     r"(bos|eos|eot|pad|unk|cls|sep|mask|special|max|num)_?(token|id)$", re.IGNORECASE
 )
-#: What people set for servers that need no key: a word, which occurs in other texts.
+#: Placeholders for servers without keys. They are not masked: such words occur in other texts.
 _WORD = re.compile(r"[a-z]{1,15}|not-needed|no-key-required|no-api-key|\d+")
 #: User name and password in an address.
 _ADDRESS = re.compile(r"(\w+://)[^/\s'\"]+@")
-#: Keys of OpenAI, Hugging Face and GitHub, wherever they come from.
+#: Keys of OpenAI, Hugging Face and GitHub, recognized by their form.
 _KNOWN_SHAPE = re.compile(r"\b(sk-[\w-]{20,}|hf_\w{30,}|gh[pousr]_\w{30,})")
 
 _keys: set[str] = set()
@@ -55,8 +56,8 @@ def forget_and_read_environment() -> None:
 
 
 def remember(key: str) -> None:
-    """Mask `key` from now on, each of its lines and words, and how JSON, HTML and addresses write
-    it.
+    """Mask `key` from now on: the whole, each of its words, and its escaped forms in JSON, HTML and
+    addresses.
     """
     for part in {key.strip(), *key.split()}:
         is_path = part.startswith(os.sep)
@@ -65,7 +66,7 @@ def remember(key: str) -> None:
 
 
 def remember_address(text: str) -> None:
-    """Mask the user name with the password of an address, and keys in its query."""
+    """Mask the user name and the password in an address, and keys in its query."""
     _, scheme, rest = text.partition("://")
     if not scheme:
         return
@@ -81,8 +82,8 @@ def remember_address(text: str) -> None:
 
 
 def remember_written(value: object, name: str = "") -> None:
-    """Mask what is under a name such as `api_key` anywhere in a configuration, or behind such
-    an option in a list of arguments.
+    """Mask the values of names such as `api_key` anywhere in a configuration, and the values after
+    such options in a list of arguments.
     """
     if isinstance(value, dict):
         for inner, item in value.items():
@@ -107,14 +108,14 @@ def _is_secret_name(name: str) -> bool:
 
 
 def mask_keys(text: str) -> str:
-    """Replace all known keys: for files, whose texts may hold addresses of other people."""
+    """Replace all known keys. For files: addresses in their texts may be data, and stay."""
     for key in sorted(_keys, key=len, reverse=True):
         text = text.replace(key, MASK)
     return text
 
 
 def mask(text: str) -> str:
-    """Replace all known keys, everything of the shape of one, and passwords in addresses: for
+    """Replace all known keys, everything that looks like a key, and passwords in addresses. For
     messages.
     """
     text = _ADDRESS.sub(rf"\1{MASK}@", text)
@@ -123,7 +124,7 @@ def mask(text: str) -> str:
 
 
 def mask_values(value: Any) -> Any:
-    """Return a copy of a configuration, all its texts masked: for dashboards."""
+    """Return a copy of a configuration with all its texts masked. For dashboards."""
     if isinstance(value, Mapping):
         return {name: mask_values(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

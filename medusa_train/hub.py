@@ -80,19 +80,20 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-#: Small files of a repository of heads, with a tokenizer's if a target model is next to them.
+#: Small files of a repository of heads, including those of a tokenizer if it also has a target
+#: model.
 _SETTINGS_FILES = ("*.json", "README.md", "tokenizer.model", "*.jinja", "*.txt")
 _WEIGHTS = ("*.safetensors",)
-#: Weights that are fetched where there are no safetensors; of such files only tensors are read.
+#: Weights to fetch if there are no safetensors. Only tensors are read from such files.
 _PICKLED_WEIGHTS = ("medusa_lm_head.pt", "pytorch_model*.bin")
 
 
 def fetch_heads(repo: str, *, weights: bool = True) -> Path:
-    """Return the directory of the files of a repository of heads in the hub's cache, fetched unless
-    the hub cannot be reached.
+    """Return the directory of a repository of heads in the hub's cache. Its files are fetched
+    first, unless the hub cannot be reached.
 
     Args:
-        weights: without them only config.json and other small files are fetched.
+        weights: if false, fetch only config.json and other small files.
 
     Raises:
         FetchError: it is not in the cache, and the hub does not have it, refuses it or cannot be
@@ -126,7 +127,7 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
 
 
 def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str) -> str:
-    """Say why `name` cannot be fetched without a network, and how it comes into `directory`."""
+    """Return why `name` cannot be fetched without a network, and how to download it."""
     of_dataset = " --repo-type dataset" if kind == "dataset" else ""
     return (
         "there is no network (or HF_HUB_OFFLINE is set), and it is not in the hub's cache: where"
@@ -137,8 +138,8 @@ def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str)
 def describe_hub_error(
     error: BaseException, name: str, kind: Literal["model", "dataset"]
 ) -> str | None:
-    """Return what the hub's answer to a request for `name` means and what to do, or None if `error`
-    is not from it.
+    """Return what the hub's answer to a request for `name` means and what to do; None if `error`
+    does not come from the hub.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
@@ -180,8 +181,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_connection_error(error: Any) -> bool:
-    """Return whether a client of HTTP lost its connection; the hub's client has an httpx package of
-    its own.
+    """Return whether an HTTP client lost its connection. Classes are compared by name, since the
+    hub's client has its own httpx package.
     """
     kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith("httpx")]
     return any(kind.__name__ == "TransportError" for kind in kinds)

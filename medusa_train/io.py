@@ -48,11 +48,11 @@ def warn_once(message: str) -> None:
 
 
 class RepeatedKeyError(ValueError):
-    """An object of JSON has a key twice; Python's reader keeps the last one in silence."""
+    """A JSON object has a key twice. Python's reader would silently keep the last value."""
 
 
 def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object of JSON; raises RepeatedKeyError."""
+    """Build a JSON object; raise RepeatedKeyError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -62,8 +62,8 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; ValueError for anything else, for deep nesting, and for an object with a key
-    twice.
+    """Parse JSON; raise ValueError if it is invalid, too deeply nested, or has a key twice in an
+    object.
     """
     try:
         return json.loads(text, object_pairs_hook=unique_object)
@@ -124,7 +124,7 @@ def sync(path: Path) -> None:
 
 
 def strict_json(value: Any, **options: Any) -> str:
-    """Encode `value` by `json.dumps`, a number that is NaN or infinite as null.
+    """Encode `value` by `json.dumps`. NaN and infinite numbers become null.
 
     JSON has no such numbers: Python's `NaN` makes other programs reject the whole file.
     """
@@ -192,8 +192,8 @@ def _errno(error: Exception) -> int | None:
 
 
 def make_readable(directory: Path) -> None:
-    """Give all files below a directory the mode that new files get; safetensors writes them for
-    their owner alone.
+    """Give all files below a directory the mode that new files get. safetensors makes its files
+    readable only for their owner.
     """
     probe = directory / ".mode"
     probe.touch()

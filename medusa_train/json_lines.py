@@ -57,8 +57,8 @@ class JsonLinesFile:
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; after an OSError (disk full) it is kept and written before the next
-        one, or by `flush`.
+        """Write one record. After an OSError (disk full) the record is kept, and written before the
+        next one or by `flush`.
         """
         self._pending += json_line(record)
         self._unsynced += 1
@@ -70,11 +70,11 @@ class JsonLinesFile:
         return self._pending.count(b"\n")
 
     def flush(self) -> None:
-        """Write what an earlier `append` could not."""
+        """Write the records that an earlier `append` could not write."""
         while self._pending:
             try:
                 self._pending = self._pending[self._file.write(self._pending) :]
-            except OSError as error:  # of a write, which names no file
+            except OSError as error:  # errors of a write name no file
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
         if self._fsync_every is not None and self._unsynced >= self._fsync_every:
             self._sync()
@@ -101,16 +101,17 @@ class JsonLinesFile:
 
 
 class MeasurementLog(Generic[Entry]):
-    """What was measured, appended to a file from which an interrupted measurement is resumed.
+    """Log of a measurement: a file to which results are appended, to resume after an interruption.
 
     Args:
         path: the file; created by `start`.
         settings: everything that answers and their times depend on, as plain JSON values.
         entry: reads and writes the JSON value of a line.
 
-    Attributes: header, entries: of an existing file with the same settings, up to the first invalid
-        line; else empty.
-        differing: settings in which an existing file differs; nothing of it is used then.
+    Attributes:
+        header: header of an existing file with the same settings; else empty.
+        entries: entries of this file up to the first invalid line; else empty.
+        differing: settings that differ in an existing file. Nothing of that file is used then.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], entry: TypeAdapter[Entry]) -> None:
@@ -139,8 +140,8 @@ class MeasurementLog(Generic[Entry]):
             self.header = header
 
     def resumption(self, what: str, units: str, count: int) -> str | None:
-        """Say whether an interrupted measurement, of which `count` units are there, is resumed;
-        None without one.
+        """Return a message on whether an interrupted measurement with `count` finished units is
+        resumed; None if there is none.
         """
         if self.differing:
             names = ", ".join(self.differing)
@@ -205,7 +206,7 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """Yield the JSON value of every complete line; None for a line that holds none."""
+    """Yield the JSON value of every complete line; None for a line that is not valid JSON."""
     for _, line in complete_lines(path):
         try:
             yield parse_json(line)

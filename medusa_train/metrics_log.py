@@ -1,8 +1,8 @@
 """Logs a training run's metrics: `metrics.jsonl`, the console, Weights & Biases, TensorBoard.
 
 A record is a mapping with `kind` ("train", "eval" or "skipped"), `step` (optimizer steps done) and
-that kind's figures. Every `MetricLogger` gets every record. A dashboard that fails is dropped with
-a warning; the run continues.
+the metrics of that kind. Every `MetricLogger` gets every record. A dashboard that fails is dropped
+with a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Record = Mapping[str, Any]
 Send = Callable[[dict[str, float], int], None]
 T = TypeVar("T")
 
-#: Seconds without a record after which a console that is not a terminal shows the step that
-# training is at.
+#: If a console is not a terminal, it shows the current step after this many seconds without a
+#: record.
 QUIET_SECONDS = 60.0
 
 
@@ -61,7 +61,7 @@ class MetricLoggers:
         self._loggers = list(loggers)
 
     def log(self, kind: str, step: int, figures: Record) -> None:
-        """Log `figures` of `kind` ("train", "eval", "skipped") after `step` optimizer steps."""
+        """Log metrics of `kind` ("train", "eval", "skipped") after `step` optimizer steps."""
         record = {"kind": kind, "step": step, **figures}
         for logger in self._loggers:
             logger.log(record)
@@ -83,7 +83,7 @@ class MetricsFile(MetricLogger):
     """Appends records to `metrics.jsonl`, one JSON object per line, each written at once.
 
     Lines that cannot be written (disk full) are kept and written, in order, with the next record.
-    Where stdout or stderr cannot be written, one record of kind "console" says so.
+    If stdout or stderr cannot be written, one record of kind "console" says so.
 
     `truncate_log` removes the lines that a run resumed after `step` will write again.
     """
@@ -110,7 +110,7 @@ class MetricsFile(MetricLogger):
         self._tell_of_console()
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write the pending records and close the file."""
         self._tell_of_console()
         self._try(self._file.flush)
         if lost := self._file.pending_lines:
@@ -121,7 +121,7 @@ class MetricsFile(MetricLogger):
         self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
 
     def _tell_of_console(self) -> None:
-        """Say once that the console cannot be written: nobody else can."""
+        """Record once that the console cannot be written: the console itself cannot show it."""
         failures = failed_streams()
         if failures and not self._told_of_console:
             self._told_of_console = True
@@ -144,8 +144,8 @@ def truncate_log(path: Path, step: int, evaluated: int) -> None:
     """Remove the lines that a run resumed after `step` will write again, and an incomplete last
     line.
 
-    These are records of later steps, and validations after step `evaluated`: one that was logged
-    but not saved with a checkpoint is repeated.
+    These are records of later steps, and validations after step `evaluated`. A validation that was
+    logged but not saved with a checkpoint is repeated.
     """
     replace_bytes(path, [line for _, line in complete_lines(path) if _keep(line, step, evaluated)])
 
@@ -159,8 +159,8 @@ def _keep(line: bytes, step: int, evaluated: int) -> bool:
 
 
 class ConsoleLogger(MetricLogger):
-    """Shows training on the console: a bar with the last figures on a terminal, one line per record
-    elsewhere.
+    """Shows training on the console: a bar with the latest metrics on a terminal, one line per
+    record elsewhere.
     """
 
     def __init__(self, console: Console, total_steps: int, step: int = 0, title: str = "") -> None:
@@ -171,8 +171,8 @@ class ConsoleLogger(MetricLogger):
         self._phase.start()
 
     def log(self, record: Record) -> None:
-        """Show a training record next to the bar; print others, and all where there is no bar, as a
-        line.
+        """Show a training record next to the bar. Print other records as a line; without a bar,
+        print all records.
         """
         if record["kind"] == "train" and self._is_terminal:
             self._phase.update(record["step"], bar_figures(record))
@@ -238,8 +238,8 @@ class Dashboard(MetricLogger):
     """An external service that plots metrics. It is dropped, with a warning on the console, at its
     first failure.
 
-    `start` connects to it and returns a function that sends figures of a step, and one that ends
-    it.
+    `start` connects to it. It returns a function that sends the metrics of a step, and one that
+    ends the connection.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Dashboard(MetricLogger):
             return None
 
 
-#: The id of the run at Weights & Biases, in `run_dir`/wandb.
+#: File in `run_dir`/wandb with the id of the run at Weights & Biases.
 WANDB_ID = "run_id.txt"
 
 
@@ -287,11 +287,12 @@ def wandb(
 ) -> Dashboard:
     """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb.
 
-    WANDB_MODE applies. A run that is resumed goes on as itself: its id is kept next to its files.
+    WANDB_MODE applies. A resumed run continues its run at Weights & Biases, since the id is stored
+    next to its files.
 
     Args:
-        run_id: the id of the run; None: that of the run before, or a new one.
-        config: the settings that it shows.
+        run_id: the id of the run; None: the stored id, or a new one.
+        config: the settings that Weights & Biases shows.
     """
 
     def start() -> tuple[Send, Callable[[], None]]:
@@ -326,8 +327,8 @@ def _stored_id(path: Path) -> str | None:
 
 
 def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
-    """Write event files to `run_dir`/tensorboard; a run resumed after `step` hides later ones of
-    the earlier run.
+    """Write event files to `run_dir`/tensorboard. A run resumed after `step` hides the events of
+    later steps that the earlier run wrote.
     """
 
     def start() -> tuple[Send, Callable[[], None]]:
@@ -360,8 +361,8 @@ def flat_figures(record: Record) -> dict[str, float]:
 
 
 def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """Return WANDB_MODE; unset, "online" where wandb is logged in, else "offline", so that no run
-    waits for a login.
+    """Return WANDB_MODE. If it is unset, return "online" if wandb is logged in, else "offline", so
+    that no run waits for a login.
     """
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("online", "offline", "disabled"):

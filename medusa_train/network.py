@@ -1,7 +1,7 @@
 """What the environment says about the network: proxies (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY,
 NO_PROXY) and certificates (SSL_CERT_FILE).
 
-httpx ends with a traceback if it cannot use one of them, also if it does not need it.
+httpx raises an exception if it cannot use one of them, even if it does not need it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TLS_FILES = ("SSL_CERT_FILE", "SSLKEYLOGFILE")
 def client_options(url: str) -> dict[str, Any]:
     """Return the arguments with which `httpx.Client` reaches `url`.
 
-    Addresses of this machine never have a proxy, others that of the environment unless NO_PROXY
-    lists them. Certificates are read for https alone.
+    Addresses of this machine never use a proxy. Others use the proxy of the environment, unless
+    NO_PROXY lists them. Certificates are read only for https.
 
     Raises:
         ConfigError: the environment's proxy for this address, or its certificates, cannot be used.
@@ -45,7 +45,7 @@ def client_options(url: str) -> dict[str, Any]:
 
 
 def check_network() -> None:
-    """Check all that the client of the hub reads, whether it needs it or not.
+    """Check all settings that the hub's client reads, whether it needs them or not.
 
     Raises:
         ConfigError: a proxy or the certificates of the environment cannot be used.
@@ -56,7 +56,7 @@ def check_network() -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a host is a loopback address, in any notation, or one of its names."""
+    """Return whether a host is a loopback address, in any notation, or a name of this machine."""
     name = host.rstrip(".").lower()
     if name in ("localhost.localdomain", "ip6-localhost", "ip6-loopback"):
         return True
@@ -85,7 +85,7 @@ def _is_excluded(host: str) -> bool:
     if proxy_bypass_environment(host):
         return True
     for entry in getproxies_environment().get("no", "").split(","):
-        with suppress(ValueError):  # names
+        with suppress(ValueError):  # entries that are names
             if _address(host) in ip_network(entry.strip(" []"), strict=False):
                 return True
     return False
@@ -107,7 +107,7 @@ def _proxy(scheme: str) -> str | None:
         httpx.HTTPTransport(proxy=proxy, verify=False).close()
     except ImportError:
         problem = "a SOCKS proxy needs the package socksio (pip install 'httpx[socks]')"
-    except (ValueError, httpx.InvalidURL):  # its text may hold a part of a password
+    except (ValueError, httpx.InvalidURL):  # the error may show a part of a password
         problem = "expected http://HOST:PORT, https://HOST:PORT or socks5://HOST:PORT"
     else:
         return proxy

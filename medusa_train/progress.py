@@ -10,7 +10,7 @@ A command opens one `RunProgress` and enters a `Phase` for each part that takes 
             phase.advance(tokens=len(model.generate(prompt)))
     progress.seconds  # {"loading": 3.1, "timing": 61.0}, for the closing table
 
-Figures that are logged (loss, accuracy) belong to `metrics_log`.
+Metrics that are logged (loss, accuracy) belong to `metrics_log`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rich.table import Table
 
 from medusa_train.hub import FETCHING
 
-#: Seconds between two lines where the output is not a terminal.
+#: Seconds between two lines if the output is not a terminal.
 LINE_SECONDS = 8.0
-#: Seconds of a ticking phase without a bar before its first line, and between two of them. Together
-#: they are 10, so that phases that follow each other are not silent for longer.
+#: Seconds before the first line of a ticking phase without a bar, and between two of its lines.
+#: Together they are 10, so that consecutive phases are not silent for longer.
 SILENT_SECONDS = 4.0
 TICK_SECONDS = 6.0
 #: Seconds between two redraws of a bar by the caller's updates.
@@ -42,15 +42,15 @@ class RunProgress:
     Args:
         console: where bars or lines are shown.
         started: `time.perf_counter()` when the command began; default: now.
-        line_seconds: where the console is not a terminal, at most one progress line in this many
+        line_seconds: if the console is not a terminal, print at most one progress line in this many
             seconds.
         title: shown before the name of every phase.
 
     Attributes:
         seconds: wall time of every finished phase by name, in order; phases of the same name are
             added up.
-        last_line: `time.perf_counter()` when any of them printed a line last: training and the
-            validation within it have their own.
+        last_line: `time.perf_counter()` when any instance last printed a line. Training and the
+            validation within it are two instances.
     """
 
     last_line: ClassVar[float]
@@ -88,13 +88,13 @@ class RunProgress:
 
         Args:
             name: shown before the bar and used as the key of `seconds`.
-            total: number of units to do, None where it is unknown.
+            total: number of units to do; None if it is unknown.
             unit: the name of a unit, in the plural ("turns").
             completed: units that an earlier run already did; they do not count for the time left.
             ticking: show the elapsed time from a thread although nothing advances, for loading a
                 model: next to the bar, or in a line after `SILENT_SECONDS` and then every
-                `TICK_SECONDS`. Never for a phase in which something is timed: the thread would run
-                next to it.
+                `TICK_SECONDS`. Do not set it for a phase that is timed: the thread would run at the
+                same time.
             inline: the phase is part of one that is shown already: print lines in place of a bar.
                 On a terminal the first one comes after `line_seconds`.
         """
@@ -155,7 +155,7 @@ class Phase:
         self._bar = rich_progress.Progress(
             *_columns(total),
             console=progress.console,
-            auto_refresh=ticking,  # by a thread, which otherwise would run during what is timed
+            auto_refresh=ticking,  # by a thread, which must not run while something is timed
             refresh_per_second=1,
             get_time=time.perf_counter,
             transient=True,
@@ -204,7 +204,7 @@ class Phase:
         self.stop()
 
     def expect(self, total: int) -> None:
-        """Set the number of units to do, where it is known only after the phase began."""
+        """Set the number of units to do, if it is known only after the phase began."""
         self._task.total = total
         self._show()
 

@@ -259,7 +259,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     if not files:
         raise CheckpointError(
-            f"{directory}: config.json is that of a draft, but there are no weights next to"
+            f"{directory}: config.json describes a draft, but there are no weights next to"
             " it (*.safetensors, pytorch_model*.bin)"
         )
     others = heads_of_other_kinds(found)

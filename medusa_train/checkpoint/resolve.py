@@ -403,17 +403,17 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
     # 2. Recognize drafts of other methods.
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
-        return f"config.json is that of a draft of speculators' kind {kind}, which is not read"
+        return f"config.json describes a draft of speculators' kind {kind}, which is not read"
     if any(key.startswith("hydra_") for key in config):
         return "config.json is that of Hydra heads of their authors' code, which are not read"
     architectures = config.get("architectures")
     if isinstance(architectures, list):
         for name in map(str, architectures):
             if _DRAFT_ARCHITECTURE.fullmatch(name):
-                return f"config.json is that of a draft of the kind {name}, which is not read"
+                return f"config.json describes a draft of the kind {name}, which is not read"
     if config.get("num_hidden_layers") == 1:
         return (
-            "config.json is that of a model of one layer without draft_vocab_size, as of a draft of"
+            "config.json describes a model of one layer without draft_vocab_size, as of a draft of"
             " EAGLE 1 or 2, which is not read"
         )
     return None

@@ -31,7 +31,7 @@ SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
 REFERENCE = "docs/reference/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 _NULL = {"type": "null"}
-#: pydantic's names of limits on types that are read from text -> JSON Schema's.
+#: pydantic's names of limits, for types that are read from text -> JSON Schema's names.
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _IGNORED = {"description": "accepted and ignored (Axolotl key without a meaning here)"}
 _COMMENT_COLUMN = 56
@@ -40,7 +40,7 @@ _TYPES = {"string": "text", "object": "mapping"}
 
 
 class _Generator(GenerateJsonSchema):
-    """Describes keys without titles; those with a default may be empty, which means the default."""
+    """Describes keys without titles. A key with a default may be null, which means the default."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -34,8 +34,8 @@ class HeadsLoss(NamedTuple):
     """The heads' loss on a frozen base model: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: weight of the base model's distribution in the target of L_k; the data's token
-            has the rest.
+        soft_targets: weight of the base model's distribution in the target of L_k. The data's token
+            has the rest of the weight.
     """
 
     decay: float
@@ -63,15 +63,16 @@ class DraftCost(NamedTuple):
     """What a training step of a draft computes, for estimates of time and memory.
 
     Attributes:
-        output_matrices: matrices that give logits; 1 if all depths are drafted by the same one.
-        shared_lm_heads: how many of them are the base model's lm_head.
-        blocks_per_head: blocks in each head.
-        layer_passes: passes through decoder layers of the draft's own, whose activations are kept.
-        repeats: how often a step runs all weights but those that join states.
-        joined_states: hidden states that a matrix joins into one, once in a step.
-        anchors: blocks that are trained in each row, behind supervised positions, and computed again
-            in the backward pass; 0: the draft runs at all positions.
-        slots: tokens in each block, the known one included.
+        output_matrices: number of matrices that compute logits; 1 if all depths use the same one.
+        shared_lm_heads: how many of these matrices are the base model's lm_head.
+        blocks_per_head: number of blocks in each head.
+        layer_passes: number of passes through the draft's own decoder layers. Their activations are
+            kept.
+        repeats: how often a step runs all weights, except those that join states.
+        joined_states: number of hidden states that a matrix joins into one, once in a step.
+        anchors: number of blocks that are trained in each row, each after a supervised position.
+            They are recomputed in the backward pass. 0: the draft runs at all positions.
+        slots: number of tokens in each block, the known first one included.
     """
 
     output_matrices: int
@@ -85,16 +86,17 @@ class DraftCost(NamedTuple):
 
 
 class DraftConfig(Section):
-    """Base class of a draft's section. Keys that affect the heads are arguments of the draft's class,
-    the others its training alone.
+    """Base class of a draft's section. Keys marked HEADS are arguments of the draft's class. The
+    other keys affect only its training.
 
     Attributes:
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
         trains_jointly: whether it can be trained together with the base model.
-        exports: the layouts in which other programs read it.
-        merges: whether the guesses of drafts without training can be added to its own.
-        dynamic_trees: whether it can choose a tree of its own in every step.
+        exports: layouts in which other programs read the draft.
+        merges: whether guesses of drafts without training can be added to its own guesses.
+        dynamic_trees: whether it can choose a new tree in every step.
+        layers_key: key that sets `aux_layers`; '' if there is none.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
     """
 
@@ -104,14 +106,14 @@ class DraftConfig(Section):
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
     dynamic_trees: ClassVar[bool] = False
-    layers_key: ClassVar[str] = ""  # of `aux_layers`
+    layers_key: ClassVar[str] = ""  # see `aux_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
     if TYPE_CHECKING:
 
         @property
         def num_heads(self) -> int:
-            """The depth of the deepest tree that the draft fills."""
+            """Depth of the deepest tree that the draft can fill."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -120,19 +122,19 @@ class DraftConfig(Section):
 
     @property
     def vocab_size_key(self) -> str:
-        """The name of its key for a reduced vocabulary."""
+        """The name of the key for a reduced vocabulary."""
         return f"{self.prefix}vocab_size"
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return after how many of the base model's layers the draft reads states, besides the final
-        ones.
+        """Return after how many of the base model's layers the draft reads hidden states, in
+        addition to the final ones.
         """
         return ()
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the base model alone
-        without other keys.
+        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`. Without a key `soft_targets`,
+        the target is the base model's distribution alone.
         """
         return HeadsLoss(
             getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0)
@@ -335,7 +337,7 @@ class KangarooConfig(DraftConfig):
     prefix = "kangaroo."
     title = "Kangaroo"
     layers_key = "kangaroo.exit_layer"
-    merges = False  # its guesses pass through the base model's first layers while they are drafted
+    merges = False  # drafting its guesses runs the base model's first layers on them
 
     num_heads: PositiveInt = key(
         6,
@@ -466,8 +468,8 @@ class Eagle3Config(DraftConfig):
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers that vLLM reads by default: after 2, half, and all but 3; first to last but
-    one if few.
+    """Return the layers that vLLM reads by default: after 2, half, and all but 3 of the layers.
+    With fewer than 7 layers: after 1, half, and all but 1.
     """
     if num_layers < 7:
         return 1, max(1, num_layers // 2), max(1, num_layers - 1)
@@ -496,8 +498,8 @@ class DFlashConfig(DraftConfig):
     )
     window: NonNegativeInt = key(
         2048,
-        "positions that a token of a block sees, and of the block those before it; 0: all of both,"
-        " as in most published drafts",
+        "attention window in positions, causal within the block; 0: full attention, bidirectional in"
+        " the block, as in most published drafts",
         HEADS,
     )
     mask_token_id: NonNegativeInt | None = key(
@@ -524,7 +526,7 @@ class DFlashConfig(DraftConfig):
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """The mean over a block of the guesses' losses, weighted by c**k."""
+        """Mean of the losses of a block's guesses, weighted by c**k."""
         weights = [self.decay_coefficient**k for k in range(1, self.max_draft_tokens + 1)]
         return HeadsLoss(self.decay_coefficient, self.soft_targets, 1 / sum(weights))
 
@@ -557,8 +559,8 @@ class DFlashConfig(DraftConfig):
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Return after which layers DFlash's authors read states: evenly from 2 to all but 2, or half of
-    all if it is one.
+    """Return after which layers DFlash's authors read states: `count` of them, evenly spaced from 2
+    to all but 2. A single one is after half of the layers plus one.
     """
     if count == 1:
         return (num_layers // 2 + 1,)
@@ -583,7 +585,7 @@ SECTIONS: dict[str, type[DraftConfig]] = {
     "eagle3": Eagle3Config,
     "dflash": DFlashConfig,
 }
-#: The same with Medusa, whose keys are flat.
+#: `SECTIONS`, and Medusa, whose keys are flat.
 DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTIONS}
 
 
@@ -664,7 +666,7 @@ def _trained_draft(value: object) -> object:
     return value
 
 
-# Values of the key `draft`, of training and of decoding. mypy reads no Literal that is computed.
+# Values of the key `draft` in training and in decoding. mypy cannot read a computed Literal.
 if TYPE_CHECKING:
     TrainedDraft = str
     LookupName = str
@@ -682,7 +684,7 @@ class LookupChoice:
     """A draft without training, alone or added to the heads of a run.
 
     Attributes:
-        heads: the kind of heads; None: alone.
+        heads: kind of the heads that the draft is added to; None if it is used alone.
         kind: "prompt_lookup", "lookahead" or "rest".
         settings: keyword arguments of the draft's class.
     """
@@ -693,8 +695,8 @@ class LookupChoice:
 
     @classmethod
     def from_keys(cls, draft: str, section: Section | None) -> LookupChoice:
-        """Return the choice of a valid value of `draft`; `section` with its keys, None for their
-        defaults.
+        """Return the choice for a valid value of `draft`. `section` has its settings; None means
+        their defaults.
         """
         heads, _, kind = draft.rpartition("+")
         if section is None:

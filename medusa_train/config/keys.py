@@ -1,7 +1,7 @@
 """Declare keys: what each affects or belongs to, and the classes that hold them.
 
-`Section` is whatever has keys; `Config`, the configuration of a command, adds what follows from
-other keys and the rules between them.
+`Section` is the base class of everything that has keys. `Config`, the configuration of a command,
+adds the values that follow from other keys, and the rules between keys.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Self = TypeVar("Self", bound="Config")
 
 
 class Mark(Enum):
-    """What a key affects, if a resume or a second stage has to know of it; and what it belongs to,
-    if it has no effect elsewhere.
+    """What a key affects, if this matters to a resume or a second stage; or what it belongs to, if
+    it has no effect elsewhere.
     """
 
     DATA = "affects which examples there are, and their order"
@@ -45,8 +45,13 @@ DATA, HEADS, WEIGHTS, JOINT, ADAPTER, THIS_RUN, LOCAL, SERVER, SERVE = Mark
 
 
 def key(default: Any, description: str, *marks: Mark, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, what it affects or belongs
-    to, limits.
+    """Declare a key.
+
+    Args:
+        default: `...` if the key is required.
+        description: one line for the reference of all keys.
+        marks: what the key affects or belongs to.
+        limits: limits of the value, as in `pydantic.Field`.
     """
     field = Field(default, description=description, **limits)
     field.metadata += marks
@@ -60,13 +65,13 @@ def keys_marked(cls: type[BaseModel], *marks: Mark) -> tuple[str, ...]:
 
 
 class Section(BaseModel):
-    """Base class of whatever has keys; an empty key (null) means its default."""
+    """Base class of everything that has keys. An empty key (null) means its default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     #: Keys of Axolotl, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {}
-    #: A text in place of the section is the value of this key.
+    #: If a section is written as plain text, the text is the value of this key.
     text_key: ClassVar[str | None] = None
 
     @model_validator(mode="before")
@@ -86,8 +91,8 @@ class Section(BaseModel):
 class Config(Section):
     """Base class of the configurations of commands, read by `load_config`.
 
-    One that exists is complete: values that follow from other keys are filled in, and no rule
-    between keys is broken.
+    An instance is complete: values that follow from other keys are filled in, and no rule between
+    keys is broken.
     """
 
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
@@ -97,7 +102,7 @@ class Config(Section):
     #: Options whose names differ from those of their keys.
     options: ClassVar[Mapping[str, str]] = {}
 
-    #: What was read: where each key was set, and what of it is ignored.
+    #: Where each key was set, and which settings are ignored.
     _source: Source = PrivateAttr(default_factory=lambda: Source("configuration"))
 
     @model_validator(mode="after")
@@ -114,8 +119,8 @@ class Config(Section):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that the user set and that have no effect, but for those left at a default of false,
-        0 or null.
+        """Keys that the user set and that have no effect. Keys set to a default of false, 0 or null
+        are not listed.
         """
         names = set(self._source.ignored)
         for name in self.model_fields_set.intersection(self.ineffective_keys):
@@ -126,13 +131,15 @@ class Config(Section):
 
     @classmethod
     def option_of(cls, name: str) -> str:
-        """Return a key's option, or several with spaces: `max_new_tokens` is --max-new-tokens, but
-        for some keys.
+        """Return the option of a key, or several with spaces between them. `max_new_tokens` is
+        --max-new-tokens; `options` has the exceptions.
         """
         return cls.options.get(name, f"--{name.replace('_', '-')}")
 
     def origin(self, name: str) -> tuple[str, ...]:
-        """Return where a key was set, and the overrides within its value; empty if nowhere."""
+        """Return where a key was set, then the overrides of parts of its value; empty if it was not
+        set.
+        """
         within = [place for path, place in self._source.places.items() if path[0] == name]
         if name not in self.model_fields_set or not within:
             return ()

@@ -1,7 +1,7 @@
 """Load a configuration: a YAML file, then overrides `key=value`, then options of the command line.
 
-All problems are reported at once, each with its place and, for a mistyped key, the nearest valid
-one; those of stage one as well.
+All problems are reported at once, those of stage one included. Each has its place and, for a
+mistyped key, the nearest valid one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from medusa_train.hide_secrets import remember_written
 
 C = TypeVar("C", bound=Config)
 
-#: The key that a run's own config.yaml cannot set, since a run may come from anywhere: only its
-#: user's command or own YAML allows code.
+#: A run's own config.yaml cannot set this key, since a run may come from anywhere. Only the user's
+#: command line or YAML file can allow code.
 TRUST = "trust_remote_code"
 
 
@@ -59,8 +59,8 @@ def load_config(
     Args:
         cls: configuration class.
         path: YAML file, resolved by `resolve_path`; None for an empty configuration.
-        overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping,
-            `datasets.0.path=x` one of a list.
+        overrides: `key=value` with a YAML value. `a.b=c` sets a key of a mapping,
+            `datasets.0.path=x` a key of an item of a list.
         flags: values of command-line options by key (`--bench` is `bench`); None means not set.
 
     Raises:
@@ -122,13 +122,13 @@ def _read(path: Path) -> Source:
     of_runs = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
     source.is_run = found.name == "config.yaml" and any(map(os.path.exists, of_runs))
     if source.is_run:
-        source.values["output_dir"] = str(found.parent)  # wherever the run was moved to
+        source.values["output_dir"] = str(found.parent)  # the run may have been moved
     return source
 
 
 def _nearby_files(path: Path) -> str:
-    """Suggest the YAML files with the most similar names: of the same directory, else of
-    `configs/`.
+    """Return a hint with the YAML files that have the most similar names, in the same directory,
+    else in `configs/`.
     """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         if directory in (Path(), PROJECT_ROOT) or not os.path.isdir(directory):
@@ -145,8 +145,8 @@ def _nearby_files(path: Path) -> str:
 def _apply_settings(
     cls: type[Config], source: Source, overrides: Iterable[str], flags: Mapping[str, object]
 ) -> None:
-    """Set the keys of the command line. Of several settings of a key the last counts; the others,
-    and keys of the file that contradict one of the command line, become ignored.
+    """Set the keys of the command line. If a key is set several times, the last value counts. The
+    other values, and keys of the file that contradict the command line, become ignored.
     """
     given = set()
     for override in overrides:
@@ -168,18 +168,20 @@ def _apply_settings(
 
 
 def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
-    """Drop the keys that contradict one of those that were `given` later."""
+    """Drop the keys that contradict a key in `given`, which was set later."""
     for name, other in cls.replaces:
         value = source.values.get(name)
         is_set = value is not None and value is not False
-        if name == "val_set_size":  # 0 holds nothing out, which test_datasets do not contradict
+        if name == "val_set_size":  # 0 holds nothing out, so test_datasets do not contradict it
             is_set = bool(value)
         if is_set and name in given and other not in given and source.values.pop(other, None):
             source.ignored.append(other)
 
 
 def _has_stage_one(source: Source, problems: list[Problem]) -> bool:
-    """Return whether there are valid keys of a stage one, which no finished one replaces."""
+    """Return whether a stage one has to be trained: its keys are valid, and no finished one
+    replaces it.
+    """
     is_valid = isinstance(source.values.get(STAGE_ONE), dict) and all(
         problem.path != (STAGE_ONE,) for problem in problems
     )
@@ -187,8 +189,8 @@ def _has_stage_one(source: Source, problems: list[Problem]) -> bool:
 
 
 def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
-    """Return the configuration of stage one, that of the run with the keys of `stage_one`, and its
-    problems.
+    """Return the configuration of stage one, and its problems. It is the configuration of the run,
+    with the keys of `stage_one` on top.
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
@@ -210,15 +212,15 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
 
 
 def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
-    """Validate each key, and the rules between those that are valid, so that no problem hides
-    another.
+    """Validate each key, and the rules between the valid keys, so that no problem hides another.
 
-    Returns: The configuration, or None if a key or a rule is wrong; and all problems.
+    Returns:
+        The configuration, or None if a key or a rule is wrong; and all problems.
     """
     # 1. Each key; and the rules, if all keys are valid.
     values, problems = _keys_with_effect(cls, source)
     cfg, errors = _build(cls, values)
-    # 2. What an override has in place of text was meant as it was typed.
+    # 2. If a key takes text and an override is something else in YAML, the text is meant as typed.
     typed = {error["loc"] for error in errors if error["type"] == "text"} & source.typed.keys()
     for path in typed:
         source.set(path, source.typed[path], source.place(path))
@@ -250,7 +252,7 @@ def _build(cls: type[C], values: dict[str, Any]) -> tuple[C | None, list[ErrorDe
 def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any], list[Problem]]:
     """Return the keys that a command reads, and the problems that were found so far.
 
-    Keys of other programs are ignored, and in a run's own file removed ones.
+    Axolotl keys without a meaning here are ignored, and in a run's own file removed keys too.
     """
     problems = list(source.problems)
     problems += [source.problem(path, wrong) for path, wrong in text_problems(source.values)]

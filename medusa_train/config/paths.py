@@ -31,8 +31,8 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 def expand_variables(text: str) -> str:
     """Replace `$NAME` and `${NAME}` by environment variables.
 
-    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`. So does what
-    only a shell expands.
+    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`. Also raises
+    it for text that only a shell expands, such as `$(NAME)`.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -64,8 +64,8 @@ def resolve_path(name: str | Path) -> Path | None:
     """Return the file or directory `name`, as given or below the project's root; None if neither
     exists.
 
-    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. What cannot be looked up (a
-    name that is too long) does not exist.
+    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. A name that cannot be
+    looked up, since it is too long, counts as missing.
     """
     path = expand_user(name)
     if os.path.exists(path):
@@ -76,7 +76,7 @@ def resolve_path(name: str | Path) -> Path | None:
 
 
 def absolute_name(name: str) -> str:
-    """Return the absolute path of what exists, or the name unchanged."""
+    """Return the absolute path of an existing file or directory; return other names unchanged."""
     local = resolve_path(name)
     if local is None:
         return name
@@ -102,8 +102,10 @@ def user_cache_dir() -> Path:
 
 
 def public_name(name: str) -> str:
-    """Return a name without private directories: hub names and relative paths unchanged, absolute
-    paths relative to the project or working directory, or else only their last part.
+    """Return a name without private directories.
+
+    Hub names and relative paths are unchanged. An absolute path becomes relative to the project or
+    the working directory; outside of both only its last part is kept.
     """
     path = expand_user(name)
     if not path.is_absolute():
@@ -115,8 +117,8 @@ def public_name(name: str) -> str:
 
 
 def nearest_path(name: str) -> str | None:
-    """Return the existing name that is most like a mistyped relative path; None if no name in its
-    directory is.
+    """Return the existing path that is most similar to a mistyped relative path; None if no name in
+    its directory is similar.
     """
     path = Path(name)
     if path.parent == Path():

@@ -56,8 +56,8 @@ _EXPECTED = {
 
 
 def text_problems(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield text that no file can hold, and keys such as `x:1` in `{x:1}`, which YAML reads as a
-    name without a value.
+    """Yield problems of texts: characters that no file can hold, and a missing space after a colon:
+    YAML reads `{x:1}` as a name without a value.
     """
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
         yield path, "contains characters that are not UTF-8, or a null byte; remove them"
@@ -70,7 +70,7 @@ def text_problems(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str
 
 
 def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> str:
-    """Say what is wrong in an error of pydantic."""
+    """Return the message for an error of pydantic."""
     name = str(detail["loc"][-1])
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     got = f", got {format_value(value)}"
@@ -103,14 +103,16 @@ def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> str:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """Return the section in the type of a key; None if there is none."""
+    """Return the section class in the type of a key; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section, get_args(annotation))), None)
 
 
 def _explain_rule(detail: ErrorDetails, source: Source) -> str:
-    """Say which rule is broken, by which value, and where the others were set that it reads."""
+    """Return the message for a broken rule: the value that breaks it, and where the other keys that
+    it reads were set.
+    """
     name, message = str(detail["loc"][0]), detail["msg"]
     value = source.values.get(name, detail["input"])
     if not isinstance(value, (dict, list)):

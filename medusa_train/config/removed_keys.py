@@ -11,7 +11,7 @@ _SHARDS = (
     "the output is no longer divided; serve several GPUs with vLLM, and list them as server_url"
 )
 
-#: A key, a `key: value` of a key that there still is, or an option -> what happened to it.
+#: Removed key, removed value (`key: value`) of a remaining key, or removed option -> what happened.
 REMOVED_KEYS = {
     "--dry-run": "there is no preview; look at a few answers with limit=3",
     "--hostfile": (
@@ -30,7 +30,7 @@ REMOVED_KEYS = {
 
 
 def explain_removed(name: str, value: object, known: Collection[str]) -> str | None:
-    """Return what happened to a key or to its value; None if it is not an old one.
+    """Return what happened to a key or to its value; None if neither was removed.
 
     Args:
         known: the keys of the command.

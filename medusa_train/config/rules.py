@@ -1,8 +1,8 @@
 """Rules between keys: combinations that are not allowed, and keys that have no effect given others.
 
-A violation is the keys that the rule reads, and what is wrong and what to do. It is reported at the
-first of the keys that the user set, and only if all of them have valid values. `cfg` is a resolved
-configuration of the command; its class is in `schema`, which imports this file.
+A violation has the keys that the rule reads, and a message on what is wrong and what to do. It is
+reported at the first of the keys that the user set, and only if all of them have valid values.
+`cfg` is a resolved configuration of the command; its class is in `schema`, which imports this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CODE_BENCH = (
     " score=false to only decode"
     " (docs/how-to/score-answers.md), or choose another bench"
 )
-#: Keys of which one at most may be set. On the command line one replaces the other of a file.
+#: Pairs of keys of which at most one may be set. One on the command line replaces the other in a
+#: file.
 EXCLUSIVE = (
     ("load_in_4bit", "load_in_8bit"),
     ("bf16", "fp16"),
@@ -72,7 +73,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     for name, other in EXCLUSIVE:
         if _is_chosen(getattr(cfg, name)) and _is_chosen(getattr(cfg, other)):
             yield (name, other), f"cannot be set together with {other}; choose one"
-    # 1. The base model and what is trained of it.
+    # 1. The base model and its trained parts.
     if cfg.adapter == "qlora" and not cfg.load_in_4bit:
         yield (
             ("adapter", "load_in_4bit"),
@@ -181,7 +182,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses"
             " depend on the token before; remove export, or train without it",
         )
-    # 4. The course of the run.
+    # 4. Validation, and the length of rows.
     if cfg.test_datasets and cfg.val_set_size:
         yield (
             ("val_set_size", "test_datasets"),
@@ -201,7 +202,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
 
 
 def _describe_exports() -> str:
-    """Say for each draft which programs read it."""
+    """Return text that lists for each draft the programs that read it."""
     clauses = []
     for name, section in DRAFT_CONFIGS.items():
         read = f"draft: {name} is exported to {', '.join(section.exports)}"
@@ -237,7 +238,7 @@ def ineffective_train_keys(cfg: Any) -> Iterator[str]:
         yield from ("wandb_entity", "wandb_run_id", "wandb_name")
 
 
-#: Keys that a server cannot be given, with what to do.
+#: Keys that cannot be set for a server, with what to do instead.
 _NOT_ON_A_SERVER = {
     "heads": "has no effect on a server, which does its own speculative decoding; use engine:"
     " local",
@@ -384,7 +385,7 @@ def selfdistill_violations(cfg: Any) -> Iterator[Violation]:
     if not uses_server and cfg.base_model is None and cfg.heads is None:
         yield (
             ("seed_dataset", "base_model", "heads", "engine", "server_url"),
-            "needs the model that is to answer: add --model NAME, its directory or hub name"
+            "needs the answering model: add --model NAME, its directory or hub name"
             " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own"
             " prompts, `tiny`",
         )

@@ -1,6 +1,6 @@
 """Define the keys of every command: type, default, limits and description.
 
-Names are Axolotl's, so that its YAML files work, and those of its Medusa fork (`medusa_*`).
+Names are those of Axolotl and of its Medusa fork (`medusa_*`), so that their YAML files work.
 Defaults are the Medusa paper's settings. An empty key (null) means the default.
 """
 
@@ -82,8 +82,8 @@ from medusa_train.config.types import (
     problem,
 )
 
-#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
-#: follow from the base model's files; batches are padded to their longest row.
+#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. For example,
+#: classes follow from the base model's files, and batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     [
         "is_llama_derived_model",
@@ -138,7 +138,7 @@ Optimizer = Literal[
 ]
 
 
-#: Keys of a data set that say how its turns are written.
+#: Keys of a data set that describe its turns.
 _TURN_KEYS = (
     "field_messages",
     "message_property_mappings",
@@ -154,7 +154,7 @@ def _record_format(value: object) -> object:
 
 
 def _stage_one(value: object) -> object:
-    """Validate what earlier versions allowed in place of keys."""
+    """Reject the second file that earlier versions allowed in place of keys."""
     if isinstance(value, str) or (isinstance(value, dict) and "config" in value):
         raise problem(
             "a second file is no longer read; write the keys in which stage one differs from the"
@@ -195,8 +195,10 @@ class DatasetConfig(Section):
     message_property_mappings: PropertyMappings | None = key(
         None, "keys of a turn, if others than usual: {role: speaker, content: text}"
     )
-    message_field_role: Text | None = key(None, "the same for the role alone")
-    message_field_content: Text | None = key(None, "the same for the content alone")
+    message_field_role: Text | None = key(None, "key of a turn's role; default: role or from")
+    message_field_content: Text | None = key(
+        None, "key of a turn's content; default: content or value"
+    )
     message_field_training: Text | None = key(
         None, "key of a turn that says whether it is trained; default: train or training"
     )
@@ -224,7 +226,9 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields(self) -> DatasetConfig:
-        """Reject two names for the same part of a turn, and names of turns that alpaca lacks."""
+        """Reject two names for the same part of a turn, and keys of turns for alpaca, which has
+        none.
+        """
         for part in self.message_property_mappings or {}:
             if getattr(self, f"message_field_{part}") is not None:
                 raise problem(
@@ -236,16 +240,16 @@ class DatasetConfig(Section):
 
     @property
     def role_key(self) -> str | None:
-        """Key of a turn's role, where the configuration names it."""
+        """Key of a turn's role; None if the configuration does not set it."""
         return self.message_field_role or (self.message_property_mappings or {}).get("role")
 
     @property
     def content_key(self) -> str | None:
-        """Key of a turn's content, where the configuration names it."""
+        """Key of a turn's content; None if the configuration does not set it."""
         return self.message_field_content or (self.message_property_mappings or {}).get("content")
 
 
-#: Keys of which one counts, as those in `EXCLUSIVE`, where both are no error.
+#: Pairs of keys of which only one is used. One on the command line replaces the other in a file.
 _ALTERNATIVES = (
     *rules.EXCLUSIVE,
     ("test_datasets", "val_set_size"),
@@ -553,7 +557,9 @@ class TrainConfig(Config):
 
     @property
     def trains_stage_one(self) -> bool:
-        """Whether heads are trained first; `lora_model_dir` names a run that already did."""
+        """Whether stage one trains heads first; `lora_model_dir` is a run that already trained
+        them.
+        """
         return self.stage_one is not None and self.lora_model_dir is None
 
     @property
@@ -575,7 +581,7 @@ class TrainConfig(Config):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the base model's weights are quantized."""
+        """The type to which the base model's weights are quantized; None if they are not."""
         if self.load_in_4bit:
             return "nf4"
         if self.load_in_8bit:
@@ -584,7 +590,9 @@ class TrainConfig(Config):
 
     @property
     def initial_run(self) -> Path | None:
-        """The run, if it exists, whose heads, and adapter if it has one, this one starts from."""
+        """The run whose heads, and adapter if it has one, this run starts from; None if there is
+        none.
+        """
         name = self.lora_model_dir
         if self.trains_stage_one:
             name = stage_one_values(self.output_dir)["output_dir"]
@@ -594,15 +602,15 @@ class TrainConfig(Config):
 
     @property
     def heads_keys(self) -> dict[str, Any]:
-        """The keys that heads depend on, by name: base model, kind and shape."""
+        """The keys that heads depend on, with their values: base model, kind and shape."""
         section = self.draft_config
         settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys of joint training if the base model is frozen, of the adapter if there is none, and
-        similar ones.
+        """Keys without effect: those of joint training if the base model is frozen, those of the
+        adapter if there is none, and similar ones.
         """
         return tuple(rules.ineffective_train_keys(self))
 
@@ -625,7 +633,7 @@ class TrainConfig(Config):
         return MedusaConfig(**flat)
 
     def describe_loss(self) -> str:
-        """Describe the loss in one phrase: the heads' alone, or that of joint training."""
+        """Describe the loss in one phrase: the loss of the heads, or of joint training."""
         heads = self.draft_config.heads_loss.describe()
         if self.recipe != "medusa2":
             return heads
@@ -657,7 +665,7 @@ class TrainConfig(Config):
         return self.medusa_lr_multiplier or DRAFT_CONFIGS[self.draft].lr_multiplier
 
     def derived(self) -> dict[str, Any]:
-        """Return what follows from other keys.
+        """Return the values that follow from other keys.
 
         `recipe` and `medusa_only_heads` follow from each other or from the keys of joint training.
         `chat_template` follows from the datasets if all have the same `conversation`, so that
@@ -681,7 +689,9 @@ class TrainConfig(Config):
 
 
 def stage_one_values(output_dir: str) -> dict[str, Any]:
-    """Return what stage one of a run always has: its recipe, its directory, and no tree."""
+    """Return the keys that stage one of a run always has: recipe, directory, and no calibrated
+    tree.
+    """
     directory = str(Path(output_dir) / STAGE_ONE)
     return {"recipe": "medusa1", "output_dir": directory, "calibration_tokens": 0}
 
@@ -690,7 +700,7 @@ def stage_one_values(output_dir: str) -> dict[str, Any]:
 DATA_KEYS = keys_marked(TrainConfig, DATA)
 #: Keys on which trained weights and the optimizer depend, in addition to base_model and the heads' own.
 WEIGHT_KEYS = keys_marked(TrainConfig, WEIGHTS)
-#: Keys of the run and of joint training, which stage one does not have from it.
+#: Keys that stage one does not inherit: those of the run alone, and those of joint training.
 NOT_INHERITED = (
     *keys_marked(TrainConfig, THIS_RUN, JOINT, ADAPTER),
     *("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
@@ -920,13 +930,13 @@ class EvalConfig(DecodingKeys):
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys of another acceptance, of single answers in a batch, and of servers or of everything
-        else.
+        """Keys without effect: those of other acceptance rules, those of single answers if there is
+        a batch, and those of servers or of local evaluation, whichever is not used.
         """
         return tuple(rules.ineffective_eval_keys(self))
 
     def derived(self) -> dict[str, Any]:
-        """Return the temperature of sampling and typical acceptance."""
+        """Return the default temperature of sampling and typical acceptance."""
         if self.acceptance == "greedy" or self.temperature is not None:
             return {}
         return {"temperature": 0.7}
@@ -1043,8 +1053,8 @@ class SelfDistillConfig(DecodingKeys):
         return rules.selfdistill_violations(self)
 
     def derived(self) -> dict[str, Any]:
-        """Return `engine` (openai if `server_url` is set), and for the prompts `tiny` the test model
-        as `base_model`.
+        """Return `engine` (openai if `server_url` is set). For the prompts `tiny`, also return the
+        test model as `base_model`.
         """
         engine = self.engine or ("openai" if self.server_url else "local")
         derived: dict[str, Any] = {"engine": engine}

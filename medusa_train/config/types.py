@@ -1,7 +1,7 @@
 """Define the types of values.
 
-PyYAML reads `1e-3` as text and `yes` as a boolean, and pydantic would read true as 1: types of
-numbers accept the first and reject the others.
+PyYAML reads `1e-3` as text and `yes` as a boolean, and pydantic would read true as 1. The types of
+numbers accept such text and reject booleans.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ RENDERING = frozenset(
 _OF_CHATS = frozenset({"tools", "documents"})
 #: The chat templates of this package.
 CHAT_TEMPLATES = ("vicuna_v1.1", "zephyr", "chatml", "llama-2", "llama-3", "mistral")
-TEMPLATE_SUFFIX = ".jinja"  # of a file with a chat template
+TEMPLATE_SUFFIX = ".jinja"  # suffix of a file with a chat template
 
 T = TypeVar("T")
 
 
 def format_value(value: object) -> str:
-    """Format a value for messages: booleans and null as in YAML, long values cut."""
+    """Format a value for messages: booleans and null as in YAML, long values shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -61,7 +61,7 @@ def format_value(value: object) -> str:
 
 
 def problem(text: str, kind: Literal["problem", "text"] = "problem") -> PydanticCustomError:
-    """Return an error of a value whose text is shown as it is, braces included.
+    """Return the error of a value. Its text is shown unchanged, braces included.
 
     Args:
         kind: "text" if the key takes text and got something else.
@@ -72,7 +72,7 @@ def problem(text: str, kind: Literal["problem", "text"] = "problem") -> Pydantic
 def expected(
     what: str, value: object, kind: Literal["problem", "text"] = "problem"
 ) -> PydanticCustomError:
-    """Return the error of a value of another type or form."""
+    """Return the error of a value of the wrong type or form."""
     text = f"expected {what}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
@@ -80,7 +80,7 @@ def expected(
 
 
 def _number(given: object) -> object:
-    """Return the number that a text or a float without fraction means, else the value."""
+    """Convert text and floats without a fraction to numbers; return other values unchanged."""
     value = given
     if isinstance(value, str):
         with suppress(ValueError):
@@ -93,7 +93,7 @@ def _number(given: object) -> object:
 
 
 def _boolean(value: object) -> object:
-    """Return the boolean that a text means, else the value."""
+    """Convert the texts true and false to booleans; return other values unchanged."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value
@@ -107,7 +107,7 @@ def _boolean_or_auto(value: object) -> object:
 
 
 def _plain_text(value: object) -> object:
-    """Validate text, and return it as it is; a number is its digits."""
+    """Validate text, and return it unchanged. A number becomes its digits."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
@@ -123,8 +123,8 @@ def _plain_text(value: object) -> object:
 
 
 def _text(value: object) -> object:
-    """Validate text, most of which names a file or a directory, and expand environment variables
-    in it.
+    """Validate text, and expand environment variables in it. Most texts are names of files or
+    directories.
     """
     try:
         text = str(_plain_text(expand_variables(str(_plain_text(value)))))
@@ -143,7 +143,7 @@ def _text_or_mapping(value: object) -> object:
 def address_problem(url: str) -> str | None:
     """Return what is wrong with the address of an OpenAI-compatible server; None if nothing is.
 
-    Whatever could be a key in it is masked from now on.
+    If something is wrong, every part of the address that could be a key is masked from now on.
     """
     example = "expected an address such as http://localhost:8000/v1"
     try:
@@ -176,7 +176,7 @@ def _address(value: object) -> object:
 
 
 def _variable_name(value: object) -> object:
-    """Validate the name of an environment variable; a key in its place is not shown."""
+    """Validate the name of an environment variable. If it is a key instead, the key is not shown."""
     text = str(_text(value))
     if text.isidentifier() and (text in os.environ or text.upper() == text):
         return text
@@ -222,8 +222,8 @@ def _chat_template(value: object) -> object:
 
 
 def unknown_template(name: str) -> str | None:
-    """Say what to write in place of a chat template that is neither built in nor a file; None if it
-    is.
+    """Return what to write in place of `name` if it is neither a built-in chat template nor the
+    name of a template file; None if it is one.
     """
     if name in CHAT_TEMPLATES or name.endswith(TEMPLATE_SUFFIX):
         return None
@@ -276,7 +276,7 @@ NonNegativeInt = Annotated[int, Field(strict=True, ge=0), _NUMBER]
 VocabSize = Annotated[int, Field(strict=True, ge=16), _NUMBER]
 PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0), _NUMBER]
 NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0), _NUMBER]
-#: 0 to 1; without 0; without 1.
+#: Share: 0 to 1; PositiveShare: above 0; Fraction: below 1.
 Share = Annotated[float, Field(strict=True, ge=0, le=1), _NUMBER]
 PositiveShare = Annotated[float, Field(strict=True, gt=0, le=1), _NUMBER]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), _NUMBER]
@@ -284,7 +284,7 @@ Bool = Annotated[bool, BeforeValidator(_boolean), Field(strict=True)]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_boolean_or_auto)]
 Text = Annotated[str, BeforeValidator(_text), WithJsonSchema({"type": ["string", "integer"]})]
-#: Text that is taken as it is: `$` may belong to a pattern.
+#: Text without expansion of variables: `$` may be part of a pattern.
 PlainText = Annotated[str, BeforeValidator(_plain_text)]
 TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_text_or_mapping)]
 #: Address of an OpenAI-compatible server.
@@ -299,7 +299,7 @@ Resume = Annotated[
 ]
 #: int: interval in optimizer steps; float: interval as a fraction of the run.
 Interval = Annotated[int | float, BeforeValidator(_interval)]
-#: A list, or its only item.
+#: A list. A single item counts as a list of one.
 OneOrMore = Annotated[list[T], BeforeValidator(as_list)]
 #: Variables of a chat template, by name.
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_template_variables)]
@@ -307,9 +307,9 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 ChatTemplateName = Annotated[
     str | None, BeforeValidator(_chat_template), WithJsonSchema({"type": ["string", "null"]})
 ]
-#: Roles that a token of the vocabulary can be given.
+#: Roles that a token of the vocabulary can have.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# Names of keys in free mappings. The rest of the package, and so mypy, takes them as str.
+# Names of keys in mappings. For mypy, and so for the rest of the package, they are str.
 if TYPE_CHECKING:
     _SpecialToken = str
     _TurnPart = str
@@ -318,11 +318,11 @@ else:
     _SpecialToken = Literal[SPECIAL_TOKENS]
     _TurnPart = Literal["role", "content"]
     _Role = Literal["system", "user", "assistant", "tool"]
-#: Tokens of the vocabulary by the role that they get, as in Axolotl.
+#: Tokens of the vocabulary by role, as in Axolotl.
 SpecialTokens = dict[_SpecialToken, PlainText]
-#: Keys of a turn by what they hold, as in Axolotl.
+#: Names of a turn's keys by the part of the turn, as in Axolotl.
 PropertyMappings = dict[_TurnPart, PlainText]
-#: Names in the data by role, as in Axolotl.
+#: Names in the data for each role, as in Axolotl.
 RoleNames = Annotated[dict[_Role, OneOrMore[PlainText]], AfterValidator(_different_names)]
 #: The tags before and after the reasoning part of an answer.
 ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]

@@ -37,9 +37,9 @@ class Place:
 
     Attributes:
         source: the file, or the word as it was typed: `key=value` or `--option`.
-        line: in the file, from 1 on.
+        line: line number in the file, counted from 1.
         is_word: whether it is a word of the command line.
-        section: `stage_one`, for values that its configuration has from that key.
+        section: `stage_one`, for values of stage one that come from this key.
     """
 
     source: str
@@ -61,8 +61,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the value at `path`, which was set at `place`; an empty path means the
-    place itself.
+    """What is wrong with the value at `path`, which was set at `place`. If the path is empty, the
+    place itself is wrong.
     """
 
     place: Place
@@ -82,9 +82,9 @@ class Source:
     """The values of a configuration, and where each of them was set.
 
     Attributes:
-        name: the file, or what messages say in its place.
-        typed: texts of overrides, by path, where YAML reads something else.
-        ignored: settings without effect, since others replace them.
+        name: the file's name, or a description in place of it, for messages.
+        typed: texts of overrides, by path, if YAML does not read them as text.
+        ignored: settings without effect, since other settings replace them.
         is_run: it is a run's own config.yaml.
     """
 
@@ -99,7 +99,7 @@ class Source:
     def place(self, path: KeyPath) -> Place:
         """Return the place of `path`, else of its nearest parent, else the source.
 
-        The index of an item is left out where the file has it without a list.
+        If the file has a single item in place of a list, the index of the item is left out.
         """
         for length in range(len(path), 0, -1):
             parent = path[:length]
@@ -113,9 +113,9 @@ class Source:
         return Problem(self.place(path), path, message)
 
     def set(self, path: KeyPath, value: object, place: Place) -> None:
-        """Set the value at `path`, creating missing mappings; what is wrong becomes a problem.
+        """Set the value at `path`, creating missing mappings. An error becomes a problem.
 
-        Words of the command line that it replaces become ignored.
+        Words of the command line that the value replaces become ignored.
         """
         remember_written(value, str(path[-1]))
         # 1. Go down to the mapping or the list that holds the value.
@@ -136,7 +136,7 @@ class Source:
                 target[name] = {} if isinstance(path[depth + 1], str) else None
                 self.places[path[: depth + 1]] = place
             target = target[name]
-        # 2. What was set there before is gone.
+        # 2. Remove what was set there before.
         replaced = [below for below in self.places if below[: len(path)] == path]
         for earlier in dict.fromkeys(self.places.pop(below) for below in replaced):
             if earlier.is_word and earlier != place:
@@ -146,7 +146,7 @@ class Source:
         self.places[path] = place
 
     def set_typed(self, path: KeyPath, text: str, place: Place) -> None:
-        """Set the value that `text` has as YAML. Where the key takes text, `typed` has it."""
+        """Set the value of `text` read as YAML. `typed` keeps the text, for keys that take text."""
         read = Source("")
         try:
             value = _parse(text, read)
@@ -188,7 +188,7 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("
 
 
 def read_yaml(text: str, name: str) -> Source:
-    """Parse `text`; `name` is the file in places and messages."""
+    """Parse `text`. `name` is the file's name in places and messages."""
     source = Source(name)
     try:
         source.values = _parse(text, source)
@@ -238,7 +238,7 @@ def _note_places(node: yaml.Node, path: KeyPath, source: Source) -> None:
     if isinstance(node, yaml.MappingNode):
         node.value = list(_kept_entries(node, path, source))
         for key, value in node.value:
-            if key.value == "<<":  # of the merged keys, the explicit ones have their own place
+            if key.value == "<<":  # merged keys; keys of the mapping itself overwrite their places
                 _note_places(value, path, source)
             else:
                 key.tag = _STR
@@ -252,8 +252,10 @@ def _note_places(node: yaml.Node, path: KeyPath, source: Source) -> None:
 def _kept_entries(
     node: yaml.MappingNode, path: KeyPath, source: Source
 ) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-    """Yield the entries of a mapping, without empty keys that it sets elsewhere, as files do that
-    list every key; report other keys that are set twice.
+    """Yield the entries of a mapping.
+
+    An empty key is left out if the mapping also sets it, since some files list every key as empty
+    first. Other keys that are set twice become problems.
     """
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):

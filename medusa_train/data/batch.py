@@ -20,12 +20,14 @@ class Example:
 
     Attributes:
         tokens: int32 [T].
-        supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` up to the first answer that is trained, the same for all rows of a
-            conversation. id, source: of the record.
+        supervised: bool [T], the loss mask. The last token is always supervised.
+        key: `content_key` of the chat up to the first answer that is trained. All rows of a
+            conversation have the same key.
+        id: id of the record.
+        source: where the record was read, as `file:line`.
         row: index among the rows of its conversation.
         dataset: index of its data set, in the order of the configuration.
-        prompt: `content_key` up to the first user turn: chats that begin with the same prompt are
+        prompt: `content_key` of the chat up to its first user turn. Chats with the same prompt are
             on the same side of the split.
     """
 
@@ -50,22 +52,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one or more documents (conversations), padded on the right.
+    """Rows of one or more documents (conversations), right-padded.
 
     Attention must stay within the documents of a row (`models.document_attention`).
 
     Attributes:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the token itself where it is supervised, else `IGNORE_INDEX`; not
+        labels: int64 [B, T], the token itself if it is supervised, else `IGNORE_INDEX`. Not
             shifted.
-        positions: int64 [B, T], from 0 in each document; they continue over padding.
+        positions: int64 [B, T], from 0 in each document. They continue over padding.
         segments: int64 [B, T], index of the document within its row; -1 for padding.
         records: `file:line` of each document, row by row.
-        documents: the documents of each row, on the CPU, for the cache of hidden states; None
-            where the rows were not collated from examples.
-        draw: seed of what a draft draws at random from this batch (anchors of DFlash). It depends on
-            the run's seed, the epoch and the batch's number; None in validation, where nothing is
-            drawn.
+        documents: the documents of each row, on the CPU, for the cache of hidden states. None if
+            the rows were not collated from examples.
+        draw: seed for the draft's random choices in this batch (the anchors of DFlash). It depends
+            on the run's seed, the epoch and the index of the batch. None in validation, which draws
+            nothing.
     """
 
     tokens: Tensor
@@ -92,7 +94,7 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     """
     longest = max(sum(map(len, row)) for row in rows)
     shape = (len(rows), longest)  # [B, T]
-    # padding is masked: any token with an embedding will do
+    # Padding is masked, so any valid token id will do.
     tokens = torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
@@ -106,7 +108,8 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
             tokens[number, start:end] = example.tokens
             labels[number, start:end] = example_labels
             segments[number, start:end] = segment
-            # the next document overwrites its part; the last one's positions run on over padding
+            # The next document overwrites its part. The last document's positions continue over
+            # padding.
             positions[number, start:] = torch.arange(longest - start)
             records.append(example.source)
             start = end
@@ -159,7 +162,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         raise ValueError(
             f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}"
         )
-    free = np.full(len(lengths), capacity)  # of each row
+    free = np.full(len(lengths), capacity)  # free tokens of each row
     rows: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for index in longest_first:

@@ -1,7 +1,7 @@
-"""Built-in chat templates, written from the published prompt formats, and templates in files.
+"""Built-in chat templates, written from the published prompt formats, and templates from files.
 
-Each is a Jinja template as Hugging Face tokenizers use them. Assistant text and its end token are
-enclosed in `{% generation %}` marks, for programs that derive a loss mask from them.
+Each is a Jinja template in the format of Hugging Face tokenizers. `{% generation %}` tags enclose
+the assistant's text and its end token, for programs that derive a loss mask from them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from medusa_train.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and the token that ends its answers: None for the tokenizer's EOS token, ''
-    if it is unknown.
+    """A chat template and the token that ends its answers.
+
+    Attributes:
+        answer_end: None for the tokenizer's EOS token; '' if the token is unknown.
     """
 
     source: str
@@ -49,7 +51,7 @@ _VICUNA = (
     + ") + ' ' }}"
     + "{% for message in turns %}"
     "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] }}"
-    # Some tokenizers keep the space that the model writes first: it is not written twice.
+    # Some tokenizers keep the leading space of an answer. It must not be written twice.
     "{% else %}{{ ' ASSISTANT:' }}{% set space = '' if message['content'][:1] == ' ' else ' ' %}"
     "{% generation %}{{ space + message['content'] + eos_token }}{% endgeneration %}"
     "{% endif %}{% endfor %}"
@@ -116,8 +118,8 @@ TEMPLATES: dict[str, Template] = {
 
 
 def get_template(name: str) -> Template:
-    """Return a built-in template by name, or that in a Jinja file, relative to the working
-    directory or the project.
+    """Return a built-in template by name, or read the template in a Jinja file. A relative path is
+    looked up in the working directory and the project.
     """
     if (unknown := unknown_template(name)) is not None:
         raise ConfigError(unknown)
@@ -133,10 +135,11 @@ def get_template(name: str) -> Template:
 
 
 def template_source(tokenizer: Any, name: str | None) -> str:
-    """Return the source of the template called `name`, or None for the tokenizer's own.
+    """Return the source of the template called `name`, or of the tokenizer's own if it is None.
 
     Raises:
-        DataError: the tokenizer has no template, or no single token that ends the answers of this one.
+        DataError: the tokenizer has no template, or the token that ends answers in this template is
+            not a single token of the tokenizer.
     """
     if name is None:
         if not tokenizer.chat_template:
@@ -161,8 +164,8 @@ def template_source(tokenizer: Any, name: str | None) -> str:
             f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not"
             " have"
         )
-    # Split into several tokens it would be trained as plain text, at which the base model does not
-    # stop.
+    # As several tokens it would be trained as plain text, and the base model does not stop at plain
+    # text.
     if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
         raise DataError(
             f"chat template '{name}' ends answers with {end}, which is not a single token of this"

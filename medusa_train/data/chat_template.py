@@ -22,8 +22,8 @@ from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTag
 from medusa_train.data.marked_text import MARK, Span
 from medusa_train.errors import ConfigError
 
-#: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
-#: to.
+#: The date for templates that print today's date (`strftime_now`). Llama 3's template falls back to
+#: the same date.
 DATE = datetime.date(2024, 7, 26)
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         added_tokens: all tokens that the tokenizer never splits, among them those that may end an
             answer.
         kwargs: further variables of the template, such as `enable_thinking`.
-        stops: tokens at which decoding stops, which end answers with tool calls.
+        stops: tokens at which decoding stops. They end answers with tool calls.
     """
 
     source: str
@@ -65,14 +65,14 @@ class ChatTemplate:
     stops: frozenset[str] = frozenset()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render the chat, with `prompt` plus the generation prompt; ChatTemplateError if the
-        template rejects it.
+        """Render the chat, followed by the generation prompt if `prompt` is set; raises
+        ChatTemplateError if the template rejects it.
         """
         try:
             return _compiled(self.source).render(
                 messages=[message.as_dict() for message in messages],
                 add_generation_prompt=prompt,
-                # Templates expect these two, if only as None.
+                # Templates expect `tools` and `documents`, even if they are None.
                 **{"tools": None, "documents": None, **self.special_tokens, **self.kwargs},
             )
         except TemplateSyntaxError as error:
@@ -86,12 +86,12 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads, apart from those that rendering sets."""
+        """The variables that the template reads, except those that rendering sets."""
         return _free_variables(self.source) - RENDERING - set(self.special_tokens)
 
     def describe_unused_kwargs(self) -> str | None:
-        """Name the variables in `kwargs` that the template does not have, such as mistyped ones;
-        None if it has all.
+        """Return a sentence that lists the variables in `kwargs` that the template does not have,
+        such as mistyped ones; None if it has all of them.
         """
         unused = [name for name in self.kwargs if name not in _free_variables(self.source)]
         if not unused:
@@ -99,15 +99,16 @@ class ChatTemplate:
         return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
 
     def answer(self, messages: Sequence[Message]) -> RenderedAnswer | None:
-        """Return the last message as it is generated after a prompt; None for tool calls that the
-        template renders otherwise.
+        """Return the last message as the model generates it after the prompt; None if the template
+        does not render all of its tool calls in the same turn.
         """
         *history, message = messages
         closing = self.reasoning_tags[1]
         prompt = self.render(history, prompt=True)
         if message.calls and prompt.rstrip().endswith(closing):  # no reasoning is left to generate
             message = replace(message, parts={"tool_calls": message.calls})
-        # 1. The chat with the answer and with another one, up to whose content both are the same.
+        # 1. Render the chat with the answer, and with a placeholder as the answer. Both texts are
+        # the same up to the content.
         rendered = self.render([*history, message])
         place = placeholder(len(history))
         other = self.render([*history, Message("assistant", place)])
@@ -116,7 +117,7 @@ class ChatTemplate:
             raise ChatTemplateError("the chat template leaves out the content of answers")
         common = _common_length(rendered, other)
         start = self._answer_start(prompt, rendered, common)
-        # 2. What is generated, and its end token.
+        # 2. The generated text, and its end token.
         if message.calls:
             text = self._after_prompt(prompt, rendered, start, common)
             text, end = _up_to(self.stops, text)
@@ -133,29 +134,29 @@ class ChatTemplate:
             lead = "" if start is None else before[start:]
             content = self._content_after(prompt, message)
             text = lead + content + end if lead.isspace() else content + end
-            # with its content unchanged or only stripped, as the template renders it
+            # Use the form of the content that the template renders: unchanged or stripped.
             for words in (content, content.strip()):
                 if start is not None and rendered.startswith(lead + words + end, start):
                     text = lead + words + end
                     break
         if not message.is_cut:
             return RenderedAnswer(prompt, text, end)
-        # 3. An answer that was cut off has no end token. Within its reasoning, the content alone is
-        # what was generated.
+        # 3. An answer that was cut off has no end token. If it was cut within the reasoning, its
+        # content is all that was generated.
         opened, closed = map((prompt + content).rfind, self.reasoning_tags)
         text = content if content and opened > closed else text.removesuffix(end)
         return RenderedAnswer(prompt, text, "")
 
     def _after_prompt(self, prompt: str, rendered: str, start: int | None, common: int) -> str:
-        """Return what follows the prompt in a rendered chat with tool calls, '' if the prompt has
-        no place in it.
+        """Return the text after the prompt in a rendered chat with tool calls; '' if the rendered
+        chat does not contain the prompt.
 
         prompt      ... <|start|>assistant
         rendered    ... <|start|>assistant<|channel|>commentary to=...
 
         Args:
             start: see `_answer_start`.
-            common: up to where the chat does not depend on the answer.
+            common: length of the prefix of `rendered` that does not depend on the answer.
         """
         if start is not None:
             return rendered[start:]
@@ -171,7 +172,8 @@ class ChatTemplate:
             if reasoning.strip():
                 return reasoning.lstrip("\n") + closing + rest
             return f"\n{closing}\n\n" + rest.lstrip("\n")
-        # 2. The prompt ends with what no turn contains, such as a closed thought.
+        # 2. The prompt ends with text that no rendered turn contains, such as a closed reasoning
+        # part.
         border = _common_length(rendered, prompt)
         for token in _pattern(self.added_tokens).finditer(rendered, max(0, border - 100)):
             if token.start() < border < token.end():
@@ -182,15 +184,18 @@ class ChatTemplate:
         return rendered[border:]
 
     def _answer_start(self, prompt: str, rendered: str, border: int) -> int | None:
-        """Return where what is generated after a prompt starts in a rendered chat: after the prompt,
-        or, if earlier turns are rendered otherwise, after the header that the prompt ends with.
+        """Return the index in `rendered` at which the generated text starts.
 
-        None if there is neither, or a turn ends between it and the character at `border`, which is
-        of the answer.
+        It starts after the prompt. If the template renders earlier turns differently in the whole
+        chat, it starts after the header that the prompt ends with.
+
+        None if `rendered` contains neither, or if a turn ends before `border`, an index in the
+        answer.
         """
         if rendered.startswith(prompt):
             return len(prompt)
-        # The header begins with a token that no content contains, as it may contain reasoning tags.
+        # The header begins with a token that no content contains. Contents may contain reasoning
+        # tags.
         tokens = _pattern(self.added_tokens - set(self.reasoning_tags))
         starts = [token.start() for token in tokens.finditer(prompt)]
         header = prompt[starts[-1] :] if starts else prompt
@@ -200,10 +205,11 @@ class ChatTemplate:
         return found[-1].end()
 
     def _content_after(self, prompt: str, message: Message) -> str:
-        """Return an answer's content without what the prompt already says of its reasoning: the
-        opening tag, or all of it if the prompt closes it (`enable_thinking: false`).
+        """Return an answer's content without the part of its reasoning that the prompt already has:
+        the opening tag, or the whole reasoning if the prompt closes it (`enable_thinking: false`).
 
-        If the content lacks a reasoning that the prompt opens, an empty one comes before it.
+        If the prompt opens a reasoning that the content lacks, an empty reasoning is put before the
+        content.
         """
         content = message.content
         opening, closing = self.reasoning_tags
@@ -219,8 +225,8 @@ class ChatTemplate:
         return content
 
     def opened_reasoning(self, prompt: str) -> str:
-        """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a
-        line break, or ''.
+        """Return the suffix of a rendered prompt that opens the reasoning, such as `<think>` and a
+        line break; '' if it opens none.
         """
         opening = self.reasoning_tags[0]
         words = prompt.rstrip()
@@ -232,8 +238,8 @@ class ChatTemplate:
         """Return the token that the template writes after the content of an answer: the one that
         answers are trained to end with.
 
-        None where nothing but plain text follows, or where the template rejects a chat of one
-        question.
+        None if only plain text follows the content, or if the template rejects a chat of one
+        question and one answer.
         """
         try:
             answer = self.answer([Message("user", "Hello"), Message("assistant", "Hi")])
@@ -246,11 +252,11 @@ class ChatTemplate:
     def content_spans(
         self, messages: Sequence[Message], prompt: str, indices: Collection[int]
     ) -> list[Span]:
-        """Return the character spans in the `prompt` of a chat of the contents of the messages at
-        `indices`, in order.
+        """Return where the contents of the messages at `indices` are in the rendered `prompt`: a
+        character span for each, in order.
 
-        The chat is rendered again with a placeholder for each of them; the text around the
-        placeholders must equal the text around the contents. A template may strip white space
+        The chat is rendered again with a placeholder for each of these contents. The text around
+        the placeholders must equal the text around the contents. A template may strip white space
         around a content.
         """
         if not indices:
@@ -279,14 +285,16 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern of tokens that no content contains: there they are marked."""
+    """Return a pattern that matches tokens which the template wrote. Tokens in contents follow a
+    mark, and do not match.
+    """
     names = sorted(filter(str.strip, tokens), key=len, reverse=True)
     return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, names)) or '(?!)'})")
 
 
 @lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none if it is not valid."""
+    """Return the variables that a template reads and does not set; none if its syntax is invalid."""
     environment = _compile_jinja_template("").environment
     try:
         names = find_undeclared_variables(environment.parse(source))
@@ -305,15 +313,15 @@ def _compiled(source: str) -> Template:
 
 
 def _up_to(tokens: frozenset[str], text: str) -> tuple[str, str]:
-    """Return a text up to the first of the tokens, and that token; without one, up to trailing white
-    space.
+    """Return a text up to and including the first of the tokens, and that token. If the text has
+    none of them, return it without trailing white space, and ''.
     """
     found = _pattern(tokens).search(text)
     return (text[: found.end()], found[0]) if found else (text.rstrip(), "")
 
 
 def _common_length(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their start."""
+    """Return the length of the common prefix of two texts."""
     return len(commonprefix([left, right]))  # noqa: RUF071  (of texts, not of paths)
 
 

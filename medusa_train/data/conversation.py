@@ -23,18 +23,20 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 # spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 _FENCE = "```"  # around code in Markdown
-_LOOP_LINES = 40  # the longest block of lines that is looked for
+_LOOP_LINES = 40  # longest repeated block of code that is detected, in lines
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat.
 
-    `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the
-    end token. `is_cut`: a generated answer reached the length limit, so that it has no end token.
-    `is_target`: whether the message is trained; None where its role decides. `parts`: further keys
-    for the template: `tool_calls` and `reasoning_content` of an answer, `tool_call_id` and `name` of
-    a result.
+    Attributes:
+        token_ids: the tokens of a generated answer, without the end token, if its content tokenizes
+            to other tokens.
+        is_cut: a generated answer reached the length limit, so it has no end token.
+        is_target: whether the message is trained; None: its role decides.
+        parts: further keys for the template. An answer may have `tool_calls` and
+            `reasoning_content`, the result of a tool `tool_call_id` and `name`.
     """
 
     role: Role
@@ -57,17 +59,18 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A chat: at most one leading system message, then alternating user and assistant messages,
-    user first. After an answer with tool calls come their results, one each, and another answer.
+    user first. An answer with tool calls is followed by one result for each call, then by another
+    answer.
 
-    The last message may be the user's (an unanswered prompt). A chat without any answer may hold
+    The last message may be the user's (an unanswered prompt). A chat without any answer may have
     several user messages in a row (prompts for self-distillation).
 
     Attributes:
         id: the record's id, or a digest of its content.
         messages: the messages in order.
         source: where it was read, as `file:line`, for error messages.
-        variables: further variables of the chat template, such as `tools`, as JSON text, so that
-            chats can be compared and hashed.
+        variables: further variables of the chat template, such as `tools`. They are JSON text, so
+            that chats can be compared and hashed.
     """
 
     id: str
@@ -77,8 +80,8 @@ class Conversation:
 
     @property
     def content_key(self) -> str:
-        """SHA-256 of roles, contents, parts and variables: equal for equal chats, whatever their id
-        and source.
+        """SHA-256 of roles, contents, parts and variables. Equal chats have the same key, since id
+        and source are left out.
         """
         digest = hashlib.sha256()
         for message in self.messages:
@@ -108,7 +111,7 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
     """
     expected: tuple[Role, ...] = ("user",)
     has_answers = any(message.role == "assistant" for message in messages)
-    open_calls = 0  # whose results have not come
+    open_calls = 0  # calls whose results have not come yet
     for number, message in enumerate(messages, start=1):
         if not (message.content.strip() or message.calls or message.role == "tool"):
             return f"turn {number} ({message.role}) is empty"
@@ -143,8 +146,8 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
 def join_reasoning(reasoning: str, content: str, tags: ReasoningTags = REASONING_TAGS) -> str:
     """Return reasoning and answer as one text, as a model generates it; '' if the answer is blank.
 
-    Servers split the two, and some strip the line breaks around the tags: missing ones are added as
-    Qwen3 and DeepSeek-R1 write them.
+    Servers split the two, and some strip the line breaks around the tags. Missing line breaks are
+    added the way Qwen3 and DeepSeek-R1 write them.
     """
     if not content.strip():
         return ""
@@ -168,12 +171,12 @@ def without_reasoning(text: str) -> str:
 
 
 def is_looping(text: str | Sequence[Hashable]) -> bool:
-    """Return whether some 8-gram of words and symbols, or tokens, occurs three times, overlaps
-    included.
+    """Return whether some 8-gram of words and symbols, or of tokens, occurs three times.
+    Occurrences may overlap.
 
-    N-grams of a text without any letter count from four times as often: ruled tables and lists of
-    zeros are no loops. So do n-grams within fenced code, where tests and records share their form;
-    there a loop is also a block of lines that occurs three times in a row.
+    An n-gram without letters must occur 12 times, so that ruled tables and lists of zeros do not
+    count as loops. So must an n-gram in fenced code, since tests and records repeat their form. In
+    code, a block of lines that occurs three times in a row also counts as a loop.
     """
     if not isinstance(text, str):
         return max(_ngrams(text).values(), default=0) >= 3

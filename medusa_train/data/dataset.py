@@ -26,18 +26,23 @@ def load_datasets(
     on_progress: OnProgress | None = None,
     held_out: set[str] | None = None,
 ) -> tuple[EncodedDataset, EncodedDataset]:
-    """Read, tokenize and split the configured data sets; `held_out`: the prompts of an earlier
-    split's validation set.
+    """Read, tokenize and split the configured data sets.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows
     hold several conversations. See `encode_examples` for long conversations and `select_validation`
-    for the split. `on_progress` is called while files are fetched, and while the conversations of a
-    data set are tokenized.
+    for the split.
 
-    Returns: (training, validation). `test_datasets` are the validation set if they are configured,
-        with a report of their own, and conversations with one of their prompts are not trained on.
-        Else both have the same report, and the validation set is empty if `val_set_size` is 0 or
-        there is only one prompt.
+    Args:
+        on_progress: called while files are fetched, and while the conversations of a data set are
+            tokenized.
+        held_out: the prompts in the validation set of an earlier split, to use the same split
+            again.
+
+    Returns:
+        (training, validation). If `test_datasets` are configured, they are the validation set, with
+        their own report, and conversations with one of their prompts are not trained on. Otherwise
+        both have the same report, and the validation set is empty if `val_set_size` is 0 or there
+        is only one prompt.
     """
     # 1. The training data, and the test data, which are read in the same way.
     encoded = _encode(cfg, encoder, on_progress)
@@ -46,14 +51,14 @@ def load_datasets(
     if cfg.test_datasets is not None:
         of_test = cfg.model_copy(update={"datasets": cfg.test_datasets})
         test = _encode(of_test, encoder, on_progress)
-    # 2. The prompts that are not trained on, with all their conversations and all rows of these.
+    # 2. The prompts to hold out, with all their conversations and all rows of these.
     if test is not None:
         validation_prompts = {example.prompt for example in test}
     elif held_out is not None:
         validation_prompts = held_out
     else:
         validation_prompts = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
-    # 3. The two parts.
+    # 3. Split the examples.
     train: list[Example] = []
     validation: list[Example] = []
     for example in encoded.examples:
@@ -113,13 +118,14 @@ def _encode(
 def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
     """Return the prompts of the validation set (`Example.prompt`).
 
-    Prompts are ranked by a hash with `seed`; the conversations of the first ones are held out until
-    `share` of all conversations is reached. So the split does not depend on the order of files, and
-    all answers to a prompt are on the same side of it. If `share` is above 0 and there are two
-    prompts, at least one is held out and at least one is left.
+    Prompts are ranked by a hash with `seed`. In this order a prompt is held out, with all its
+    conversations, if these still fit into `share` of all conversations. So the split does not
+    depend on the order of files, and all answers to a prompt are on the same side of it. If `share`
+    is above 0 and there are at least two prompts, at least one is held out and at least one is kept
+    for training.
     """
-    # 1. The conversations of each prompt. The least key of its conversations is hashed: where every
-    # prompt has one answer, the split is that of earlier versions.
+    # 1. The conversations of each prompt. The smallest of their keys is hashed, so that data with
+    # one answer for each prompt are split as in earlier versions.
     keys: dict[str, list[str]] = {}
     for example in examples:
         if example.row == 0:
@@ -141,24 +147,26 @@ def select_validation(examples: Sequence[Example], share: float, seed: int) -> s
         if sizes[prompt] <= room:
             chosen.add(prompt)
             room -= sizes[prompt]
-    if not chosen:  # every prompt has more answers than `share` allows: hold out the rarest
+    if not chosen:  # no prompt fits into `share`: hold out the one with the fewest answers
         chosen.add(min(order, key=lambda prompt: sizes[prompt]))
     return chosen
 
 
 class BatchLoader:
-    """Infinite iterator over micro-batches, epoch after epoch, whose position can be saved and
+    """Infinite iterator over micro-batches, epoch after epoch. Its position can be saved and
     restored.
 
-    Each epoch has every example once, in an order that depends on (seed, epoch) only; packed rows
+    Each epoch has every example once, in an order that depends only on (seed, epoch). Packed rows
     are composed again in each epoch. To limit padding, rows are sorted by length within windows of
-    batches, and the batches shuffled. Without shuffling every epoch has the same batches, longest
-    first.
+    batches, then the batches are shuffled. Without shuffling every epoch has the same batches,
+    longest first.
 
     Args:
-        micro_batch_size: rows per batch; one batch of an epoch may have fewer. rank, size: data
-        parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders
-        of all ranks are at the same position after the same number of batches.
+        micro_batch_size: rows per batch; one batch of an epoch may have fewer.
+        rank: rank of this process in data parallelism. The loader yields every `size`-th batch,
+            starting with the `rank`-th.
+        size: number of ranks. Loaders of all ranks are at the same position after the same number
+            of batches.
     """
 
     def __init__(
@@ -178,24 +186,24 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.rank, self.size = rank, size
-        self.epoch = 0  # of the next batch
+        self.epoch = 0  # epoch of the next batch
         self._batch = 0  # index of the next batch in its epoch
         self._batches = self._draw_epoch(0)
         self._fingerprint: str | None = None
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return len(self._batches)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows in an epoch."""
+        """Number of rows in an epoch."""
         return sum(len(batch) for batch in self._batches)
 
     @property
     def positions_per_epoch(self) -> int:
-        """Positions computed in the current epoch, with padding."""
+        """Number of positions computed in the current epoch, padding included."""
         return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -270,7 +278,7 @@ class BatchLoader:
             similar = sorted(rows[start : start + window], key=self._row_length, reverse=True)
             for first in range(0, len(similar), size):
                 batches.append(similar[first : first + size])
-        # 3. In random order.
+        # 3. Shuffle the batches.
         if self.shuffle:
             rng.shuffle(batches)
         return batches

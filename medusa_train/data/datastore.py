@@ -23,14 +23,15 @@ CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 
 
 class Datastore:
-    """Documents of token ids, sorted by what follows every position.
+    """Documents of token ids, and their positions sorted by the tokens that follow.
 
-    Positions are sorted by their next `order` tokens. All occurrences of an n-gram are then
-    neighbours, found by binary search, and evenly spaced ones among them have its continuations in
-    proportion.
+    Positions are sorted by their next `order` tokens, so all occurrences of an n-gram are adjacent,
+    and binary search finds them. Evenly spaced occurrences have the continuations in proportion to
+    their frequency.
 
     Args:
-        documents: token ids. order: number of following tokens by which positions are sorted.
+        documents: token ids of each document.
+        order: number of following tokens by which positions are sorted.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:
@@ -51,15 +52,17 @@ class Datastore:
         return f"{self.size:,} tokens, {megabytes:,.1f} MB, sorted in {self.seconds:.1f} s"
 
     def continuations(self, recent: Sequence[int], length: int, count: int) -> list[list[int]]:
-        """Return what follows the longest end of `recent` that occurs.
+        """Return what follows the longest suffix of `recent` that occurs in the documents.
 
         Args:
-            recent: the last tokens of a text. length: most tokens of a continuation.
-            count: most continuations, evenly spaced among all occurrences.
+            recent: the last tokens of a text.
+            length: maximum number of tokens of a continuation.
+            count: maximum number of continuations, evenly spaced among all occurrences.
         """
-        # 1. The longest end that occurs, by bisection: an n-gram occurs only if its own ends do.
+        # 1. The longest suffix that occurs, by bisection: an n-gram occurs only if its own suffixes
+        # do.
         found = range(0)
-        shortest = 0  # tokens of the end in `found`
+        shortest = 0  # length of the suffix whose occurrences are in `found`
         longest = len(recent)
         while shortest < longest:
             n = (shortest + longest + 1) // 2
@@ -79,7 +82,7 @@ class Datastore:
         return continuations
 
     def _occurrences(self, ngram: Sequence[int]) -> range:
-        """The range of the suffixes that begin with `ngram`."""
+        """Return the range of `_suffixes` that begin with `ngram`."""
         pattern = list(ngram)
 
         def start(suffix: int) -> list[int]:
@@ -89,7 +92,7 @@ class Datastore:
         return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
 
     def _after(self, position: int, length: int) -> list[int]:
-        """The tokens from a position on, up to the end of its document."""
+        """Return the tokens from a position on, up to the end of its document."""
         tokens: list[int] = self._tokens[position : position + length].tolist()
         if SEPARATOR in tokens:
             return tokens[: tokens.index(SEPARATOR)]
@@ -98,15 +101,15 @@ class Datastore:
 
 def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
     """Sort positions by their next `order` tokens, compared as big-endian bytes."""
-    padded = np.pad((tokens + 2).astype(">u4"), (0, order))  # 0: the end of the text
+    padded = np.pad((tokens + 2).astype(">u4"), (0, order))  # 0 pads the end; SEPARATOR is 1
     windows = np.lib.stride_tricks.sliding_window_view(padded, order)[: len(tokens)]
     keys = np.ascontiguousarray(windows).view(f"S{4 * order}").reshape(-1)
     return np.argsort(keys, kind="stable").astype(np.int32)
 
 
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
-    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet),
-    or from any text.
+    """Build a datastore from the assistant turns of a file of chats (JSON, JSON Lines, parquet), or
+    from a text file.
     """
     if path.name.lower().endswith(CHAT_FILES):
         result = read_conversations(path, skip_bad=True)

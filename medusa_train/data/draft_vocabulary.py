@@ -1,5 +1,5 @@
-"""Reduced draft vocabulary (`vocab_size` of a draft): its most frequent targets, for heads with a
-smaller lm_head.
+"""Reduced draft vocabulary (`vocab_size` of a draft): the most frequent targets of the training
+data, for heads with a smaller lm_head.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DraftVocabulary:
 
     Attributes:
         tokens: long [size] in ascending order.
-        vocab_size: of the base model.
-        key: the key of the size, if the tokens were chosen from the training data; None: they came
-            with trained heads.
+        vocab_size: vocabulary size of the base model.
+        key: configuration key of the size, if the tokens were chosen from the training data; None
+            if they came with trained heads.
     """
 
     tokens: Tensor
@@ -92,9 +92,10 @@ def frequent_tokens(
 ) -> Tensor:
     """Return the `size` tokens with the highest `counts` [V], long [size] in ascending order.
 
-    Ties go to smaller ids; so do rows beyond the number of distinct tokens. Tokens of `special`
-    (end of turn, for instance) that occur are always included. The result depends on the counts
-    only, so all processes agree. `key` is the name of the size in errors.
+    Ties go to smaller ids. If there are fewer than `size` distinct tokens, unused tokens of the
+    lowest ids fill the rest. Tokens of `special` (end of turn, for instance) that occur are always
+    included. The result depends on the counts only, so all processes agree. Errors call the size
+    `key`.
     """
     kept = torch.zeros_like(counts, dtype=torch.bool)
     kept[[token for token in special if token < len(counts) and counts[token]]] = True
@@ -109,7 +110,7 @@ def frequent_tokens(
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:
-    """Return the share of all counted tokens that are in the vocabulary; 1 if there are none."""
+    """Return the share of all counted tokens that are in the vocabulary; 1 if none are counted."""
     total = int(counts.sum())
     if not total:
         return 1.0

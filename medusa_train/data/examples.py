@@ -1,4 +1,4 @@
-"""Tokenized chats: rows cut to whole answers, statistics on them, and their byte format."""
+"""Tokenized chats: rows truncated after whole answers, their statistics and their byte format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class CorruptDataError(Exception):
 
 @dataclass
 class EncodedDataset(Sequence[Example]):
-    """Tokenized conversations, those that became several rows as one example per row.
+    """Tokenized conversations. A conversation that became several rows has an example for each row.
 
     Attributes:
-        report: how they came about.
-        row_len: maximum tokens of a row in sample packing; None for one conversation per row.
+        report: statistics on reading and tokenization.
+        row_len: maximum number of tokens of a packed row; None without sample packing (one
+            conversation per row).
     """
 
     examples: list[Example]
@@ -56,7 +57,7 @@ class EncodedDataset(Sequence[Example]):
         return sum(example.row == 0 for example in self.examples)
 
     def describe_count(self) -> str:
-        """Name the number of conversations, and of rows if some conversations have several."""
+        """Return text on the number of conversations, and of rows if some have several."""
         count = self.conversations
         if count == len(self):
             in_rows = ""
@@ -70,7 +71,7 @@ class EncodedDataset(Sequence[Example]):
         return sum(int(example.supervised.sum()) for example in self.examples)
 
     def rows(self, order: Sequence[int]) -> list[list[int]]:
-        """Distribute the examples of these indices over rows: packed, or one per row."""
+        """Distribute the examples at the indices in `order` over rows: packed, or one per row."""
         if self.row_len is None:
             return [[index] for index in order]
         rows = []
@@ -100,17 +101,16 @@ class EncodedDataset(Sequence[Example]):
         self.report.add(other.report)
 
     def __reduce__(self) -> Any:
-        # as tensors that each have all of their storage, pickled examples would be far larger
+        # Pickled tensors would be far larger: a view is pickled with the whole storage that it
+        # shares.
         return _unpickle, (self.to_bytes(), self.row_len)
 
     def to_bytes(self) -> bytes:
-        """Return the examples and the report as a checksum and a safetensors
-        file.
-        """
+        """Return the examples and the report as a checksum followed by a safetensors file."""
         examples = self.examples
         report = self.report
         info = {
-            # what is not read is among the notes
+            # `unread` is already described in the notes
             **{name: value for name, value in vars(report).items() if name != "unread"},
             "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
         }
@@ -154,14 +154,14 @@ def _unpickle(content: bytes, row_len: int | None) -> EncodedDataset:
 def encode_examples(
     conversation: Conversation, encoder: ChatEncoder, report: DataReport
 ) -> list[Example]:
-    """Tokenize a conversation into rows of at most `sequence_len` tokens of the report, truncating
-    each after a complete answer, and count in the report what happened.
+    """Tokenize a conversation into rows of at most `report.sequence_len` tokens, and count in the
+    report what happened.
 
-    Tokens after the last supervised one are dropped. See `ChatEncoder.encode` for the rows and for
-    the errors.
+    Each row is truncated after a complete answer. Tokens after the last supervised one are dropped.
+    See `ChatEncoder.encode` for the rows and for the errors.
     """
     counts = report.counts
-    # 1. Rows that end with a supervised token, and what of them fits.
+    # 1. The rows with supervised tokens, and the part of each that fits.
     rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
     kept = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
     if not kept:

@@ -1,7 +1,7 @@
 """Store hidden states of documents on disk: a file per document, written atomically.
 
-KEY.states has the values [states, T, d], without padding, and their CRC-32. Processes that share a
-directory need no locks: each sees the files of the others.
+The file KEY.states holds the values [states, T, d], without padding, and their CRC-32. Processes
+that share a directory need no locks: each sees the files of the others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class StateFormat:
     dtype: torch.dtype
 
     def size(self, tokens: int) -> int:
-        """Return the bytes of `tokens` tokens."""
+        """Return the size in bytes of the states of `tokens` tokens."""
         return tokens * self.states * self.width * self.dtype.itemsize
 
 
 def document_key(example: Example, context: str = "") -> str:
-    """Digest a document's tokens, on which alone its hidden states depend, and `context`, if
-    anything else matters.
+    """Return a digest of a document's tokens and of `context`.
+
+    Hidden states depend on the tokens; `context` describes anything else that they depend on.
     """
     return sha256(context.encode() + example.tokens.numpy().tobytes()).hexdigest()[:32]
 
@@ -45,11 +46,10 @@ class StateStore:
 
     Args:
         directory: created by the first `write`.
-        format: of every document in the directory.
+        format: shape and dtype of the states, the same for every document in the directory.
 
     Attributes:
-        damaged: number of files that could not be read, or did not have the values of their
-            checksum.
+        damaged: number of files that could not be read or whose checksum did not match.
     """
 
     def __init__(self, directory: Path, format: StateFormat) -> None:
@@ -57,7 +57,7 @@ class StateStore:
         self.damaged = 0
 
     def path(self, key: str) -> Path:
-        """Return the path of the file of a document."""
+        """Return the path of a document's file."""
         return self.directory / f"{key}.states"
 
     def __contains__(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Values of records, checked: messages name their types in JSON's words."""
+"""Checked access to the values of records. Messages call types by their JSON names."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class RecordError(ValueError):
 
 
 class JsonObject(dict[str, Any]):
-    """An object of JSON that remembers which of its keys were read by `get`."""
+    """A JSON object that remembers which of its keys were read by `get`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value under a key, which counts as read."""
+        """Return the value of a key, and remember that the key was read."""
         self.read.add(key)
         return super().get(key, default)
 
     def unread(self) -> list[str]:
-        """Return the other keys. Null is as good as missing: tables have it in the columns of other
-        records.
+        """Return the keys that were not read. Null counts as missing: tables have null in the
+        columns of other records.
         """
         return [str(k) for k, value in self.items() if k not in self.read and value is not None]
 
 
 def optional_text(values: Mapping[str, Any], key: str) -> str:
-    """Return the string under a key, '' if there is none."""
+    """Return the string under a key; '' if there is none."""
     value = values.get(key)
     if not isinstance(value, str | None):
         raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
@@ -49,8 +49,8 @@ def optional_text(values: Mapping[str, Any], key: str) -> str:
 
 
 def from_json(value: object, problem: str) -> Any:
-    """Return a value, parsed if it is JSON text, as tables hold it; the RecordError of other text
-    begins with `problem`.
+    """Return a value; a string is parsed as JSON, since tables hold nested values as JSON text. If
+    it is not valid JSON, the message of the RecordError begins with `problem`.
     """
     if not isinstance(value, str):
         return value
@@ -61,7 +61,7 @@ def from_json(value: object, problem: str) -> Any:
 
 
 def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
-    """Return the list of turns that a record has under `key`; tables may hold it as JSON text."""
+    """Return the list of turns that a record has under `key`; it may be JSON text, as in tables."""
     turns = record.get(key)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = from_json(turns, f"'{key}' is not valid JSON")
@@ -71,8 +71,8 @@ def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def found_under(values: Mapping[str, Any], key: str) -> str:
-    """Return the type of a value in JSON's words, for a message; if the key is missing, the keys
-    that are there.
+    """Return the JSON name of the type of the value under `key`, for a message. If the key is
+    missing, say so and list the existing keys.
     """
     if key in values:
         return json_type(values[key])
@@ -80,7 +80,7 @@ def found_under(values: Mapping[str, Any], key: str) -> str:
 
 
 def json_type(value: object) -> str:
-    """Return the type of a value in JSON's words, for a message."""
+    """Return the JSON name of a value's type, for a message."""
     if value is None:
         return "missing or null"
     return _JSON_TYPES.get(type(value), type(value).__name__)

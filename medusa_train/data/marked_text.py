@@ -1,5 +1,7 @@
-"""Tokens of rendered chats. Control tokens in a content, such as `<|im_end|>` in a text on
-chat templates, are marked before the chat is rendered, and tokenized as plain text.
+"""Tokens of rendered chats.
+
+Control tokens in a content, such as `<|im_end|>` in a text about chat templates, are marked before
+the chat is rendered. They are then tokenized as plain text.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple
 from medusa_train.data.conversation import ReasoningTags
 
 Span = tuple[int, int]
-#: Stands before a control token in a content, and before the same character in a content. A private
-#: use character, which templates do not contain.
+#: Escape character. It comes before a control token in a content, so that the token is tokenized as
+#: plain text, and before itself. A private use character, which templates do not contain.
 MARK = "\ue002"
 _MAX_KNOWN = 256
 
@@ -21,8 +23,8 @@ class _Piece(NamedTuple):
     """A part of a text that is tokenized on its own.
 
     Attributes:
-        is_plain: it is a control token that is to be split as any other text.
-        follows: other text comes before it that is tokenized elsewhere.
+        is_plain: the piece is a control token to tokenize as plain text.
+        follows: other text comes before this piece, in another piece.
     """
 
     text: str
@@ -31,11 +33,11 @@ class _Piece(NamedTuple):
 
 
 class MarkedTextTokenizer:
-    """Tokenizes texts with marks, without special tokens of its own.
+    """Tokenizes texts with marks. It adds no special tokens.
 
-    Texts are tokenized in pieces, each of which begins with a control token. A tokenizer never merges
-    a control token with other text, so the pieces have the tokens of the whole text. The prompts of a
-    chat share most pieces, which are tokenized once.
+    Texts are tokenized in pieces, each of which begins with a control token. A tokenizer never
+    merges a control token with other text, so the pieces have the tokens of the whole text. The
+    prompts of a chat share most pieces; each piece is tokenized only once.
     """
 
     def __init__(self, tokenizer: Any, reasoning_tags: ReasoningTags) -> None:
@@ -57,7 +59,7 @@ class MarkedTextTokenizer:
         """Return the tokens of a text with marks.
 
         Args:
-            follows: other text comes before it.
+            follows: other text comes before `text`.
         """
         found: list[int] = []
         for piece in self._pieces(text, follows):
@@ -66,12 +68,12 @@ class MarkedTextTokenizer:
 
     def overlaps(self, text: str, is_chosen: Sequence[bool]) -> list[bool]:
         """Return for each token of a text with marks whether any of its characters is chosen."""
-        # 1. The characters of the text without marks.
+        # 1. Drop the marks from `is_chosen`.
         chosen = list(is_chosen)
         for border in reversed(list(self._borders.finditer(text))):
             if border[0].startswith(MARK):
                 del chosen[border.start()]
-        # 2. Those of each token.
+        # 2. Check the characters of each token.
         inside = []
         position = 0
         for piece in self._pieces(text):
@@ -84,11 +86,13 @@ class MarkedTextTokenizer:
         return inside
 
     def _pieces(self, text: str, follows: bool = False) -> list[_Piece]:
-        """Split a text with marks before every control token, and around those that are plain."""
+        """Split a text with marks before every control token, and around those to read as plain
+        text.
+        """
         first, *others = self._borders.split(text)
         pieces = [_Piece(first, follows=follows)]
         for border, words in zip(others[::2], others[1::2], strict=True):
-            if border == MARK * 2:  # of the text itself
+            if border == MARK * 2:  # the text itself contains the character
                 pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + MARK + words)
             elif border.startswith(MARK):
                 plain = _Piece(border.removeprefix(MARK), is_plain=True, follows=True)
@@ -126,12 +130,12 @@ class MarkedTextTokenizer:
 
 
 def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> str:
-    """Return a pattern of the tokenizer's special tokens; the tags of the reasoning, which are part
-    of answers, are none.
+    """Return a pattern of the tokenizer's special tokens, except the reasoning tags, which are part
+    of answers.
     """
     tokens = {str(token) for token in tokenizer.all_special_tokens}
     tokens |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
     tokens -= set(reasoning_tags)
-    names = [token for token in tokens if token.strip()]  # white space is text, too
+    names = [token for token in tokens if token.strip()]  # white space is plain text
     names.sort(key=len, reverse=True)
     return "|".join(map(re.escape, names)) or "(?!)"

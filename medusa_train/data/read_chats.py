@@ -1,4 +1,4 @@
-"""All chats of a file or split: the valid ones, the invalid ones, and what is not read of them."""
+"""All chats of a file or split. Invalid records and unread parts are collected in a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
 
 MAX_SHOWN_PROBLEMS = 5
-#: Records of each data set that are checked before torch is imported.
+#: Number of records of each data set that are checked before torch is imported.
 FIRST_RECORDS = 100
 
 
@@ -56,11 +56,20 @@ def parse_records(
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
 ) -> ReadResult:
-    """Parse the records of files or splits, which come with their names; raises as
-    `read_conversations`, for all records of one at once. `variables` as in `normalize`.
+    """Parse the records of files or splits.
 
-    With `skip_bad` all records may be invalid; `with_some` raises then, and for files without
-    records, which are noted.
+    Args:
+        parts: name and records of each file or split.
+        skip_bad: list invalid records in the report instead of raising. The result may then have no
+            conversation; `with_some` checks that.
+        tags, variables: as in `normalize`.
+
+    Returns:
+        The conversations and the report, which notes files without records.
+
+    Raises:
+        DataError: a file or split has invalid records (unless `skip_bad`). The message covers all
+            invalid records of that file.
     """
     conversations: list[Conversation] = []
     report = DataReport()
@@ -94,10 +103,13 @@ def parse_records(
 
 def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> None:
     """Parse the first `FIRST_RECORDS` of each data set that consists of local files, so that a
-    problem is reported before torch is imported; raises DataError as `parse_records` and for a data
-    set without records, ConfigError as `open_source`.
+    problem is reported before torch is imported.
 
-    What the hub may have is not opened, since it would be fetched.
+    Data sets that may be on the hub are not opened, since that would fetch them.
+
+    Raises:
+        DataError: an invalid record, as in `parse_records`, or a data set without records.
+        ConfigError: as in `open_source`.
     """
     for entry in entries:
         is_local = resolve_path(entry.path) is not None or entry.path in BUILDERS
@@ -121,7 +133,7 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:
-    """Return `result`; raises DataError if it has no conversation."""
+    """Return `result`; raise DataError if it has no conversation."""
     if result.conversations:
         return result
     reason = "no records"
@@ -131,7 +143,7 @@ def with_some(result: ReadResult, name: str) -> ReadResult:
 
 
 def describe_problems(problems: Sequence[str], name: str) -> str:
-    """Format an error message on the invalid records of `name`: the first ones, the number of
+    """Return an error message on the invalid records of `name`: the first ones, the number of
     others, and a hint.
     """
     lines = [f"{name}: {len(problems)} invalid record{'s' if len(problems) > 1 else ''}"]
@@ -141,7 +153,7 @@ def describe_problems(problems: Sequence[str], name: str) -> str:
 
 
 def first_problems(problems: Sequence[str]) -> list[str]:
-    """Return the first `MAX_SHOWN_PROBLEMS`, and a line that counts the others."""
+    """Return the first `MAX_SHOWN_PROBLEMS` problems, and a line that counts the others."""
     shown = list(problems[:MAX_SHOWN_PROBLEMS])
     others = len(problems) - len(shown)
     if others:

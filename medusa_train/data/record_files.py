@@ -18,14 +18,15 @@ from medusa_train.errors import DataError
 from medusa_train.io import RepeatedKeyError, unique_object
 
 PARQUET = ".parquet"
-#: How a gzip file begins, whatever its name is.
+#: First bytes of a gzip file. The file may lack the suffix `.gz`.
 _GZIP = b"\x1f\x8b"
-#: How texts begin that are not UTF-8; UTF-32 first, since one of its marks begins as UTF-16's.
+#: Byte order marks of other encodings. UTF-32 comes first, since one of its marks begins with one
+#: of UTF-16's.
 _OTHER_ENCODINGS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
-#: Names that are read from data are shown with at most so many characters.
+#: At most this many characters of a name from the data are shown.
 _MAX_NAME = 80
 
 
@@ -34,9 +35,9 @@ class RawRecord:
     """One record before it is parsed.
 
     Attributes:
-        source: `file:line`, `file:record N` of an array, or `name:number` of rows, for error
-            messages.
-        number: its line, record or row, counted from 1.
+        source: position for error messages: `file:line`, `file:record N` in an array, or
+            `name:number` for rows.
+        number: the number of the line, record or row, counted from 1.
         value: the decoded JSON value.
         error: why it could not be decoded, or None.
     """
@@ -50,9 +51,12 @@ class RawRecord:
 def read_file(path: Path) -> Iterator[RawRecord]:
     """Yield the records of a JSON Lines file, a JSON file (one array of records) or a parquet file.
 
-    The content decides between JSON and JSON Lines, whose blank lines are skipped, and whether it
-    is gzip. A line that cannot be decoded has `error` set; a broken array, UTF-16 and a file whose
-    suffix `.gz` is wrong raise DataError.
+    The content decides between JSON, JSON Lines and gzip. Blank lines are skipped. A line that
+    cannot be decoded is a record with `error` set.
+
+    Raises:
+        DataError: the file cannot be read, has the suffix `.gz` but other content, is UTF-16 or
+            UTF-32, or holds a broken array.
     """
     if path.suffix.lower() == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
@@ -88,7 +92,7 @@ def settings_path(path: Path) -> Path:
 
 
 def shown_name(name: str) -> str:
-    """Return a name that was read from data, as one line of a terminal can show it."""
+    """Return a name that was read from data, in a form that fits on one line of a terminal."""
     if name.strip() and name.isprintable() and len(name) <= _MAX_NAME:
         return name
     return repr(name[:_MAX_NAME]) + ("..." if len(name) > _MAX_NAME else "")
@@ -114,8 +118,8 @@ def parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _ends_with_its_first_line(data: bytes) -> bool:
-    """Return whether more lines follow a first one that is complete JSON: together they are no
-    array.
+    """Return whether the first line is complete JSON and more lines follow: the file is JSON Lines,
+    not one array.
     """
     first, _, rest = data.strip().partition(b"\n")
     return bool(rest) and _decode(first)[1] is None
@@ -139,7 +143,7 @@ def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
 
 
 def _decode(data: bytes) -> tuple[Any, str | None]:
-    """Return the value of a line or a whole file and None, or None and why it cannot be decoded."""
+    """Return (value, None) for a line or a whole file, or (None, why it cannot be decoded)."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique_object), None
     except (ValueError, RecursionError) as error:
@@ -147,7 +151,7 @@ def _decode(data: bytes) -> tuple[Any, str | None]:
 
 
 def _reason(error: Exception) -> str:
-    """Say why text could not be decoded; valid JSON may exceed a limit of Python."""
+    """Return why text could not be decoded. Valid JSON may exceed a limit of Python."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text (byte {error.start + 1})"
     if isinstance(error, RepeatedKeyError):

@@ -1,7 +1,7 @@
 """Chat records in the formats ShareGPT, OpenAI messages and alpaca, parsed into conversations.
 
-Training reads whole chats (`normalize`). Self-distillation and benchmarks read their user turns alone
-(`parse_user_turns`), unless they have tools (`parse_tool_chat`).
+Training reads whole chats (`normalize`). Self-distillation and benchmarks read only the user's
+turns (`parse_user_turns`), unless the chats have tools (`parse_tool_chat`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from medusa_train.data.turns import TurnKeys, has_tool_keys, parse_turns
 
 
 class Format(NamedTuple):
-    """A record format: the keys by which it is known, of which the first usually holds the turns,
-    and the keys of a turn.
+    """A record format.
+
+    Attributes:
+        keys: keys that identify the format. The first usually holds the turns.
+        role, content: keys of a turn.
     """
 
     keys: tuple[str, ...]
@@ -54,7 +57,7 @@ _CHAT_FORMATS = {
     "alpaca": Format(("instruction", "output")),
     "xlam": Format(("query", "answers")),  # one answer, whose calls are JSON text
 }
-#: Columns of prompts that are no chats: a text, or a list of texts or messages.
+#: Columns that hold prompts instead of chats: a text, or a list of texts or messages.
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 _PROMPT_FORMATS = {
     **_CHAT_FORMATS,
@@ -63,11 +66,11 @@ _PROMPT_FORMATS = {
     **{key: Format((key,)) for key in _PROMPT_COLUMNS},
 }
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
-#: What a line of a batch file has around its request.
+#: Keys around the request in a line of a batch file.
 _BATCH_KEYS = ("method", "url", "body")
-#: A record with this key is output of self-distillation; it has a reason for each answer.
+#: Only output of self-distillation has this key: a list of the reasons why the answers ended.
 _FINISH_REASONS = "finish_reasons"
-#: What self-distillation writes next to them, a chat and an id.
+#: Further keys that self-distillation writes, next to the chat and its id.
 _SELF_DISTILLATION_KEYS = (
     "seed_id",
     "model",
@@ -77,12 +80,12 @@ _SELF_DISTILLATION_KEYS = (
     "mode",
     "dropped",
 )
-#: Columns that name a prompt; the first that is there counts.
+#: Columns with the id of a prompt. The first usable one counts.
 PROMPT_IDS = ("id", "question_id", "custom_id")
 #: Columns that hold variables of the chat template.
 TEMPLATE_KWARGS = "chat_template_kwargs"
 _TOOL_COLUMNS = (TOOLS, "functions")
-#: Entries of it that hold tools (smoltalk2).
+#: Entries of `chat_template_kwargs` that hold tools (smoltalk2).
 TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")
 
 
@@ -102,16 +105,16 @@ def normalize(
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
-            Turns may have their reasoning apart, as `reasoning_content`, which `tags` join with the
-            content. Output of self-distillation may have `token_ids` next to an answer's content,
-            and `finish_reasons`. `train` or `training` of a turn say whether it is trained, and
-            turns of `weight` 0 are not.
-        type: which of the three, or "auto" to detect it by the keys.
+            A turn may have its reasoning in `reasoning_content`; `tags` join it with the
+            content. Output of self-distillation may have `token_ids` next to an answer's
+            content, and `finish_reasons`. A turn's `train` or `training` tells whether it is
+            trained; turns of `weight` 0 are not.
+        type: name of the format, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
-        variables: of the chat template. Columns of these names, and the entries of
-            `chat_template_kwargs`, become variables of the chat; None if the template is not known
-            yet: then any entry is allowed.
-        fields: names the keys of turns and their roles, where they are not as usual.
+        variables: variables of the chat template. Columns of these names, and the entries of
+            `chat_template_kwargs`, become variables of the chat. None if the template is not
+            known yet; then any entry is allowed.
+        fields: the keys and roles of turns that differ from the usual ones.
         unread: counts the columns and the keys of turns that are not read.
         is_prompt: the record may have the formats and ids of prompts, see `parse_user_turns`.
 
@@ -119,7 +122,7 @@ def normalize(
         RecordError: the record is not a valid chat.
     """
     found = Unread()
-    # 1. The turns of any format as messages.
+    # 1. Parse the turns into messages.
     formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
     if fields is not None and fields.field_messages is not None:
         formats = {"messages": Format((fields.field_messages,))}
@@ -133,16 +136,16 @@ def normalize(
     for index, reason in zip(answers, _finish_reasons(record, len(answers)), strict=False):
         if reason in ("length", "context", "possibly cut"):
             messages[index] = replace(messages[index], is_cut=True)
-    # 2. An answer that continues a longer chat of ShareGPT is left out, as by FastChat, and no row
-    # has a question after the last answer.
+    # 2. A ShareGPT chat may begin with an answer that continues a longer chat. It is left out, as
+    # FastChat does. Turns after the last answer are in no row, so they count as unread.
     if record_format == "sharegpt" and messages[0].role == "assistant":
         found.add(TURNS, "assistant before the first question")
         del messages[0]
     if any(message.role == "assistant" for message in messages):
         for message in takewhile(lambda turn: turn.role != "assistant", reversed(messages)):
             found.add(TURNS, f"{message.role} after the last answer")
-    # 3. The system message, of the turns or next to them. Many data sets always have the field, empty
-    # for none.
+    # 3. The system message: one of the turns, or the column `system`, which many data sets have but
+    # leave empty.
     if not messages or messages[0].role != "system":
         messages.insert(0, Message("system", optional_text(record, "system")))
     if not messages[0].content.strip():
@@ -150,9 +153,9 @@ def normalize(
     problem = problem_with(tuple(messages))
     if problem is not None:
         raise RecordError(problem)
-    # 4. Variables of the chat template, the id, and the columns that are left.
+    # 4. Variables of the chat template, the id, and the unread columns.
     if messages[0].role == "system" and "<tools>" in messages[0].content:
-        variables = set(variables or ()) - {TOOLS}  # the system message of Hermes has them
+        variables = set(variables or ()) - {TOOLS}  # Hermes lists the tools in the system message
     template_variables = _variables_of(record, variables)
     conversation = Conversation("", tuple(messages), source, template_variables)
     record_id = usable_id(record, *(PROMPT_IDS if is_prompt else ("id",)))
@@ -168,11 +171,12 @@ def parse_user_turns(
     """Return the user's messages of one record, and its system message or None.
 
     Assistant messages are ignored, so that prompts without answers and chats in any order are
-    accepted. Besides the formats of `normalize`, "auto" accepts MT-Bench's `{"turns": [text,
+    accepted. In addition to the formats of `normalize`, "auto" accepts MT-Bench's `{"turns": [text,
     ...]}`, and a text, or a list of texts or messages, under `prompt`, `question`, `problem` or
-    `input`. Blank messages are dropped; the last system message counts; lone surrogates become
-    question marks. `unread` counts the columns, and the keys of the user's turns, that are not
-    read.
+    `input`.
+
+    Blank messages are dropped. The last system message is used. Lone surrogates become question
+    marks. `unread` counts the unread columns, and the unread keys of the user's turns.
 
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
@@ -181,7 +185,7 @@ def parse_user_turns(
     # 1. The turns of the user and the system.
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
     turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
-    # 2. What they say.
+    # 2. Their texts.
     said: dict[Role, list[str]] = {"user": [], "system": []}
     for message in parse_turns(turns, keys, found, roles=_PROMPT_ROLES):
         text = message.content.encode("utf-8", "replace").decode()
@@ -190,7 +194,7 @@ def parse_user_turns(
     user, system = said["user"], said["system"]
     if not system and (column := optional_text(record, "system")).strip():
         system.append(column)
-    # 3. What is left.
+    # 3. What was not read.
     if unread is not None:
         if len(system) > 1:
             found[TURNS, "system before the last one"] += len(system) - 1
@@ -208,16 +212,15 @@ def parse_tool_chat(
 ) -> Conversation | None:
     """Return the chat of a record that has tools, tool calls or results of tools; None for others.
 
-    All of its messages are read, as in training, since the user's turns alone do not lead to its
-    answers. The formats, and the errors for these chats, are those of `parse_user_turns` and
-    `normalize`.
+    All of its messages are read, as in training, since an answer depends on more than the user's
+    turns. See `parse_user_turns` for the formats, and `normalize` for the errors.
     """
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
     turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     has_tools = any(parse_tools(record.get(column), column) for column in _TOOL_COLUMNS)
     if not (has_tools or record_format == "xlam" or any(has_tool_keys(t, keys) for t in turns)):
         return None
-    # its own variables of the template, whose names are not known here
+    # The variables of the template are not known here, so take those that the record sets.
     names = {TOOLS}
     own = record.get(TEMPLATE_KWARGS)
     if isinstance(own, Mapping):  # `normalize` rejects anything else
@@ -227,16 +230,16 @@ def parse_tool_chat(
 
 
 def answer_points(chat: Conversation) -> list[int]:
-    """Return where the recorded answers of a chat are among its messages; for a chat without any,
-    after its first question.
+    """Return the message indices of a chat's recorded answers. For a chat without answers, return
+    the index after its first question.
     """
     points = [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
     return points or [len(chat.first_prompt.messages)]
 
 
 def _request_of(record: object) -> object:
-    """Return the request that a line of a batch file of OpenAI's and vLLM's servers holds, with its
-    id; other records as they are.
+    """Return the request in a line of a batch file (OpenAI, vLLM), with the line's id; return other
+    records unchanged.
     """
     if not isinstance(record, Mapping) or "custom_id" not in record:
         return record
@@ -250,7 +253,7 @@ def _turns_of(
     record: JsonObject, name: str, format: Format, fields: DatasetConfig | None = None
 ) -> tuple[Sequence[Any], TurnKeys]:
     """Return the turns of a record in the format called `name`, and their keys."""
-    # 1. Questions and answers that are no turns.
+    # 1. Questions and answers that are columns, not turns.
     column = format.keys[0]
     if name == "alpaca":
         if record.get("history"):
@@ -259,7 +262,7 @@ def _turns_of(
         turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
         if "output" in format.keys:
             turns.append(_said("assistant", _text(record, "output")))
-        record.read.add("output")  # prompts leave it out on purpose
+        record.read.add("output")  # counts as read: prompts do not use it
         return turns, TurnKeys()
     if name == "xlam":
         answer = {**_said("assistant", None), "tool_calls": record.get("answers")}
@@ -270,7 +273,7 @@ def _turns_of(
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
         return turns, TurnKeys()
     found = as_list(record, column)
-    # 2. Turns, which may have the keys of another format.
+    # 2. A list of turns, which may have the keys of another format.
     if found and isinstance(found[0], Mapping):
         format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)
     keys = TurnKeys(format.role, format.content)
@@ -289,8 +292,8 @@ def _turns_of(
 def _detect_format(
     record: object, type: str, formats: Mapping[str, Format]
 ) -> tuple[JsonObject, str]:
-    """Return the record, which has to be an object, and its format: `type`, or the one that has its
-    keys.
+    """Return the record, which must be an object, and its format: `type`, or the one whose keys it
+    has.
     """
     if _is_list_of_turns(record):  # as create_data.py of the Medusa repository writes them
         record = {"messages": record}
@@ -298,7 +301,7 @@ def _detect_format(
         raise RecordError(f"a record must be a JSON object, this is {json_type(record)}")
     if type in formats:
         return JsonObject(record), type
-    # tables have null in the columns of other formats, so keys with a value come first
+    # keys with a value come first, since tables have null in the columns of other formats
     filled = {key for key, value in record.items() if value is not None}
     found = _format_with(filled, formats) or _format_with(set(record), formats)
     if type == "auto" and found is not None:
@@ -316,12 +319,12 @@ def _detect_format(
 
 
 def _format_with(keys: set[str], formats: Mapping[str, Format]) -> str | None:
-    """Return the first format of which all keys are there."""
+    """Return the first format whose keys are all in `keys`; None if there is none."""
     return next((name for name, f in formats.items() if keys.issuperset(f.keys)), None)
 
 
 def _is_list_of_turns(record: object) -> bool:
-    """Return whether a record is a chat without anything around it."""
+    """Return whether a record is a bare list of turns."""
     if not isinstance(record, list) or not record:
         return False
     return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
@@ -332,17 +335,17 @@ def _said(role: Role, content: object) -> Mapping[str, Any]:
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
-    """Return the string under a key that has to be there."""
+    """Return the string under a required key."""
     if not isinstance(record.get(key), str):
         raise RecordError(f"'{key}' must be a string, it is {found_under(record, key)}")
     return str(record[key])
 
 
 def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
-    """Return what a record says of the chat template's variables `names`, as JSON text, '' for
-    nothing.
+    """Return the values that a record has for the chat template's variables `names`, as JSON text;
+    '' if it has none.
 
-    `tools` may be JSON text, as in tables. Values of null are as good as missing.
+    `tools` may be JSON text, as in tables. Null counts as missing.
     """
     own = sorted(set(names or ()) - {"system", "messages", TOOLS})
     values = {name: record[name] for name in own if record.get(name) is not None}
@@ -358,7 +361,7 @@ def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
         taken = sorted(set(further) & RENDERING)
         if taken:
             raise RecordError(f"'{TEMPLATE_KWARGS}': {', '.join(taken)}: set by rendering itself")
-        # columns of tables have null in the others' entries
+        # tables have null in the entries of other records
         given = {name: value for name, value in further.items() if value is not None}
         if takes_tools:
             for name in TOOL_KWARGS:
@@ -373,14 +376,14 @@ def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
     if tools:
         values[TOOLS] = tools
     try:
-        # templates write tools with their keys in this order
+        # keep the order of keys, in which templates write tools
         return json.dumps(values) if values else ""
     except (TypeError, ValueError) as error:
         raise RecordError(f"variables of the chat template: {error}") from None
 
 
 def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
-    """Return the first of `keys` that names a record, as text; None if none does."""
+    """Return the first usable id under one of `keys`, as text; None if there is none."""
     for key in (key for key in keys if key in record):
         value = record[key]
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
@@ -389,12 +392,13 @@ def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
 
 
 def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[Any]:
-    """Return why the answers of a record ended, if self-distillation wrote it, and read what it writes
-    next to a chat.
+    """Return why the answers of a record ended, if self-distillation wrote it; all keys that it
+    writes then count as read.
 
-    Reasons of another number than that of the `answers` belong to another chat, and are not read.
+    If the number of reasons is not that of the `answers`, they belong to another chat and are not
+    read.
     """
-    reasons = dict.get(record, _FINISH_REASONS)  # not read yet
+    reasons = dict.get(record, _FINISH_REASONS)  # dict.get does not count as reading
     if not isinstance(reasons, (list, tuple)):
         return ()
     record.read.update(_SELF_DISTILLATION_KEYS)

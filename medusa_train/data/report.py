@@ -1,5 +1,5 @@
-"""What became of the records of data sets: skipped, truncated, split, looping; and what they hold
-that is not read, counted by name and reported once.
+"""Statistics on the records of data sets: how many were skipped, truncated, split or looping, and
+which of their parts were not read (counted by name, reported once).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from medusa_train.data.record_files import shown_name
 
-#: Reasons for which records are skipped of which so many are listed.
+#: At most this many reasons for skipped records are listed.
 _MAX_KINDS = 5
-#: What is said of chats with tool calls, with their number.
+#: The sentence for each count that concerns chats with tool calls.
 _TOOL_WORDS = {
     "results_of_user": (
         "the chat template does not know the role tool: results of tools are turns of the user"
@@ -28,16 +28,16 @@ _TOOL_WORDS = {
     ),
 }
 
-#: Unread columns and keys of which a note names so many.
+#: At most this many unread columns and keys in a note.
 MAX_UNREAD = 12
-#: What is counted, in the order in which a note lists it.
+#: Kinds of unread parts, in the order in which a note lists them.
 COLUMNS, TURN_KEYS, TURNS = "columns", "keys of turns", "turns of"
 WITHOUT_PROMPT = "records without a message of the user"
 
 
 class Unread(Counter[tuple[str, str]]):
-    """How often each name of a kind was left out: `COLUMNS` of records, `TURN_KEYS`, the `TURNS` of
-    a role, and records `WITHOUT_PROMPT`, whose name is ''.
+    """Counts of unread parts by (kind, name). The kinds: columns of records (`COLUMNS`), keys of
+    turns (`TURN_KEYS`), turns of a role (`TURNS`), and records `WITHOUT_PROMPT`, whose name is ''.
     """
 
     def add(self, kind: str, *names: str) -> None:
@@ -45,11 +45,13 @@ class Unread(Counter[tuple[str, str]]):
         self.update((kind, name) for name in names)
 
     def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
-        """Count the columns of a record that are not `read` and hold anything."""
+        """Count the columns of a record that have a value and are not in `read`."""
         self.add(COLUMNS, *(key for key in record if key not in read and record[key] is not None))
 
     def describe(self, name: str) -> list[str]:
-        """Return a sentence on the data called `name`; none if all was read."""
+        """Return a list with one sentence on what was not read of the data called `name`; an empty
+        list if all was read.
+        """
         parts = []
         for kind in (COLUMNS, TURN_KEYS, TURNS):
             found = [(count, name) for (of_kind, name), count in self.items() if of_kind == kind]
@@ -63,7 +65,7 @@ class Unread(Counter[tuple[str, str]]):
 
 
 def _counted(found: list[tuple[int, str]]) -> str:
-    """List names with their counts, the most frequent first."""
+    """Return names with their counts, the most frequent first."""
     found.sort(key=lambda item: (-item[0], item[1]))
     shown = [f"{shown_name(name)} ({count:,})" for count, name in found[:MAX_UNREAD]]
     if len(found) > MAX_UNREAD:
@@ -76,15 +78,20 @@ class DataReport:
     """Statistics on reading and tokenization, for the user.
 
     Attributes:
-        sequence_len: to which rows were cut; 0 if no chat was tokenized.
-        skipped: `file:line: reason` of invalid records.
-        unread: what the records of a data set hold that is not read.
-        counts: conversations that are "complete" or "truncated", or have no row since they are
-            "too_long" or "unsupervised"; those "split", into how many "rows"; "answers" in the kept
-            ones, how many of these are "looping" or known to be "cut" off by a length limit, and of
-            how many the given tokens were not used ("ignored_token_ids"); what `_TOOL_WORDS` has.
-        notes: further sentences: on files and on what is not read, which are stored with the
-            examples, then on this run.
+        sequence_len: maximum number of tokens of a row; 0 if no chat was tokenized.
+        skipped: `file:line: reason` of each invalid record.
+        unread: the parts of the records that were not read.
+        counts: counts by name:
+            complete, truncated: conversations that fit, and those that were truncated.
+            too_long, unsupervised: conversations that were left out.
+            split, rows: conversations that became several rows, and the number of these rows.
+            answers: answers of the conversations that were kept.
+            looping, cut: answers that loop, and answers that a length limit cut off.
+            ignored_token_ids: answers whose given tokens were not used.
+            dropped_rows: rows of long chats with tools that were left out.
+            The names in `_TOOL_WORDS` count chats with tools.
+        notes: further sentences: first those on files and unread parts, which are stored with the
+            examples, then those on this run.
     """
 
     sequence_len: int = 0
@@ -94,7 +101,7 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: DataReport) -> None:
-        """Add what was skipped and counted in another part of the data, and the notes on it."""
+        """Add the counts, skipped records and notes of another part of the data."""
         self.skipped += other.skipped
         self.unread.update(other.unread)
         self.counts.update(other.counts)
@@ -106,7 +113,7 @@ class DataReport:
         return self.counts["looping"] / max(1, self.counts["answers"])
 
     def describe_looping(self) -> str:
-        """Say how many answers loop, and what to do about it."""
+        """Return a sentence on how many answers loop, and what to do about it."""
         return (
             f"{self.counts['looping']:,} of {self.counts['answers']:,} answers"
             f" ({self.looping_share:.0%}) loop: they repeat the same eight words three times, and"
@@ -123,7 +130,7 @@ class DataReport:
             sentences.append(
                 f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"
             )
-            # the same problem in other turns of other records is one kind
+            # numbers are masked: the same problem in another turn or record is the same reason
             kinds = Counter(re.sub(r"\d+", "N", line.partition(": ")[2]) for line in self.skipped)
             if len(kinds) > 1:
                 found = [f"{kind} ({count})" for kind, count in kinds.most_common(_MAX_KINDS)]

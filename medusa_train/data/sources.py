@@ -35,17 +35,18 @@ from medusa_train.hub import (
 from medusa_train.io import parse_json
 from medusa_train.network import check_network
 
-#: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
+#: Environment variable of a directory with files such as `sharegpt.json`. It is searched before
+#: `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
-#: Names of files that are not read, of which messages show so many.
+#: At most this many names of unread files in a message.
 MAX_NAMED = 8
 _OF_SELF_DISTILLATION = (
     ".settings.json",
     ".dropped.jsonl",
 )  # written next to the data by self-distillation
-#: Written next to data by `datasets`, hub repositories and others: about the data, no records, where
-#: they hold one JSON object.
+#: Metadata that `datasets`, hub repositories and others write next to the data. A file of this name
+#: is metadata, not records, if it holds one JSON object.
 _METADATA = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -53,11 +54,11 @@ _METADATA = (
     "state.json",
     "metadata.json",
 )
-#: What `save_to_disk` of `datasets` writes next to files of rows (`.arrow`).
+#: Files that `save_to_disk` of `datasets` writes next to files of rows (`.arrow`).
 _SAVED = ("dataset_dict.json", "state.json")
 #: Format names that `datasets` and Axolotl take as `path`, with `data_files` next to it.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
-#: Words of a file's name that say its split, the names of held-out data first.
+#: Words in a file's name that tell its split. Held-out splits come first.
 _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -65,8 +66,8 @@ _SPLIT_WORDS = {
 }
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
-#: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where
-#: that is unknown.
+#: Called with the name of the work, the amount that is done and the total. Both are 0 if the total
+#: is unknown.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -75,9 +76,9 @@ class LocalFiles:
     """JSON, JSON Lines and parquet files, read one after the other.
 
     Attributes:
-        notes: describe what is next to the files and not read.
-        is_public: from a public data set: invalid records are skipped and counted, since users
-            cannot correct them.
+        notes: sentences on what is next to the files and not read.
+        is_public: the files are from a public data set. Their invalid records are skipped and
+            counted, since users cannot correct them.
     """
 
     paths: tuple[Path, ...]
@@ -94,8 +95,8 @@ class LocalFiles:
         return [(str(path), read_file(path)) for path in self.paths]
 
     def fingerprint(self) -> str:
-        """Digest paths, sizes and contents, so that an edit within the same size and second changes
-        it.
+        """Return a digest of paths, sizes and contents. An edit that keeps size and modification
+        time changes it too.
         """
         digest = hashlib.sha256()
         for path in self.paths:
@@ -123,15 +124,17 @@ class HubSplit:
         return [(self.name, number_rows(self.rows, self.name))]
 
     def fingerprint(self) -> str:
-        """Digest the split's name and the fingerprint that `datasets` gives its content."""
+        """Return a digest of the split's name and the fingerprint that `datasets` gives its
+        content.
+        """
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
 def open_source(
     source: DatasetConfig, on_progress: OnProgress | None = None
 ) -> LocalFiles | HubSplit:
-    """Open a file, a directory of files, a public data set, or a data set of the hub: the first
-    that has this name.
+    """Open the data of `source`. Its path is tried as a file or directory, as a public data set,
+    and as a data set of the hub, in this order.
     """
     if source.data_files is not None and source.path in BUILDERS:
         if source.path not in ("json", "parquet"):
@@ -159,7 +162,7 @@ def open_source(
 
 
 def _reject_hub_keys(source: DatasetConfig) -> None:
-    """Raise ConfigError if a file has settings of a data set of the hub."""
+    """Raise ConfigError if a local path has settings that only data sets of the hub have."""
     unused = []
     if source.split not in (None, "train"):
         unused.append("split")
@@ -174,8 +177,8 @@ def _reject_hub_keys(source: DatasetConfig) -> None:
 
 
 def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalFiles:
-    """Open the `data_files` of the directory `root`, or of `path: json` or `path: parquet`; patterns
-    of file names included.
+    """Open the `data_files`, names or glob patterns, of the directory `root`; without `root`, those
+    of `path: json` or `path: parquet`.
     """
     chosen: list[Path] = []
     for name in source.data_files or ():
@@ -195,10 +198,10 @@ def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalF
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
-    """Return the files below `root` that a pattern such as `*.jsonl` names, sorted.
+    """Return the files below `root` that match a pattern such as `*.jsonl`, sorted.
 
-    Brackets may belong to names: directories that exist are no patterns, and neither is a `[` by
-    which no file is found.
+    Brackets may be part of names: directories that exist are not read as patterns, and if a pattern
+    finds no file, its `[` is taken literally.
     """
     parts = list(Path(pattern).parts)
     while len(parts) > 1 and os.path.isdir(root / parts[0]):
@@ -214,7 +217,7 @@ def _matching_files(root: Path, pattern: str) -> list[Path]:
 def _local_files(
     paths: Iterable[Path], ds_type: str | None, notes: Iterable[str] = ()
 ) -> LocalFiles:
-    """Return files after checking their formats: their content is read by their names, which
+    """Return files after checking their formats. A file is read by the suffix of its name, which
     `ds_type` must not contradict.
     """
     for path in paths:
@@ -233,8 +236,9 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     """Open a directory of files, or one that `save_to_disk` of `datasets` wrote.
 
     The files are those of the directory or, if it has none, of its `data/`; with `name` those of
-    that subdirectory of either. Files whose names say a split (`train`, `test`, ...) are read for
-    that split only, the others for `train`, the default. `notes` name all that is not read.
+    that subdirectory of either. A file with a split in its name (`train`, `test`, ...) is read for
+    that split only. The others are read for `train`, the default. `notes` list everything that is
+    not read.
     """
     if _is_saved(path):
         return _open_saved(source, path)
@@ -263,11 +267,11 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     if not candidates:
         names = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
-    # 2. Those of the split.
+    # 2. The files of the split.
     paths = _files_of_split(candidates, source.split, path)
-    # 3. What is left, and what seems to be missing.
+    # 3. Notes on what is not read, and on missing shards.
     used = {*paths, *map(settings_path, paths)}
-    # what begins with a dot, apart from the ._NAME that macOS writes next to NAME
+    # hidden files, except the ._NAME that macOS writes next to NAME
     hidden = sorted(set(path.glob(".*")) - set(path.glob("._*")))
     unread = [entry for entry in entries if entry not in used] + hidden
     notes = _missing_shards(paths)
@@ -306,8 +310,8 @@ def _is_object(path: Path) -> bool:
 
 
 def _is_saved(path: Path) -> bool:
-    """Return whether `save_to_disk` wrote a directory; other programs use the same names of files,
-    without rows.
+    """Return whether `save_to_disk` wrote a directory. Other programs write files of the same
+    names, but no rows.
     """
     if not any((path / name).is_file() for name in _SAVED):
         return False
@@ -315,7 +319,9 @@ def _is_saved(path: Path) -> bool:
 
 
 def _nested(path: Path) -> str:
-    """Name subdirectories that have data files, for the message on a directory without any."""
+    """Return a hint that lists the subdirectories with data files, for the error on a directory
+    without any. '' if there are none.
+    """
     nested = []
     for place in (path, path / "data"):
         if not place.is_dir():
@@ -329,11 +335,11 @@ def _nested(path: Path) -> str:
 
 
 def _split_names(path: Path) -> tuple[str, str | None]:
-    """Return the split that a file's name says, as `datasets` reads it, else `train`, and the first
-    part of a shard's name.
+    """Return the split in a file's name, detected as in `datasets` (default: `train`), and for
+    shards the part of the name before the numbers.
 
-    `train_sft-00000-of-00003.parquet` has both before the numbers, other names have one of the
-    words in `_SPLIT_WORDS`.
+        train_sft-00000-of-00003.parquet   ->   "train_sft", "train_sft"
+        chats_test.jsonl                   ->   "test", None
     """
     name = path.name.lower()
     shard = re.match(r"(.+?)-\d{5}-of-\d{5}", name)
@@ -346,10 +352,10 @@ def _split_names(path: Path) -> tuple[str, str | None]:
 
 
 def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> list[Path]:
-    """Return the files of a split; ConfigError if there are none, or several splits would match.
+    """Return the files of a split; raise ConfigError if there are none, or if several splits match.
 
-    `datasets` would leave out files whose names say no split as soon as one says a split, and read
-    all subdirectories.
+    `datasets` differs: it leaves out files without a split in their names if another file has one,
+    and reads all subdirectories.
     """
     names = {file: _split_names(file) for file in files}
     wanted = (split or "train").lower()
@@ -371,8 +377,8 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
 
 
 def _missing_shards(paths: Sequence[Path]) -> list[str]:
-    """Name numbers that are missing among files such as `train-00000-of-00003.parquet`; older ones
-    of the hub have a digest behind them.
+    """Return a note for each incomplete series of shards such as `train-00000-of-00003.parquet`.
+    Older files of the hub have a digest after the numbers.
     """
     found: dict[tuple[Path, str, int, str], set[int]] = {}
     for path in paths:
@@ -421,7 +427,7 @@ def open_prompts(
     configuration: str | None = None,
 ) -> LocalFiles | HubSplit:
     """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or
-    one of the hub, whose `configuration` may have a name.
+    the `configuration` of a data set of the hub.
     """
     source = DatasetConfig(path=name, split=split, name=configuration)
     if name in PUBLIC_DATASETS:
@@ -436,7 +442,7 @@ def open_prompts(
 
 
 def is_data_file_name(name: str) -> bool:
-    """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
+    """Return whether `name` can only be a local path, not a hub name. This detects misspelt paths."""
     suffixes = (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
     return looks_like_path(name) or Path(name).suffix.lower() in suffixes
 
@@ -473,7 +479,7 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
         if source.data_files is not None:
             files["data_files"] = source.data_files
         rows: Any = datasets.load_dataset(source.path, source.name, split=split, **files)
-    except Exception as error:  # those of HTTP clients have no common base
+    except Exception as error:  # exceptions of HTTP clients have no common base
         known = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
         is_known = isinstance(error, known)
         if not is_known and describe_hub_error(error, source.path, "dataset") is None:
@@ -485,12 +491,13 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A data set that has a short name: conversations, or a bench of `evaluation/questions.py`.
+    """A data set that has a short name: conversations, or a benchmark of `evaluation/questions.py`.
 
     Attributes:
-        local_paths: where to look for it first, relative to the project or working directory; a
-            downloaded JSON Lines file belongs at the first, the original format at the second.
-        hub_repo: its repository on the hub; with neither that nor `url`, it ships with the project.
+        local_paths: where to look for it first, relative to the project or working directory. A
+            downloaded JSON Lines file belongs at the first path, the original format at the second.
+        hub_repo: its repository on the hub. If neither this nor `url` is set, it ships with the
+            project.
         hub_file: the file of `hub_repo` to read; None reads `split`.
         split: the split of `hub_repo` to read.
         url: where its file is downloaded from if it is not on the hub.
@@ -513,8 +520,8 @@ class PublicDataset:
 
 PUBLIC_DATASETS = {
     "tiny": PublicDataset(("data/seeds/tiny.jsonl",)),
-    # the file that Medusa's authors train on and take prompts from; the last path is that of
-    # Axolotl's fork
+    # the file that Medusa's authors train on and take prompts from; Axolotl's fork uses the last
+    # path
     "sharegpt": PublicDataset(
         (
             "data/seeds/sharegpt.jsonl",
@@ -535,7 +542,7 @@ PUBLIC_DATASETS = {
 def open_public(
     source: DatasetConfig, on_progress: OnProgress | None = None
 ) -> LocalFiles | HubSplit:
-    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else
+    """Open a data set of `PUBLIC_DATASETS`: a local copy, else the copy in the hub's cache, else
     fetched from the hub.
     """
     return replace(_open_public(source, on_progress), is_public=True)

@@ -48,7 +48,7 @@ class Row:
     Attributes:
         ids: token ids [T].
         supervised: the loss mask [T].
-        answers: those that are not history in this row, in order.
+        answers: the answers that are not history in this row, in order.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -77,19 +77,20 @@ class ChatEncoder:
     """Tokenizes chats with a chat template, and determines the loss mask.
 
     Training rows hold what decoding sees: the tokens of a rendered prompt, as `prompt` returns
-    them, then the tokens of the answer. It is picklable, and `encode` depends on its settings and
-    the chat only.
+    them, then the tokens of the answer. An encoder is picklable, and `encode` depends only on its
+    settings and the chat.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         template: a name of `TEMPLATES`, a Jinja file, or None for the tokenizer's own template.
         template_kwargs: further variables of the template (`chat_template_kwargs`).
-        roles: whose words are supervised. The assistant's include the token that ends an answer.
-        train_on_inputs: supervise every token, whoever wrote it. A message's own switch, see
-            `Message.is_target`, decides before both.
-        stops: tokens at which decoding stops, apart from the tokenizer's EOS token and the one that
-            the template writes after an answer.
-        max_tool_rows: most rows of a chat with tool calls (`max_rows_per_chat`).
+        roles: roles whose messages are supervised. For the assistant this includes the token that
+            ends an answer.
+        train_on_inputs: supervise every token, whatever its role. If `Message.is_target` is set, it
+            overrides both `roles` and this.
+        stops: tokens at which decoding stops, in addition to the tokenizer's EOS token and the one
+            that the template writes after an answer.
+        max_tool_rows: maximum number of rows of a chat with tool calls (`max_rows_per_chat`).
     """
 
     def __init__(
@@ -134,19 +135,20 @@ class ChatEncoder:
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
     def encode(self, conversation: Conversation, counts: Counter[str] | None = None) -> list[Row]:
-        """Tokenize a chat into rows that end with an answer. Special tokens come from the template
-        only: in contents their text is tokenized as any other.
+        """Tokenize a chat into rows that end with an answer. Special tokens come only from the
+        template: in contents, their text is tokenized as plain text.
 
-        An answer goes on with the row before it if its prompt begins with the tokens of that row.
-        It has a row of its own if the template changes earlier turns, the tokenizer merges characters
-        of a prompt and its answer, or the data give tokens of an answer.
-        Each answer is supervised in one row only, where it is not history, and each other message
-        (see `roles`) in the first row that has it. An answer that reached the length limit has no
-        end token to learn. Of an answer with tool calls all that is generated is supervised:
-        reasoning, content, calls and the separators between them.
+        An answer continues the previous row if its prompt begins with the tokens of that row. It
+        begins a new row if the template changes earlier turns, if the tokenizer merges characters
+        of the prompt with the answer, or if the data give token ids for an answer.
 
-        `counts` receives how many answers have tokens in the data that this tokenizer reads as
-        another text ("ignored_token_ids"), and what `fit_to_template` and `max_tool_rows` change.
+        Each answer is supervised in only one row; in other rows it is history. Each other message
+        (see `roles`) is supervised in the first row that has it. An answer that reached the length
+        limit has no end token to learn. For an answer with tool calls, everything that is generated
+        is supervised: reasoning, content, calls and the separators between them.
+
+        `counts` receives the number of answers whose given token ids are another text for this
+        tokenizer ("ignored_token_ids"), and the changes by `fit_to_template` and `max_tool_rows`.
         """
         counts = Counter() if counts is None else counts
         template = self._template_of(conversation.variables)
@@ -157,7 +159,8 @@ class ChatEncoder:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
         num_dropped = len(rows) - self.max_tool_rows
         if num_dropped > 0 and any(message.calls for message in messages):
-            # long trajectories would be quadratic: the last rows, and some of the others
+            # Long trajectories would take quadratic compute: keep the last rows and a sample of the
+            # others.
             counts["dropped_rows"] += num_dropped
             num_last = (self.max_tool_rows + 1) // 2
             others = range(len(rows) - num_last)
@@ -171,8 +174,8 @@ class ChatEncoder:
     ) -> list[Row]:
         """Return the rows of a chat with marked contents; see `encode`."""
         rows: list[Row] = []
-        has_given = False  # the answer before has tokens of its own
-        first = 0  # of the messages that are in no row yet
+        has_given = False  # the data give the token ids of the previous answer
+        first = 0  # index of the first message that is in no row yet
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
@@ -192,20 +195,20 @@ class ChatEncoder:
                 counts["ignored_token_ids"] += 1
             whole = self._text.ids(answer.prompt + answer.text)
             if given is not None:
-                # white space before the end token would be among the generated tokens
+                # white space before the end token would be part of the given tokens
                 ids = [*given, *self._text.ids(answer.end.lstrip())]
             elif whole[: len(prompt)] == prompt:
                 ids = whole[len(prompt) :]
-            else:  # the text of both has no border between two tokens there
+            else:  # a token spans the border between prompt and answer
                 ids = self.tokenize_continuation(answer.text)
-            # 2. The row before goes on, or another one begins; as history, an answer has the tokens
-            # of its text.
+            # 2. Continue the previous row, or begin another one. An answer with given tokens has a
+            # row of its own, since as history it has the tokens of its text.
             is_new = not rows or has_given or given is not None
             if is_new or prompt[: len(rows[-1].ids)] != rows[-1].ids:
                 rows.append(Row())
             row = rows[-1]
             start = len(row.ids)
-            # 3. What is new in the prompt, then the answer.
+            # 3. Append the new part of the prompt, then the answer.
             is_chosen = self._trained_characters(
                 messages[:index], answer.prompt, template, first, is_new_row=not start
             )
@@ -235,10 +238,10 @@ class ChatEncoder:
         return digest.hexdigest()
 
     def prompt(self, messages: Sequence[Message], variables: str = "") -> list[int]:
-        """Return the token ids of a chat followed by the generation prompt.
+        """Return the token ids of a chat followed by the generation prompt. `variables` as in
+        `Conversation`.
 
-        `variables` as in `Conversation`. DataError if the template rejects the chat, or does not
-        read its tools.
+        Raises DataError if the template rejects the chat, or does not read its tools.
         """
         return self._text.ids(self._prompt_text(messages, variables))
 
@@ -246,7 +249,9 @@ class ChatEncoder:
         """Return the text of a prompt, with marks; raises as `prompt`."""
         template = self._template_of(variables)
         if TOOLS in template.kwargs and TOOLS not in template.variables:
-            raise DataError("the chat template has no tools: the model cannot be told of them")
+            raise DataError(
+                "the chat template does not render tools, so the model would not see them"
+            )
         try:
             fitted = fit_to_template(self._with_marks(messages), template, Counter())
             return template.render(fitted, prompt=True)
@@ -284,8 +289,8 @@ class ChatEncoder:
         ]
 
     def _reads(self, ids: Sequence[int], message: Message, answer: RenderedAnswer) -> bool:
-        """Return whether this tokenizer reads the text of an answer in the `ids` given for it. It
-        does not if a model with another one generated them, or the answer was edited.
+        """Return whether the `ids` given for an answer are its text in this tokenizer. They are not
+        if a model with another tokenizer generated them, or if the answer was edited.
         """
         # self-distillation stores the text of an answer without most special tokens
         special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
@@ -301,7 +306,7 @@ class ChatEncoder:
         return plain(decoded) in (plain(stored), plain(rendered))
 
     def _is_trained(self, message: Message) -> bool:
-        """Return whether a message is trained: by its own switch, else by its role."""
+        """Return whether a message is trained: `is_target` decides if it is set, else its role."""
         if message.is_target is not None:
             return message.is_target
         return self.train_on_inputs or message.role in self.roles
@@ -317,7 +322,7 @@ class ChatEncoder:
         """Return for each character of a prompt whether it is trained. Messages before `first` are
         trained in an earlier row, or earlier in this row.
         """
-        # what the template writes between the contents is trained with `train_on_inputs`
+        # text that the template writes between the contents is trained only with `train_on_inputs`
         everything = self.train_on_inputs
         chosen = [everything] * len(prompt)
         if everything and first and is_new_row:

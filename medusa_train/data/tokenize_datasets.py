@@ -1,9 +1,9 @@
 """Tokenize the configured data sets in one process or several, cached on disk
 (`dataset_prepared_path`).
 
-A cache file is named by a hash of everything that affects the tokens: data,
-tokenizer, chat template, settings and the code of this package. It holds the concatenated tokens of
-all examples, and their metadata as JSON. It is written atomically; a corrupt one is rebuilt.
+A cache file is named by a hash of everything that affects the tokens: data, tokenizer, chat
+template, settings and the code of this package. It holds the concatenated tokens of all examples,
+and their metadata as JSON. It is written atomically; a corrupt one is rebuilt.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
-#: Keys of a data set that say where it is; the fingerprint of its source takes their place.
+#: Keys that the cache key leaves out: the fingerprints of the data set's source and encoder cover
+#: them.
 _PLACES = {"path", "split", "name", "data_files", "ds_type", "conversation"}
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 #: A worker imports torch and transformers, which takes as long as tokenizing about this many
 #: conversations.
 CONVERSATIONS_PER_WORKER = 2000
-#: Conversations that are tokenized between two updates of the progress.
+#: Number of conversations that are tokenized between two updates of the progress.
 CHUNK = 128
-#: More workers by default would wait for the one process that reads and collects.
+#: Default limit. More workers would wait for the one process that reads and collects.
 MAX_WORKERS = 16
-#: Name of the progress of tokenizing, in conversations of a data set.
+#: Name of the progress of tokenization, which counts conversations of a data set.
 TOKENIZING = "tokenizing"
 
 
@@ -62,7 +63,9 @@ class DatasetReader:
     skip_bad: bool
 
     def read(self) -> ReadResult:
-        """Read all conversations, of which there must be one; files without records are noted."""
+        """Read all conversations; raise DataError if there are none. Files without records are
+        noted.
+        """
         template = self.encoder.template
         result = parse_records(
             self.source.parts(),
@@ -100,8 +103,8 @@ def open_datasets(
 def load_or_encode(
     readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
 ) -> EncodedDataset:
-    """Load the examples from the cache in `directory`, or encode them and store them there, and
-    note which.
+    """Load the examples from the cache in `directory`, or encode and store them there. A note in
+    the report tells which.
     """
     path = directory / f"{cache_key(readers, max_length)[:32]}.bin"
     note = None
@@ -114,7 +117,7 @@ def load_or_encode(
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
     encoded = encode_datasets(readers, max_length, **options)
-    content = encoded.to_bytes()  # before the notes that concern this run alone
+    content = encoded.to_bytes()  # before the notes that concern only this run
     if note is not None:
         encoded.report.notes.append(note)
     try:
@@ -195,9 +198,9 @@ def encode_conversations(
 ) -> EncodedDataset:
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
-    Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`),
-    with the same result: the examples in order, and in `skipped` of the report those that the
-    template does not support.
+    A small data set is tokenized in this process, a larger one in up to `max_workers` processes
+    (default: `default_workers`). The result is the same: the examples in order. `skipped` of the
+    report lists the conversations that the template does not support.
     """
     encoded = EncodedDataset([], DataReport(max_length))
     total = len(conversations)
@@ -229,7 +232,7 @@ def _encode(
 
 # Processes
 
-_settings: tuple[ChatEncoder, int]  # of this worker
+_settings: tuple[ChatEncoder, int]  # encoder and max_length of this worker
 
 
 def _encode_in_workers(
@@ -240,7 +243,7 @@ def _encode_in_workers(
     Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose
     locks a fork would copy.
     """
-    # it would unblock Ctrl-C if it were started with the first worker
+    # Starting the tracker unblocks Ctrl-C, so start it before the block, not with the first worker.
     resource_tracker.ensure_running()
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start, (encoder, max_length)
@@ -261,7 +264,7 @@ def _encode_in_workers(
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C, also in processes that are started here; this process receives it afterwards.
+    """Block Ctrl-C in this process, which receives it afterwards, and in processes started here.
 
     A terminal sends it to all processes, and each would print a traceback.
     """
@@ -276,7 +279,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 
 def _start(encoder: ChatEncoder, max_length: int) -> None:
-    """Prepare a worker, which ends with its parent, also if that is killed."""
+    """Prepare a worker. It ends with its parent, even if the parent is killed."""
     global _settings
     _settings = encoder, max_length
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tool calls and their results, as data sets write them, in the one form that chat templates read."""
+"""Convert tool calls and results from the forms of data sets to the one that templates read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medusa_train.data.json_values import RecordError, from_json, json_type
 
 #: The column, and the variable of chat templates, that holds the tools of a chat.
 TOOLS = "tools"
-#: glaive writes arguments as JSON text in single quotes, which is no JSON.
+#: glaive writes arguments as JSON text in single quotes, which is not valid JSON.
 _QUOTED = re.compile(r"""\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
 
 
@@ -26,14 +26,15 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_calls(given: object, name: str) -> list[dict[str, Any]]:
-    """Return the calls that the value called `name` holds: one, a list, or JSON text of either.
+    """Return the calls in the value `given` of the key `name`: one call, a list, or JSON text of
+    either.
 
-    Each becomes `{"id", "type", "function": {"name", "arguments"}}`, the id only if it has one, and
-    the arguments an object: most templates write text as an escaped string, or reject it.
+    Each becomes `{"id", "type", "function": {"name", "arguments"}}`, without an id if it has none.
+    The arguments become an object: most templates escape arguments that are text, or reject them.
     """
     if isinstance(given, str) and (quoted := _QUOTED.fullmatch(given.strip())):
         given = {"name": quoted[1], "arguments": quoted[2]}
-    given = from_json(given, f"'{name}' is no JSON of tool calls")
+    given = from_json(given, f"'{name}' is not JSON of tool calls")
     calls = [given] if isinstance(given, Mapping) else given
     if not isinstance(calls, (list, tuple)):
         raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(given)}")
@@ -63,7 +64,7 @@ def _parse_call(given: object) -> dict[str, Any]:
 
 
 def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:
-    """Return which call a result belongs to, and the name of its tool, if it says so."""
+    """Return the id of the call that a result belongs to, and the name of its tool, if present."""
     call_id = turn.get("tool_call_id")
     several = turn.get("tool_call_ids")  # SWE-smith
     if call_id is None and isinstance(several, (list, tuple)) and len(several) == 1:
@@ -78,12 +79,14 @@ def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:
 
 
 def link_results(messages: Sequence[Message]) -> list[Message]:
-    """Give results without an id those of the calls before them, in order, and make those that are
-    wrapped in tags of their own the user's: templates would wrap them again.
+    """Link results to calls: a result without an id gets the id of a call before it, in order.
+
+    A result that has its own `<tool_response>` tags, without a parsed call, becomes a turn of the
+    user: templates would wrap it again.
     """
     linked = []
     calls: Sequence[Mapping[str, Any]] = ()
-    open_ids: list[str] = []  # of calls whose result has not come
+    open_ids: list[str] = []  # ids of calls whose result has not come yet
     for message in messages:
         call_id = message.parts.get("tool_call_id")
         if message.role == "assistant":
@@ -101,7 +104,8 @@ def link_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def parse_tools(value: object, name: str) -> list[Any]:
-    """Return the tools that the value called `name` holds: a list, or JSON text of one or of each.
+    """Return the tools in the value of the key `name`: a list. The whole list or each item may be
+    JSON text.
 
     Bare functions are wrapped, since most templates read `tool.function`.
     """

@@ -1,4 +1,4 @@
-"""Chats with tool calls in the form that a chat template takes, found by rendering them."""
+"""Find the form of a chat with tool calls that its template accepts, by rendering it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, placeholder
 from medusa_train.data.conversation import Message
 
-#: Templates of Mistral demand such ids of calls.
+#: The form of call ids that Mistral's templates require.
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -21,19 +21,20 @@ _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 def fit_to_template(
     messages: Sequence[Message], template: ChatTemplate, counts: Counter[str]
 ) -> Sequence[Message]:
-    """Return the messages of a chat as the template takes them, and count what it changes or leaves
-    out; ChatTemplateError if it cannot render the chat.
+    """Return the messages of a chat in a form that the template accepts, and count what this
+    changes or leaves out; raise ChatTemplateError if it cannot render the chat.
     """
     has_calls = any(message.calls for message in messages)
     if not has_calls and all(message.role != "tool" for message in messages):
         return messages
-    # 1. A template may reject ids, unless they are nine letters and digits, and arguments as objects.
-    # Results of answers whose calls are text may be turns of the user.
+    # 1. The forms to try. A template may reject ids other than nine letters and digits, and
+    # arguments that are objects. If the calls of answers are plain text, results may be turns of
+    # the user.
     shortened = [_with_short_ids(message) for message in messages]
     change = _with_text_arguments if has_calls else _of_user
     name = "text_arguments" if has_calls else "results_of_user"
     changed = [[change(message) for message in form] for form in (messages, shortened)]
-    # 2. The first form that it takes.
+    # 2. The first form that the template accepts.
     problems = []
     for form in (messages, shortened, *changed):
         try:
@@ -50,10 +51,10 @@ def fit_to_template(
 
 
 def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
-    """Return whether a template renders the text next to tool calls; ChatTemplateError if it rejects
-    the chat, or leaves out calls or results.
+    """Return whether a template renders the text next to tool calls; raise ChatTemplateError if it
+    rejects the chat, or leaves out calls or results.
     """
-    # 1. The chat with a placeholder for each name of a tool, result and text next to calls.
+    # 1. The chat with placeholders for tool names, results, and texts next to calls.
     outline = []
     names: list[str] = []
     results: list[str] = []
@@ -73,13 +74,13 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
             results.append(content)
             message = replace(message, content=content)
         outline.append(message)
-    # 2. Which of them it renders.
+    # 2. Which placeholders the template renders.
     text = template.render(outline)
     if not all(name in text for name in names):
         raise ChatTemplateError("the chat template leaves out tool calls")
     if results and not any(result in text for result in results):
         raise ChatTemplateError("the chat template leaves out results of tools")
-    # later turns may leave out what is generated next to calls
+    # A template may drop such a text once later turns follow, so render up to the last one.
     if not beside:
         return True
     number, content = beside[-1]
@@ -87,7 +88,7 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
 
 
 def _of_user(message: Message) -> Message:
-    """Make a result of a tool the user's."""
+    """Make the result of a tool a turn of the user."""
     return replace(message, role="user", parts={}) if message.role == "tool" else message
 
 
@@ -128,11 +129,11 @@ def _short_id(name: str) -> str:
 
 
 def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form of OpenAI's API: arguments are JSON text, and every call has an id,
-    to which its result refers.
+    """Return messages in the form of OpenAI's API: arguments are JSON text, every call has an id,
+    and its result refers to this id.
     """
     chat = []
-    ids: list[str] = []  # of the last calls, whose results have not come
+    ids: list[str] = []  # ids of the last calls whose results have not come yet
     for number, message in enumerate(messages):
         turn = _with_text_arguments(message).as_dict()
         for place, call in enumerate(turn.get("tool_calls", ())):
@@ -146,7 +147,7 @@ def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def map_strings(value: Any, change: Any) -> Any:
-    """Return a JSON value with every string in it changed, apart from names of keys."""
+    """Return a JSON value with every string in it changed, except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The turns of a chat: who speaks, what is said, and whether it is trained."""
+"""Parse the turns of a chat: the role, the content, and whether the turn is trained."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class TurnKeys(NamedTuple):
     """The names that a data set uses in its turns.
 
     Attributes:
-        role: key of who speaks.
+        role: key of the role.
         content: key of the text.
-        train: keys that say whether the turn is trained, as Axolotl names them.
-        roles: names of roles in addition to the usual ones, with their meaning.
-        is_prompt: the chat is to be answered: nothing of it is trained, and its template may know
-            other roles.
+        train: keys that say whether the turn is trained, as in Axolotl.
+        roles: the data set's names of roles, with the usual name of each.
+        is_prompt: the chat is a prompt: no turn is trained, and roles that only its template knows
+            are allowed.
     """
 
     role: str = "role"
@@ -88,11 +88,11 @@ def parse_turns(
     tags: ReasoningTags = REASONING_TAGS,
     roles: Collection[Role] | None = None,
 ) -> list[Message]:
-    """Parse the turns of a record; RecordError names the turn that is not valid.
+    """Parse the turns of a record. A RecordError tells which turn is not valid.
 
     Args:
         unread: counts the keys of turns that are not read.
-        tags: join the reasoning of an answer with its content.
+        tags: tags that join the reasoning of an answer with its content.
         roles: turns of other roles are skipped unparsed; None: all are read.
     """
     messages = []
@@ -125,8 +125,8 @@ def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
 def _parse_turn(
     turn: JsonObject, keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
 ) -> Message:
-    """Parse a turn of the role that `meaning` is a name of."""
-    # 1. Who speaks.
+    """Parse a turn. `meaning` is the name of its role."""
+    # 1. The role.
     if turn.get(keys.role) is None:
         raise RecordError(f"'{keys.role}' must be a string, it is {found_under(turn, keys.role)}")
     if meaning not in _ROLES and not (meaning and keys.is_prompt):
@@ -138,8 +138,8 @@ def _parse_turn(
     calls = calls_of(turn)
     if calls and role != "assistant":
         raise RecordError(f"tool calls of the role {role}")
-    # 2. What is said. An answer has its reasoning before the content; next to calls, which have no
-    # place in the content, the template joins the two.
+    # 2. The content. The reasoning of an answer is put before its content. If it has calls, which
+    # are not part of the content, the template joins reasoning, content and calls.
     is_blank = (calls or role == "tool") and turn.get(keys.content) is None
     content = "" if is_blank else _content(turn, keys.content, unread)
     ids = None
@@ -155,7 +155,7 @@ def _parse_turn(
         turn.read -= {key for key in names if key in turn and turn[key] not in ("", reasoning)}
         if calls:
             parts["tool_calls"] = calls
-            if reasoning:  # templates read the one or the other
+            if reasoning:  # templates read one of the two keys
                 parts |= {"reasoning_content": reasoning, "thinking": reasoning}
         else:
             content = join_reasoning(reasoning, content, tags)
@@ -164,16 +164,16 @@ def _parse_turn(
         parts |= result_parts(turn)
     # 3. Whether it is trained.
     is_target = None if keys.is_prompt else _is_target(turn, keys.train)
-    # 4. What is left.
+    # 4. The unread keys.
     unread.add(TURN_KEYS, *turn.unread())
     return Message(role, content, ids, is_target=is_target, parts=parts)
 
 
 def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
-    """Return whether a turn says that it is trained; None where it says nothing.
+    """Return whether a turn is marked as trained; None if it is not marked.
 
-    `keys` are true or false, as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
-    default. They must not contradict each other.
+    The values of `keys` are true or false, as in Axolotl. `weight` is 0 or 1, as in OpenAI's
+    fine-tuning, where 1 is the default. They must not contradict each other.
     """
     if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
         raise RecordError("training of parts of a turn is not supported")
@@ -211,11 +211,13 @@ def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def read_messages(chat: object) -> list[Message]:
-    """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
+    """Read the messages of a prompt, in the format of OpenAI's clients.
 
-    Keys that are not read, such as `name`, are named in a warning, once.
+    A warning lists the keys that are not read, such as `name`, once.
 
-    Raises DataError, which names the turn: also if there is none, or the last is an answer.
+    Raises:
+        DataError: a turn is not valid (the message tells which), there is no turn, or the last turn
+            is an answer.
     """
     found = json_type(chat)
     turns: list[Any] = []
@@ -257,8 +259,8 @@ def read_messages(chat: object) -> list[Message]:
 
 
 def read_tools(tools: object) -> str:
-    """Return the tools of a chat that is to be answered as variables of its template, see
-    `Conversation.variables`. Raises DataError.
+    """Return the tools of a prompt as variables of its template, see `Conversation.variables`.
+    Raises DataError.
     """
     try:
         functions = parse_tools(tools, TOOLS)
@@ -268,8 +270,8 @@ def read_tools(tools: object) -> str:
 
 
 def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
-    """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
-    counts.
+    """Return the content of a turn as a string. OpenAI's list form is joined from its text parts;
+    `unread` counts their other keys.
     """
     content = turn.get(key)
     if isinstance(content, str):
@@ -279,7 +281,7 @@ def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
     texts = []
     for part in content:
         part = JsonObject(part if isinstance(part, Mapping) else {})
-        # a caption of an image is no text
+        # The `text` of an image is its caption, which is not content.
         is_text = isinstance(part.get("text"), str)
         if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
             raise RecordError(f"'{key}' holds parts that are not text")

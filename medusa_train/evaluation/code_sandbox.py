@@ -1,10 +1,10 @@
 """Run Python programs that a model wrote in bubblewrap: without network, other files, devices or
-processes, with limits of time and memory.
+processes, and with limits on time and memory.
 
-A program sees Python, the system's libraries and 16 MB of temporary files, and runs as nobody. It
-can neither harm the machine nor pass by `exit()` or a forged report. A program that looks for its
-judge in its own process (frames, memory) can forge a pass. Use a virtual machine for programs that
-may be malicious.
+A program sees Python, the system's libraries and 16 MB of temporary files, and runs as user nobody.
+It can neither harm the machine nor pass by calling `exit()` or writing a false report. But a
+program that searches its own process (frames, memory) for the runner's secret can fake a pass. Use
+a virtual machine for programs that may be malicious.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import NamedTuple
 PASSED, FAILED, TIMED_OUT, REFUSED = "passed", "failed", "timed out", "refused"
 
 INSTALL = "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap)"
-#: Seconds beyond a program's own in which its process has to start.
+#: Additional seconds for starting a program's process.
 MARGIN = 20.0
-NOBODY = "65534"  # user and group of a program
-FILE_BYTES = 16 << 20  # of one file, and of the temporary directory
+NOBODY = "65534"  # user id and group id of a program
+FILE_BYTES = 16 << 20  # limit for one file, and for the temporary directory
 OPEN_FILES = 64
 DETAIL_CHARACTERS = 200
-#: What Python needs of a system, if it exists.
+#: Directories of the system that Python needs, as far as they exist.
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix", "/gnu")
 
-#: Runs a program from stdin and reports to stdout. Only a program that runs to its end, past its
-#: test, makes it write the secret: `exit()` and `os._exit()` do not.
+#: Runs a program from stdin and reports to stdout. It writes the secret only if the program runs to
+#: its end, including its test. A program that calls `exit()` or `os._exit()` does not get there.
 RUNNER = f"""
 import json, os, sys
 program, secret = json.load(sys.stdin)
@@ -59,9 +59,9 @@ os._exit(0)
 class Outcome(NamedTuple):
     """How a program ended."""
 
-    # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, since it cannot be isolated here
+    # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, because this machine cannot isolate it
     status: str
-    detail: str  # the exception, or what is missing
+    detail: str  # the exception, or why the program could not be run
 
     @property
     def passed(self) -> bool:
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 @cache
 def sandbox_obstacle() -> str | None:
-    """Return why no program can be isolated on this machine; None if programs can."""
+    """Return why this machine cannot isolate programs; None if it can."""
     tool = shutil.which("bwrap")
     if tool is None:
         return f"bubblewrap is not installed; {INSTALL}"
@@ -82,7 +82,7 @@ def sandbox_obstacle() -> str | None:
 
 
 def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> Outcome:
-    """Run a Python program in a process of its own with limited time and memory; its output is
+    """Run a Python program in its own process, with limited time and memory. Its output is
     discarded.
     """
     obstacle = sandbox_obstacle()
@@ -107,7 +107,7 @@ def _run(program: str, seconds: float, megabytes: int) -> Outcome:
         return Outcome(TIMED_OUT, f"its process did not end within {seconds + MARGIN:g} seconds")
     late = time.monotonic() - started >= seconds
     report = done.stdout.decode("utf-8", "replace")
-    # a fork of the program would report as well, so the secret may be written twice
+    # a fork of the program also reports, so the secret may appear twice
     if done.returncode == 0 and report.startswith(secret):
         return Outcome(PASSED, "")
     if late and done.returncode == 128 + signal.SIGKILL:
@@ -121,22 +121,22 @@ def _run(program: str, seconds: float, megabytes: int) -> Outcome:
 
 def sandbox_command(seconds: float, megabytes: int) -> list[str]:
     """Return the command that runs `RUNNER` in bubblewrap, within `seconds` and `megabytes`."""
-    # a virtual environment's python is a link to this one, which finds its library by its own place
+    # a virtual environment's python links to this one, which finds its library by its own path
     python = os.path.realpath(sys.executable)
     library = os.path.realpath(sys.base_prefix)
-    # 1. nothing is shared with this machine
+    # 1. own namespaces: the program shares nothing with this machine
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try"]
     become_nobody: list[str] = []
     if os.geteuid() == 0:
-        # Linux enforces no limit of processes for root, whatever the namespace calls it
+        # Linux does not limit the processes of root, even if root has another id in the namespace
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         become_nobody = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
         become_nobody += ["--inh-caps=-all", "--no-new-privs"]
     else:
         command += ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY]
-    # 2. the files that it sees
+    # 2. the files that the program sees
     for path in SYSTEM_DIRECTORIES:
         command += ["--ro-bind-try", path, path]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
@@ -144,11 +144,11 @@ def sandbox_command(seconds: float, megabytes: int) -> list[str]:
     if not Path(python).is_relative_to(library):
         command += _readable(python)
     command += ["--perms", "0755", "--dir", "/dev"]
-    for device in ("/dev/null", "/dev/urandom"):  # neither holds anything
+    for device in ("/dev/null", "/dev/urandom"):  # neither stores anything
         command += ["--dev-bind", device, device]
     command += ["--perms", "1777", "--size", str(FILE_BYTES), "--tmpfs", "/tmp"]
     command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
-    # 3. the limits; with --nproc 1 it starts no other process
+    # 3. the limits; --nproc=1 keeps the program from starting other processes
     command += become_nobody
     command += ["timeout", "--signal", "KILL", f"{seconds:g}"]
     command += ["prlimit", f"--cpu={math.ceil(seconds)}", f"--as={megabytes << 20}"]
@@ -157,7 +157,7 @@ def sandbox_command(seconds: float, megabytes: int) -> list[str]:
 
 
 def _readable(path: str) -> list[str]:
-    """Return the options that show `path` to everybody, although it may be in root's home."""
+    """Return the options that make `path` readable for every user, even inside root's home."""
     if any(Path(path).is_relative_to(directory) for directory in SYSTEM_DIRECTORIES):
         return []
     options = []

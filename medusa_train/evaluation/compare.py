@@ -19,7 +19,7 @@ from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.io import parse_json
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
 
-#: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
+#: Keys of `meta` that must be equal for speeds to be comparable, and their labels.
 CONDITIONS = {
     "bench": "bench",
     "max_new_tokens": "max_new_tokens",
@@ -40,7 +40,7 @@ CONDITIONS = {
     "threads": "number of threads",
 }
 
-#: Metrics that say what a tree brings.
+#: Metrics that a run without a tree does not have.
 TREE_METRICS = (
     "acceleration_rate",
     "overhead",
@@ -58,13 +58,16 @@ Json = Mapping[str, Any]
 
 
 def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
-    """Read the reports of runs, directories or report.json files, by their titles in the comparison;
-    `bench`: which one of a run, default the newest.
+    """Read the reports of runs, directories or report.json files; return them by their titles in
+    the comparison.
+
+    Args:
+        bench: which evaluation of a run to read; default: the newest.
     """
     paths = find_reports(names, bench)
     reports = {name: _read(path) for name, path in zip(names, paths, strict=True)}
 
-    # 1. speeds in different modes cannot be compared
+    # 1. speeds in different decoding modes cannot be compared
     modes = {name: describe_mode(mode_of(report["meta"])) for name, report in reports.items()}
     if len(set(modes.values())) > 1:
         measured = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
@@ -84,7 +87,7 @@ def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
 def _read(path: Path) -> Json:
     try:
         report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
-        # build all that is shown of it later: a damaged report fails here, where its path is known
+        # build everything that is shown later: a damaged report fails here, where its path is known
         _sections({str(report["meta"]["bench"]): report})
         describe_mode(mode_of(report["meta"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
@@ -93,14 +96,14 @@ def _read(path: Path) -> Json:
 
 
 def _lacks_tree(meta: Json) -> bool:
-    """Return whether heads drafted nothing, for their tree is empty, and nothing else did."""
+    """Return whether nothing was drafted: the heads' tree is empty and there is no other draft."""
     return meta.get("tree_nodes") == 0 and not meta.get("draft") and not meta.get("dynamic_trees")
 
 
 def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
-    """Drop the metrics of a tree without nodes, which reports of earlier versions have.
+    """Drop the tree metrics of an empty tree, which reports of earlier versions contain.
 
-    Both sides were the same loop then, so their ratio is noise.
+    With an empty tree both sides of a ratio are the same decoding loop, so the ratio is noise.
     """
     if _lacks_tree(report["meta"]):
         for group in (report["overall"], *report["categories"].values()):
@@ -109,12 +112,12 @@ def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(reports: Mapping[str, Json]) -> list[str]:
-    """List the conditions in which the evaluations differ, one line each; then their speeds are not
-    comparable.
+    """List the conditions in which the evaluations differ, one per line. If there are any, their
+    speeds are not comparable.
     """
     lines = []
     for key, label in CONDITIONS.items():
-        # older reports lack keys; if a newer one has no value either, nothing differs
+        # older reports lack some keys; a missing key and None in a newer report are the same
         if len({str(report["meta"].get(key)) for report in reports.values()}) > 1:
             values = [str(report["meta"].get(key, "not recorded")) for report in reports.values()]
             lines.append(f"different {label}: {', '.join(values)}")
@@ -125,7 +128,7 @@ def differences(reports: Mapping[str, Json]) -> list[str]:
 
 
 def runs_table(reports: Mapping[str, Json]) -> Table:
-    """Return one row of metrics per evaluation; older reports lack some."""
+    """Return one row of metrics per evaluation. Metrics may be missing in older reports."""
     rows = [_row(name, report) for name, report in reports.items()]
     return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
 
@@ -157,7 +160,7 @@ def _correct(scores: Json | None) -> str:
 
 
 def categories_table(reports: Mapping[str, Json]) -> Table:
-    """Return one row of speedups for each category of any evaluation."""
+    """Return one row of speedups for each category that any evaluation has."""
     rows = []
     for name in category_names(reports):
         groups = [report["categories"].get(name, {}) for report in reports.values()]
@@ -166,9 +169,9 @@ def categories_table(reports: Mapping[str, Json]) -> Table:
 
 
 def show(reports: Mapping[str, Json]) -> Group:
-    """Return both tables for the terminal, and the conditions that differ."""
+    """Return both tables and the conditions that differ, for the terminal."""
     runs = runs_table(reports)
-    # a run per column, since a run has many metrics
+    # transposed: one column per run, since a run has many metrics
     titles, *rows = zip(runs.titles, *runs.rows, strict=True)
     tables = [Table(titles, rows), categories_table(reports)]
     warnings = [Text(line, style="yellow") for line in differences(reports)]
@@ -176,8 +179,8 @@ def show(reports: Mapping[str, Json]) -> Group:
 
 
 def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:
-    """Write compare.html and compare.json to `directory`, created if it does not exist; returns
-    their paths.
+    """Write compare.html and compare.json to `directory`, which is created if it does not exist;
+    return their paths.
     """
     page = render_page("Comparison of runs", f"{len(reports)} evaluations", _sections(reports))
     return write_files(directory, {"compare.html": page, "compare.json": reports})

@@ -1,4 +1,4 @@
-"""Find the reports of finished evaluations, without the seconds that importing torch takes."""
+"""Find the reports of finished evaluations, without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from medusa_train.errors import CheckpointError, ConfigError
 
 
 def find_reports(names: Sequence[str], bench: str | None) -> list[Path]:
-    """Return the report.json of two or more runs, directories or files; `bench`: which one of a run,
-    default the newest.
+    """Return the paths of the report.json files of two or more runs, directories or files.
+
+    Args:
+        bench: which evaluation of a run to choose; default: the newest.
     """
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")

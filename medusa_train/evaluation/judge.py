@@ -1,8 +1,9 @@
 """Grade answers from 1 to 10 with a judge model (MT-Bench, single-answer grading), and write
 FastChat's file formats.
 
-The prompts are worded differently from FastChat's, so scores are close to published MT-Bench scores
-but not the same measurement: compare only runs that one judge graded with these prompts.
+The prompts are worded differently from FastChat's. Scores are close to published MT-Bench scores,
+but they are not the same measurement: compare only runs that the same judge graded with these
+prompts.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ _TASK = (
 _BY_REFERENCE = "; compare it with the reference answer, and point out its mistakes"
 _NUMBER = r"(\d+(?:\.\d*)?)"
 _OF_TEN = r"(?:/|\b(?:out )?of(?: an?)?(?: possible| maximum)?\b)"
-#: The scale of a grade, which is no grade: "/ 10" in "[[7]] / [[10]]", "from [[1]] to [[10]]",
-# "[[7]] von [[10]]", "[[10]] would be perfect".
+#: Mentions of the grading scale, which are not grades: "/ [[10]]" in "[[7]] / [[10]]",
+#: "[[1]] to [[10]]" in "from [[1]] to [[10]]", "von [[10]]" in "[[7]] von [[10]]", and
+#: "[[10]] would" in "[[10]] would be perfect".
 _SCALE = re.compile(
     rf"{_OF_TEN}[\s*]*(?:\[+\s*10\s*\]+|10\b)|\[+1\]+\s*(?:to|and|-|–)\s*\[+10\]+"
     r"|(?<=\]\])[ *(]*(?:[^\W\d]+[ *]+)?\[\[10\]\]"
@@ -55,15 +57,18 @@ _SCALE = re.compile(
 )
 _LABEL = r"(?:\b(?:rating|grade|score)\b[\s*:=]*(?:is\b\s*)?)"
 _GRADE = re.compile(rf"\[\[\s*{_LABEL}?{_NUMBER}\s*\]\]", re.I)
-#: Single brackets, which FastChat reads where there are no double ones; [1] may also be a footnote.
+#: A grade in single brackets. FastChat reads these if there are no double brackets. But [1] may
+#: also be a footnote.
 _LABELLED = re.compile(rf"{_LABEL}\[\s*{_NUMBER}\s*\]", re.I)
 _SINGLE = re.compile(rf"(?<!\w)\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge model on an OpenAI-compatible server, called at temperature 0, or at its own if it
-    takes no other (an optional parameter of `Servers`).
+    """A judge model on an OpenAI-compatible server.
+
+    It is called at temperature 0, or at its default temperature if it rejects this parameter (see
+    `optional` of `Servers`).
     """
 
     servers: Servers
@@ -89,7 +94,7 @@ class Judge:
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.
 
-        Raises like `Servers.complete`.
+        Raises the same errors as `Servers.complete`.
         """
         body = {
             "model": self.model,
@@ -109,16 +114,17 @@ def grade(
     path: Path,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Grade every answer; judgements are appended to `path` as they arrive, and those already there
-    are reused.
+    """Grade every answer. Judgments are appended to `path` as they arrive, and judgments that are
+    already in `path` are reused.
 
-    A judgement is reused if judge, question, turn and the whole prompt, which contains the answer,
-    are the same. An answer whose request the server rejects counts as failed; after any other
-    server error all remaining ones do. Failed answers are graded when the evaluation is run again.
+    A judgment is reused if judge, question, turn and the whole prompt, which contains the answer,
+    are the same. An answer whose request the server rejects counts as failed. After any other
+    server error all remaining answers count as failed. Failed answers are graded when the
+    evaluation is run again.
 
-    Returns: Mean grades overall, per turn and per category, and the numbers of answers with a grade
-        (`graded`), with a reply that has none (`without_grade`), and without a reply (`failed`, and
-        the `reason` of the last).
+    Returns: Mean grades overall, per turn and per category. Also the number of answers with a grade
+        (`graded`), of answers whose reply contains no grade (`without_grade`), and of answers
+        without a reply (`failed`), with the `reason` of the last failure.
     """
     prompts = _prompts(records, questions)
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
@@ -150,7 +156,7 @@ def grade(
             await judge.servers.for_each(ask, keys)
 
     with JsonLinesFile(path) as file:
-        # 1. the judgements that are there already
+        # 1. judgments that are already in the file
         for line in read_records(path):
             match line:
                 case {
@@ -162,13 +168,13 @@ def grade(
                 }:
                     if by == [judge.model, PROMPT_NAME] and texts.get((name, turn)) == asked:
                         judgements[name, turn] = line
-        # 2. ask for the others
+        # 2. ask for the remaining judgments
         try:
             asyncio.run(ask_all([key for key in prompts if key not in judgements]))
         except ServerError as error:
             reason = str(error)
 
-    # 3. means, and what failed
+    # 3. compute means, and count failed answers
     categories = {record.question_id: record.category for record in records}
     judged = [judgements[key] for key in prompts if key in judgements]
     turns: dict[str, list[float]] = {}
@@ -197,8 +203,9 @@ def grade(
 def parse_grade(reply: str) -> float:
     """Return the last grade from 1 to 10 in a reply; -1 if there is none.
 
-    A grade is a number in double brackets. Without any of these it is one in single brackets, if it
-    is called the rating, grade or score, or is the only number in brackets.
+    A grade is a number in double brackets. If there are no double brackets, it is a number in
+    single brackets that is called the rating, grade or score, or that is the only number in
+    brackets.
     """
     text = _SCALE.sub("", re.sub(r"\\([\[\]])", r"\1", without_reasoning(reply)))
     grades = _GRADE.findall(text) or _LABELLED.findall(text) or _SINGLE.findall(text)
@@ -224,10 +231,10 @@ def _prompts(
 
 
 def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """Build the judge's prompt for the last of `turns`: the conversation up to it, with reference
-    answers where there are any.
+    """Build the judge's prompt for the last of `turns`: the conversation up to it, with the
+    available reference answers.
 
-    Earlier answers are the plain ones, which the model has seen.
+    Earlier answers are the plain ones, because the model has seen these.
     """
     # 1. the task
     graded = turns[-1]
@@ -255,12 +262,12 @@ def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
     return [{"role": "system", "content": task}, {"role": "user", "content": conversation}]
 
 
-# FastChat's and Spec-Bench's files of answers
+# Answer files in the formats of FastChat and Spec-Bench
 
 
 def _step_lengths(answer: Answer) -> list[int]:
-    """Count the tokens of each step: the accepted ones and one of the target model, which the last step
-    may lack.
+    """Count the tokens of each step: the accepted ones and one token of the target model. The last
+    step may have fewer, because the answer may end in it.
     """
     lengths = [accepted + 1 for accepted in answer.accepted]
     if lengths:
@@ -270,10 +277,10 @@ def _step_lengths(answer: Answer) -> list[int]:
 
 
 def model_answers(records: Sequence[Turn], model_id: str) -> list[dict[str, Any]]:
-    """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench
+    """Build one `model_answer` line per question, with FastChat's keys and the keys that Spec-Bench
     adds.
 
-    Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the target model.
+    Spec-Bench's `accept_lengths` counts all tokens of a step, including the target model's token.
     """
     questions: dict[int | str, list[Turn]] = {}
     for record in records:

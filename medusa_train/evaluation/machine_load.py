@@ -1,4 +1,4 @@
-"""Tell whether a machine was busy while an evaluation was timed on it."""
+"""Detect whether a machine was busy while an evaluation was timed on it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import psutil
 
-#: Share of the machine's cores from which its use by other processes makes it busy.
+#: A machine counts as busy if other processes use more than this share of its cores.
 BUSY_SHARE = 0.25
-#: How much longer the slowest of equal plain steps may take than the fastest on a quiet machine.
+#: On a quiet machine, the slowest of several equal plain steps takes at most this share longer than
+#: the fastest.
 BUSY_SPREAD = 0.2
 
 
@@ -24,13 +25,13 @@ class OtherProcesses:
     def cores(self) -> float:
         """Return how many cores other processes have used so far, on average."""
         used = _seconds_of_others() - self._seconds
-        # the system and the process count in ticks of their own, so the difference may be negative
+        # the system and the process count in different ticks, so the difference may be negative
         return round(max(0.0, used / (time.perf_counter() - self._started)), 2)
 
 
 def _seconds_of_others() -> float:
-    """Return the processor seconds of all processes but this one since the machine started."""
-    # fields that this system lacks are 0; Linux counts guests in `user` and `nice` as well
+    """Return the processor seconds of all processes except this one since the machine started."""
+    # fields that a system lacks count as 0; Linux already includes guests in `user` and `nice`
     all_times = psutil.cpu_times()._asdict()
     system = sum(all_times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
     own = psutil.Process().cpu_times()
@@ -38,9 +39,11 @@ def _seconds_of_others() -> float:
 
 
 def machine_load(others: OtherProcesses, plain_steps: Sequence[float]) -> dict[str, float | None]:
-    """Return the entry `machine_load` of the report's meta: the machine's `cores`, how many of them
-    other processes used on average (`other_cores`), and by which share the slowest of equal plain
-    steps exceeds the fastest (`plain_step_spread`; None of fewer than two).
+    """Return the entry `machine_load` of the report's meta.
+
+    Returns: `cores`, the number of cores of the machine; `other_cores`, how many of them other
+        processes used on average; `plain_step_spread`, the share by which the slowest of equal
+        plain steps took longer than the fastest (None with fewer than two steps).
     """
     spread = None
     if len(plain_steps) > 1 and min(plain_steps) > 0:
@@ -53,7 +56,7 @@ def machine_load(others: OtherProcesses, plain_steps: Sequence[float]) -> dict[s
 
 
 def busy_signs(cores: int, other_cores: float, plain_step_spread: float | None) -> list[str]:
-    """List what says that other processes used the machine; empty for a quiet one."""
+    """List the signs that other processes used the machine; empty for a quiet machine."""
     signs = []
     if other_cores > BUSY_SHARE * cores:
         signs.append(f"other processes used {other_cores:.1f} of {cores} cores meanwhile")

@@ -1,9 +1,9 @@
 """Compute the metrics of an evaluation from its turns: rates, speedups, overhead, acceptance, equal
 answers.
 
-A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is
-if nothing of the kind was measured. Intervals are bootstrap intervals over the questions of a
-benchmark.
+A rate is a ratio of sums, such as total tokens over total time. It is None if its denominator is
+zero, which means that it was not measured. Intervals are bootstrap intervals over the questions of
+a benchmark.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn, V
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
-#: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings
-#: (`baselines`, `intervals`, `scores`).
+#: Metrics by name. A value is a number (None: not measured), a list of numbers (`ctar`,
+#: `chain_rates`), or a mapping (`baselines`, `intervals`, `scores`).
 Metrics = dict[str, Any]
 Interval = tuple[float, float]
 
 RESAMPLES = 2000
 SEED = 20
-#: Ratios of the tree that have an interval in the report.
+#: Metrics of the tree that have an interval in the report.
 TREE_RATIOS = (
     "acceleration_rate",
     "overhead",
@@ -37,7 +37,7 @@ TREE_RATIOS = (
     "speedup_over_fastest",
     "tokens_per_s",
 )
-#: Least number of a server's blocks from which the spread of times can be told.
+#: An interval over a server's blocks needs at least this many blocks.
 LEAST_BLOCKS = 3
 
 
@@ -70,16 +70,16 @@ def metrics(turns: Sequence[Turn]) -> Metrics:
                 ),
             }
 
-    # 2. what the tree's answers and traces tell about the draft
+    # 2. the tree's answers and traces, for the draft's metrics
     answers = [turn.tree for turn in turns if turn.tree is not None]
     traces = [turn.trace for turn in turns if turn.trace is not None]
-    # the time of a batch's prefill is divided among its rows, but each waits for all of it
+    # each row has a share of its batch's prefill time, but it waits for the whole prefill
     waits = [answer.prefill_seconds * answer.rows for answer in answers]
 
-    # 3. the same speedup without answers that loop, which are easy to draft
+    # 3. the speedup without answers that loop, because these are easy to draft
     without_loops = [turn for turn in turns if not is_looping(turn.answer.tokens)]
 
-    # 4. the tree's answers compared with the plain ones; None if a dtype was not run
+    # 4. the tree's answers compared with the plain ones; None if they were not compared in a dtype
     exact: dict[str, list[Verdict]] = {}
     for dtype in ("float32", "bfloat16"):
         exact[dtype] = [turn.exact[dtype] for turn in turns if dtype in turn.exact]
@@ -114,10 +114,10 @@ class Rates(NamedTuple):
     """Rates of a decoder [...], each a ratio of sums over answers.
 
     Attributes:
-        tokens_per_s: with the prefill's time.
-        tokens_per_step: without the tokens of the prefill, which is no step; 1.0 for plain
-            decoding.
-        pass_seconds: of a decoding pass (of a batch: over all its rows), prefill excluded.
+        tokens_per_s: tokens per second, prefill included.
+        tokens_per_step: tokens per decoding step, prefill excluded; 1.0 for plain decoding.
+        pass_seconds: time of a decoding pass (in a batch: of a pass over all rows), prefill
+            excluded.
     """
 
     tokens_per_s: Tensor
@@ -126,8 +126,10 @@ class Rates(NamedTuple):
 
 
 def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
-    """Return sums [6] over the answers of each decoder: their tokens and seconds; and of decoding
-    steps alone, without the prefill, tokens, steps, seconds and passes.
+    """Return sums [6] over the answers of each decoder.
+
+    The first two include the prefill: tokens, seconds. The other four exclude it: tokens, steps,
+    seconds, passes.
     """
     addends: dict[str, list[list[float]]] = {}
     for turn in turns:
@@ -151,8 +153,8 @@ def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute `TREE_RATIOS` [...] from the sums [..., 6] of every decoder, and ratios of tokens per
-    second: `tree_over_NAME` and `NAME_over_plain` for each baseline.
+    """Compute `TREE_RATIOS` [...] from the sums [..., 6] of every decoder. For each baseline also
+    compute two ratios of tokens per second, `tree_over_NAME` and `NAME_over_plain`.
 
     Empty without a tree.
     """
@@ -179,14 +181,14 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _number(value: Tensor | None) -> float | None:
-    """Return a metric of the report; None for one that was not measured."""
+    """Return a metric as a number for the report; None if it was not measured."""
     if value is None or not torch.isfinite(value):
         return None
     return float(value)
 
 
 def accepted_lengths(answers: Sequence[Answer]) -> list[int]:
-    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest."""
+    """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the largest number."""
     counts = Counter(length for answer in answers for length in answer.accepted)
     return [counts[length] for length in range(max(counts, default=-1) + 1)]
 
@@ -203,9 +205,9 @@ def ctar(answers: Sequence[Answer]) -> list[float]:
 
 def chain_rates(traces: Sequence[Trace]) -> list[float]:
     """Simulate decoding with the chain of the first k heads' top-1 tokens; return the tokens per
-    step for k = 1..K.
+    step for k = 1..K, or an empty list without traces.
 
-    Servers that draft without a tree (vLLM's Medusa) decode like this. Empty without traces.
+    Servers that draft without a tree (vLLM's Medusa) decode like this.
     """
     if not traces:
         return []
@@ -217,8 +219,8 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
 
 
 def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
-    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of
-    them is not finite.
+    """Return the central interval that contains `share` of the samples [R]; None if more than a
+    tenth of them are not finite.
     """
     finite = samples[torch.isfinite(samples)]
     if len(finite) < 0.9 * len(samples):
@@ -243,8 +245,10 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
 
     The unit of resampling is a question with all its turns, since the turns of a conversation are
     not independent. The questions of a batch share its time, so ratios of times are resampled by
-    batch. Empty without a tree, and with fewer than `LEAST_QUESTIONS` questions; without ratios of
-    times with as few batches.
+    batch.
+
+    Returns: An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
+        Only `acceleration_rate` if there are fewer than `LEAST_QUESTIONS` batches.
     """
     questions: dict[int | str, list[Turn]] = {}
     for turn in turns:
@@ -257,10 +261,10 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
 
     batches: dict[float, list[Turn]] = {}
     for group in questions.values():
-        # the questions of a batch have equal shares of its time, to the last bit
+        # the questions of a batch have exactly equal shares of its time, so the time identifies it
         batches.setdefault(group[0].plain.seconds, []).extend(group)
     intervals = _bootstrap(batches.values()) if len(batches) >= LEAST_QUESTIONS else {}
-    # it has no time in it, so the questions of a batch are independent
+    # this ratio does not depend on time, so the questions of a batch are independent
     intervals["acceleration_rate"] = by_question["acceleration_rate"]
     return intervals
 
@@ -269,7 +273,7 @@ def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
     """Resample whole units of turns; return the interval of every ratio."""
     sums = [_sums(turns) for turns in units]
     decoders = list(sums[0])
-    # all decoders in one row, so that each sample draws the same units for all of them
+    # one row holds the sums of all decoders, so each sample draws the same units for all of them
     rows = torch.stack([torch.cat([unit[name] for name in decoders]) for unit in sums])
     drawn = resample(rows).split(6, dim=1)  # [units, 6 * decoders] -> [R, 6] for each decoder
     ratios = _ratios(dict(zip(decoders, drawn, strict=True)))
@@ -277,10 +281,11 @@ def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
 
 
 class Counts(NamedTuple):
-    """Totals of a question's answers, whose quotient is a rate.
+    """Totals over a question's answers. Their quotient `tokens / cost` is a rate.
 
     Attributes:
-        tokens: all of them per second, or those of decoding steps alone per step.
+        tokens: for tokens per second all tokens; for tokens per step only the tokens of decoding
+            steps.
         cost: seconds, or decoding steps.
     """
 
@@ -289,12 +294,12 @@ class Counts(NamedTuple):
 
 
 def pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
-    """Return [pairs, 4]: tokens and cost of the first run, then those of the second."""
+    """Return [pairs, 4]: tokens and cost of the first run, then tokens and cost of the second."""
     return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
 
 
 def ratio_of_rates(sums: Tensor) -> Tensor:
-    """Return the second run's rate over the first one's [...], from sums [..., 4] of pairs."""
+    """Return the second run's rate divided by the first's [...], from sums [..., 4] of pairs."""
     first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
     first_rate = first_tokens / first_cost
     second_rate = second_tokens / second_cost
@@ -302,12 +307,12 @@ def ratio_of_rates(sums: Tensor) -> Tensor:
 
 
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
-    """Return the 95 % interval of the ratio of two runs' rates (tokens over cost), from the same blocks of
-    both runs.
+    """Return the 95 % interval of the ratio of two runs' rates (tokens over cost), from the same
+    blocks of both runs. None with fewer than `LEAST_BLOCKS` blocks.
 
-    What is measured together shares the machine's speed of the moment, so blocks are the
-    independent units; there are few, so the interval is Student's, around the logarithm, with the
-    jackknife's standard error. None with fewer than `LEAST_BLOCKS` blocks.
+    Questions that are measured at the same time share the machine's momentary speed, so blocks are
+    the independent units. Since there are few blocks, this is Student's t interval of the ratio's
+    logarithm, with the jackknife's standard error.
     """
     count = len(first)
     if count < LEAST_BLOCKS:
@@ -315,7 +320,7 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     rows = pair_rows(zip(first, second, strict=True))
     whole = rows.sum(dim=0)
     log_ratio = ratio_of_rates(whole).log()
-    # the jackknife: the same without each block in turn
+    # the jackknife: the same ratio with each block left out in turn
     without_one = ratio_of_rates(whole - rows).log()  # [blocks]
     error = ((count - 1) * without_one.var(correction=0)).sqrt()
     margin = student_quantile(count - 1) * error
@@ -323,8 +328,10 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, to 1 % from 2 degrees of freedom on (Abramowitz,
-    Stegun 26.7.5).
+    """Return the 97.5 % quantile of Student's t. Its error is at most 1 % for 2 or more degrees of
+    freedom.
+
+    Source: Abramowitz and Stegun, 26.7.5.
     """
     z = 1.959964
     terms = (

@@ -1,4 +1,4 @@
-"""Compare the tree's answers with plain decoding's, token for token."""
+"""Compare the tree's answers with those of plain decoding, token for token."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from medusa_train.models.target_model import TargetModel
 #: Dtypes in which the answers are compared.
 EQUALITY_DTYPES = ("float32", "bfloat16")
 
-#: Two tokens whose logits are within this of the best one are a tie: rounding in float32 may swap
-#: them.
+#: Two tokens are a tie if both logits are at most this far below the best logit: rounding in
+#: float32 may swap them.
 TIE_MARGIN = 1e-4
 
-#: Answers that are compared at least, and seconds within which all are.
+#: At least this many answers are compared.
 LEAST_COMPARED = 8
+#: All answers are compared if that is expected to take at most this many seconds.
 ALL_WITHIN = 60.0
 
 
 def compare_timed_answers(turns: Sequence[Turn], target_model: TargetModel, dtype: str) -> None:
-    """Compare the answers that were timed in `dtype`; results go to `turn.exact`."""
+    """Compare the answers that were timed in `dtype`; write the results to `turn.exact`."""
     for turn in turns:
         tree, plain = (answer.tokens for answer in turn.compared.values())
         turn.exact[dtype] = compare_answers(target_model, turn.prompt_ids, tree, plain, dtype)
@@ -42,13 +43,14 @@ def compare_regenerated_answers(
     batch_size: int = 1,
     seconds: float | None = None,
 ) -> None:
-    """Generate answers again in `dtype`, with the tree and with the empty tree; results go to
-    `turn.exact`.
+    """Generate the answers again in `dtype`, with the tree and with the empty tree, and compare
+    them; write the results to `turn.exact`.
 
     Args:
         on_turn: called after each turn with the number of tokens generated for it.
-        seconds: if all answers would take over `ALL_WITHIN` seconds, compare as many as fit into
-            these, at least `LEAST_COMPARED`, drawn at random; None: all.
+        seconds: time limit; None: compare all answers. The limit applies only if comparing all
+            answers would take over `ALL_WITHIN` seconds. Then as many answers as fit into it are
+            compared, at least `LEAST_COMPARED`, drawn at random.
     """
     if seconds is not None:
         turns = random.Random(0).sample(turns, len(turns))
@@ -80,8 +82,9 @@ def compare_answers(
 ) -> Verdict:
     """Compare two answers to a prompt, as token ids.
 
-    In float32 they are a TIE where the two tokens that first differ both have logits within
-    `TIE_MARGIN` of the best; in others, rounding swaps more than tied tokens.
+    In float32 the verdict is TIE if, at the first position where the answers differ, both tokens'
+    logits are within `TIE_MARGIN` of the best. Other dtypes have no ties, because their rounding
+    also swaps tokens with larger gaps.
     """
     position = first_difference(tree, plain)
     if position is None:
@@ -96,7 +99,7 @@ def compare_answers(
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     """Return the index of the first token in which two answers differ; None if they are equal.
 
-    If one answer is a prefix of the other, that is the index just after its end.
+    If one answer is a prefix of the other, the index is the length of the prefix.
     """
     for index, (left, right) in enumerate(zip_longest(first, second)):
         if left != right:
@@ -111,7 +114,9 @@ def logit_gaps(
     answer: Sequence[int],
     candidates: Sequence[int],
 ) -> list[float]:
-    """Return, per candidate token after prompt and answer, the best logit minus the candidate's."""
+    """Return for each candidate the best logit minus the candidate's logit, at the position after
+    prompt and answer.
+    """
     tokens = torch.tensor([[*prompt_ids, *answer]], device=target_model.device)  # [1, T]
     last = target_model.run(tokens).final[:, -1]  # [1, d]
     logits = target_model.logits(last).float()[0]  # [V]

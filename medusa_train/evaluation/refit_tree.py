@@ -1,4 +1,4 @@
-"""Fit the tree to how a model decodes, by `--calibrate`, and say when tree.json does not fit."""
+"""Fit the tree to how a model decodes (`--calibrate`), and report a tree.json that does not fit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 def load_with_progress(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
-    """Load target model, heads and tree for decoding `rows` rows in `dtype`; says so if there is no
-    tree.json.
+    """Load target model, heads and tree for decoding `rows` rows in `dtype`. Print a message if
+    there is no tree.json or its tree is empty.
     """
     what = "loading and compiling" if compiled else "loading"
     with progress.phase(f"{what} in {dtype}", ticking=True):
@@ -51,8 +51,8 @@ def load_with_progress(
 def calibrate(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
 ) -> list[Path]:
-    """Choose the tree with the most expected tokens per second on this machine; returns the paths
-    of the files.
+    """Choose the tree with the most expected tokens per second on this machine, and save it; return
+    the paths of the files.
 
     Raises:
         CheckpointError: there are no heads, or another process trains, evaluates or calibrates into
@@ -61,9 +61,9 @@ def calibrate(
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home
-    # two would time each other, and replace each other's tree
+    # two calibrations would slow down each other's timing, and overwrite each other's tree
     with only_writer(directory):
-        # 1. load the model as benches decode it, but uncompiled unless asked for
+        # 1. load the model as for a benchmark, but compile it only if the user asks for it
         dtype: str = cfg.dtype
         if dtype == "auto":
             dtype = auto_dtype_of(paths, progress.print)
@@ -79,11 +79,11 @@ def calibrate(
         if ends is not None:
             progress.print(ends)
 
-        # 2. prompts of the run, else those of the benchmark
+        # 2. the prompts: from the run, else from the benchmark
         chat = ChatEncoder(target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs)
         prompts, source = _prompts(cfg, bench, paths, chat)
 
-        # 3. answer them, and choose
+        # 3. answer them, and choose the tree
         budget = cfg.calibration_tokens
         progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
         traced = answer_prompts(target_model, draft, prompts, budget, progress, cfg.max_new_tokens)
@@ -95,8 +95,8 @@ def calibrate(
 
 
 def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> str | None:
-    """Say that tree.json was fitted with other settings than those that the model decodes with, and
-    how to fit it again; None if it fits, or if the user chose the tree.
+    """Return a message if tree.json was fitted with other settings than the model decodes with; it
+    says how to fit the tree again. None if the tree fits, or if the user chose it.
     """
     if model.draft is None or paths.tree is None or names_tree_file(cfg.tree):
         return None
@@ -119,8 +119,8 @@ def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> s
 
 
 def is_compiled(cfg: EvalConfig, paths: ModelPaths) -> bool:
-    """Return whether a benchmark decodes compiled: if the user says so, and by default if the tree
-    was fitted to compiled steps.
+    """Return whether a benchmark decodes with compiled steps: as the user says, and by default if
+    the tree was fitted to compiled steps.
     """
     if "compile" in cfg.model_fields_set or paths.tree is None:
         return cfg.compile
@@ -131,9 +131,11 @@ def is_compiled(cfg: EvalConfig, paths: ModelPaths) -> bool:
 def _prompts(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, chat: ChatEncoder
 ) -> tuple[list[Prompts], str]:
-    """Return prompts by conversation, and their name: in random order those of the run's validation
-    split, or of its training split if the run holds fewer out than a tree is fitted to; else the
-    benchmark's.
+    """Return the prompts to fit a tree to, grouped by conversation, and a description of them.
+
+    They are the prompts of the run's validation split in random order, or of its training split if
+    too few conversations are held out. If the run's data are not available or contain too few
+    prompts, they are the benchmark's questions.
     """
     run = run_config(paths)
     data = None if run is None else validation_conversations(run, chat, MIN_CONVERSATIONS)

@@ -34,13 +34,14 @@ def build_report(
     """Return the content of report.json.
 
     Returns: `meta`; the metrics of the whole benchmark (`overall`) and of each of its `categories`;
-        `baselines`, those of `overall` again; and parts that were measured: `tree` (its paths and
-        each one's acceptance), `calibration` (how it was chosen), `judge` (None if nothing was
-        judged), `rouge`, `joint` (the target model before and after training).
+        `baselines`, a copy of those in `overall`; and the parts that were measured: `tree` (its
+        paths, and the acceptance of each), `calibration` (how the tree was chosen), `judge` (None
+        if nothing was judged), `rouge`, `joint` (the target model before and after training).
 
     Args:
-        meta: what was run, on what and with what; plain JSON values.
-        tree: None if each step has its own.
+        meta: what was run, on which machine, and with which settings; plain JSON values.
+        tree: the fixed tree; None if each step has its own tree.
+        parts: entries of the report that were measured in addition to the turns, see above.
     """
     answered = [turn for turn in turns if not turn.skipped]
     overall = metrics(answered)
@@ -63,7 +64,7 @@ def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[P
     """Write report.json, report.md, report.html, answers.jsonl and FastChat's
     model_answer/MODEL.jsonl.
 
-    With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
+    With heads, also write ranks.jsonl. Decoding with other trees can be simulated from it, see
     `Trace.ranks`.
     """
     answered = [turn for turn in turns if not turn.skipped]
@@ -125,8 +126,8 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
 
 
 def terminal_report(report: Json) -> Group:
-    """Return title, tables and summary for the terminal; further decoders than plain and `generate`
-    have a table.
+    """Return title, tables and summary for the terminal. The decoders' table is shown only if there
+    are baselines other than plain decoding and `generate`.
     """
     tables = [metrics_table(report, left_out=SUMMARIZED)]
     if set(report["baselines"]) - {"plain", "generate"}:
@@ -144,15 +145,16 @@ def terminal_report(report: Json) -> Group:
 # Tables
 
 
-#: Columns that the summary's sentences repeat; without them the table fits 80 characters.
+#: Columns that the summary's sentences also report. Without them the table fits 80 characters.
 SUMMARIZED = ("answers", "correct", "loops")
 
 
 def metrics_table(report: Json, left_out: Collection[str] = ()) -> Table:
-    """Return one row per category, the overall row last unless it would repeat the only one.
+    """Return one row per category, and last the overall row, unless there is only one category.
 
     Args:
-        left_out: titles of columns that are not shown; those without a measured metric never are.
+        left_out: titles of columns that are not shown. Columns without a measured metric are never
+            shown.
     """
     groups = dict(report["categories"])
     several = len(groups) != 1
@@ -165,7 +167,7 @@ def metrics_table(report: Json, left_out: Collection[str] = ()) -> Table:
 
 def cells(group: Json, intervals: Json | None = None) -> dict[str, str]:
     """Return the cells of a group of answers by the titles of their columns, with the given
-    intervals; older reports lack metrics.
+    intervals. Metrics may be missing in older reports.
     """
 
     def cell(key: str, digits: int = 2, unit: str = "") -> str:
@@ -188,8 +190,8 @@ def cells(group: Json, intervals: Json | None = None) -> dict[str, str]:
 
 
 def _equal_cell(group: Json, suffix: str = "") -> str:
-    """Format equal answers in float32 (`_bf16`: bfloat16) out of those compared, with ties as "+n";
-    older reports lack them.
+    """Format the number of equal answers out of the compared ones, with ties as "+n": in float32,
+    or in bfloat16 with the suffix `_bf16`. "-" if they are missing, as in older reports.
     """
     equal = group.get(f"equal_answers{suffix}")
     if equal is None:
@@ -200,13 +202,13 @@ def _equal_cell(group: Json, suffix: str = "") -> str:
 
 
 def _compared_answers(group: Json, suffix: str = "") -> int:
-    """Return how many answers were compared; older reports compared all."""
+    """Return how many answers were compared. Older reports compared all answers."""
     return int(group.get(f"compared_answers{suffix}") or group["answers"])
 
 
 def _correct_cell(scores: Json | None) -> str:
-    """Format correct answers out of those scored: the tree's, and plain decoding's if their number
-    differs.
+    """Format the number of correct answers out of the scored ones: the tree's number, and plain
+    decoding's if it differs.
     """
     if scores is None:
         return "-"
@@ -217,7 +219,7 @@ def _correct_cell(scores: Json | None) -> str:
 
 
 def decoders_table(report: Json) -> Table:
-    """Return the tree and all baselines on the whole benchmark."""
+    """Return the metrics of the tree and of all baselines on the whole benchmark."""
     overall = report["overall"]
     decoders: dict[str, Json] = {}
     if _has_tree(report):
@@ -234,13 +236,13 @@ def decoders_table(report: Json) -> Table:
         ],
         "answers equal to plain ones": [number(row.get("equal_to_plain"), 0) for row in rows],
     }
-    if mode_of(report["meta"])["acceptance"] != "greedy":  # other answers are samples
+    if mode_of(report["meta"])["acceptance"] != "greedy":  # sampled answers differ anyway
         del columns["answers equal to plain ones"]
     return Table.of_columns(columns)
 
 
 def _has_tree(report: Json) -> bool:
-    """Return False for a run of baselines alone."""
+    """Return whether a tree was timed; False for a run with only baselines."""
     return report["overall"]["tokens_per_s"] is not None
 
 
@@ -248,7 +250,7 @@ def _has_tree(report: Json) -> bool:
 
 
 def title_of(report: Json) -> str:
-    """Return benchmark, model and dtype as a title, and the mode if it is not the default."""
+    """Return benchmark, model and dtype as a title, and the decoding mode if not the default."""
     meta = report["meta"]
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
     mode = describe_mode(mode_of(meta))
@@ -269,7 +271,7 @@ def summary_of(report: Json) -> list[str]:
 
 
 def _speed_note(overall: Json) -> str:
-    """Say how fast the tree is, next to the faster of plain decoding and `generate`."""
+    """Say how fast the tree is, relative to the faster of plain decoding and `generate`."""
     interval = overall["intervals"].get("speedup_over_fastest")
     speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
     if "speedup_over_fastest" not in overall["intervals"]:
@@ -291,7 +293,7 @@ def _why_no_tree(meta: Json) -> str:
 
 
 def _machine_notes(report: Json) -> list[str]:
-    """Say what makes the times doubtful: signs of a busy machine, and an overhead below 1."""
+    """Say why the times are doubtful: signs of a busy machine, or an overhead below 1."""
     load = report["meta"].get("machine_load")
     signs = busy_signs(**load) if load is not None else []
     overhead = report["overall"]["overhead"]
@@ -323,7 +325,7 @@ def _draft(meta: Json) -> str:
 
 
 def _output_note(report: Json) -> str:
-    """Say how the output relates to plain decoding's."""
+    """Say how the output relates to the output of plain decoding."""
     output = _OUTPUT.get(mode_of(report["meta"])["acceptance"])
     if output is None:
         outcomes = report["meta"].get("exactness") or {}
@@ -332,7 +334,7 @@ def _output_note(report: Json) -> str:
     return f"Output: {output} Speed was measured in {report['meta']['dtype']}."
 
 
-_DTYPES = {"float32": "", "bfloat16": "_bf16"}  # with the suffix of their metrics
+_DTYPES = {"float32": "", "bfloat16": "_bf16"}  # values: the suffix of each dtype's metrics
 _OUTPUT = {
     "sampling": (
         "samples, lossless in distribution: whatever the draft, tokens follow the model's own"
@@ -342,7 +344,7 @@ _OUTPUT = {
     "typical": (
         "typical acceptance changes the distribution: it accepts draft tokens that the model finds"
         " plausible. The baselines sample from the model's distribution at the same temperature;"
-        " compare the answers' quality, too."
+        " also compare the answers' quality."
     ),
 }
 
@@ -368,8 +370,8 @@ def _equality_note(overall: Json, dtype: str, outcome: str | None) -> str:
 
 
 def _quality(report: Json) -> str:
-    """Say how good the answers are: correct ones, grades, and perplexity if joint training changed
-    it.
+    """Say how good the answers are: scores, grades, and after joint training the change in
+    perplexity.
     """
     parts = []
     scores = report["overall"]["scores"]

@@ -20,7 +20,8 @@ from medusa_train.pages.page import (
 
 Json = Mapping[str, Any]
 
-#: What the columns mean, by the title of the first of them.
+#: What the columns mean, by column title. A text may explain several columns; then its key is the
+#: first of them.
 TERMS = {
     "tokens per step": "tokens per step: generated tokens per forward pass of the model; 1.0 for"
     " plain decoding.",
@@ -32,7 +33,7 @@ TERMS = {
     " several round differently.",
     "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
 }
-ENOUGH = f"of which it takes {LEAST_QUESTIONS} to see how much they vary"
+ENOUGH = f"of which at least {LEAST_QUESTIONS} show how much they vary"
 BRACKETS = f"Brackets hold 95 % bootstrap intervals over questions, {ENOUGH}."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
@@ -46,8 +47,10 @@ def sections_of(
     tables: Sequence[Table],
     summary: Sequence[str],
 ) -> list[Section]:
-    """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read
-    the metrics.
+    """Return the sections of report.html and report.md.
+
+    Args:
+        summary: sentences that say what was measured and how to read the metrics.
     """
     shown = {title for table in tables for title in table.titles}
     terms = [text for title, text in TERMS.items() if title in shown]
@@ -117,8 +120,8 @@ def _speed_charts(report: Json) -> list[Figure]:
 
 
 def speedup_chart(reports: Mapping[str, Json]) -> Figure:
-    """Draw the speedups per category and overall of one run, or of several next to each other. An
-    only category is the whole benchmark.
+    """Draw the speedups per category and overall, of one run or of several runs next to each other.
+    With a single category there is no overall bar.
     """
     several = len(reports) > 1
     shown = category_names(reports)
@@ -214,8 +217,8 @@ def _draft_remarks(overall: Json) -> list[str]:
 
 
 def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
-    """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen
-    size ringed.
+    """Draw simulated tokens per step and tokens per second over the number of nodes, with a ring
+    around the chosen size.
     """
     charts = {
         "Tokens per step over tree size": (
@@ -242,8 +245,8 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
-    """Return all answers (lines of answers.jsonl) by category, with the places of accepted tokens
-    in their drafts.
+    """Return all answers (lines of answers.jsonl) by category. Each accepted token is colored by
+    its position in the draft.
     """
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
@@ -280,7 +283,7 @@ def _shown_answer(answer: Json) -> Json:
         details.append("loops")
     scores = answer.get("scores")
     if scores:
-        # whether it is correct and why not, and plain decoding's score if it differs
+        # whether the answer is correct, or why it is wrong; plain decoding's score if it differs
         shown = {
             name: "correct" if score["correct"] else f"wrong ({score['detail']})"
             for name, score in scores.items()
@@ -298,8 +301,8 @@ def _shown_answer(answer: Json) -> Json:
 
 
 def colored_runs(answer: Json) -> list[tuple[int, str]]:
-    """Return the text of an answer in runs of tokens by one head, each after the head's number (0:
-    target model), without the token that ended it.
+    """Split the text of an answer into runs of tokens that the same head proposed; return pairs of
+    head number (0: target model) and text. The token that ended the answer is left out.
     """
     pieces = answer.get("pieces")
     if not pieces:
@@ -314,8 +317,8 @@ def colored_runs(answer: Json) -> list[tuple[int, str]]:
 def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     """Return which head proposed each token of an answer: k for head k, 0 for the target model.
 
-    After the prefill's token each step adds those that were accepted, by heads 1, 2, ..., and one
-    of the target model.
+    The first token comes from the prefill. Then each step adds its accepted tokens, proposed by
+    heads 1, 2, ..., and one token of the target model.
     """
     heads = [0]
     for length in accepted:
@@ -323,7 +326,7 @@ def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     return (heads + [0] * tokens)[:tokens]
 
 
-#: Labels of `meta` keys that are not clear as they are.
+#: Labels of `meta` keys whose names are not clear by themselves.
 META_LABELS = {
     "chat_template_kwargs": "variables of the chat template",
     "weights": "digest of the heads",
@@ -343,7 +346,7 @@ META_LABELS = {
 
 
 def meta_rows(meta: Json) -> list[tuple[str, str]]:
-    """Return label and text of every entry of `meta`, for the pages of a report."""
+    """Return the label and text of every entry of `meta`, for the pages of a report."""
     return [(_meta_label(key), _meta_text(value)) for key, value in meta.items()]
 
 

@@ -1,4 +1,6 @@
-"""Run an evaluation: load the model, time it on the bench, compare the outputs, write the report."""
+"""Run an evaluation: load the model, time it on the benchmark, compare the outputs, write the
+report.
+"""
 
 from __future__ import annotations
 
@@ -71,30 +73,31 @@ from medusa_train.progress import RunProgress
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 
-# Outcomes of comparing the answers in a dtype, in the report's meta.
+# Outcomes of comparing the answers in a dtype, for `exactness` in the report's meta
 COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 EMULATED = "this device emulates it, which takes too long"
 
-#: Equal answers whose plain steps show how evenly the machine works: how many, and of how many tokens.
+#: The same answer is generated several times, to see how much its plain steps vary on this machine:
+#: number of answers, and tokens of each.
 SPREAD_ROUNDS = 3
 SPREAD_TOKENS = 9
 
-JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
-JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
+JUDGE_TIMEOUT = 120.0  # seconds for one request to the judge
+JUDGE_RETRY_SECONDS = 300.0  # a failed request is retried for this long
 
 
 def evaluate(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, progress: RunProgress
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Measure speed and output equality of a model on a bench, and write the report.
+    """Measure speed and output equality of a model on a benchmark, and write the report.
 
-    The files are written once the bench is timed, before other models are loaded, and at the end:
-    what is measured in between may take as long as the bench. An interrupted bench is resumed by the
-    same command.
+    The files are written three times: when the benchmark is timed, before other models are loaded,
+    and at the end. The measurements in between may take as long as the benchmark. The same command
+    resumes an interrupted benchmark.
 
     Args:
-        paths: target model, and draft heads if any; without them only the baselines are measured.
+        paths: target model and draft heads; without heads only the baselines are measured.
         command: what the user typed, for the report.
 
     Returns:
@@ -111,7 +114,7 @@ def evaluate(
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
     evaluation = Evaluation(cfg, bench, paths, mode, directory, progress)
-    # two would time each other, and delete each other's log
+    # two evaluations would slow down each other's timing, and delete each other's log
     with only_writer(directory):
         return evaluation.run(command)
 
@@ -121,15 +124,15 @@ class Evaluation:
     """One evaluation, and its report so far.
 
     Attributes:
-        paths: of the model.
-        mode: how tokens are chosen, and in batches of how many rows.
-        directory: of the report.
-        baselines: descriptions of the decoders that the draft's is compared with.
-        turns: all of the benchmark, once they are timed; those that did not fit the context have no
-            answers.
-        tree: to draw; None if each step has its own.
-        meta: of the report; what was run.
-        parts: of the report; what was measured in addition to the times.
+        paths: files of the model.
+        mode: how tokens are chosen, and the batch size.
+        directory: directory of the report.
+        baselines: descriptions of the decoders that the draft is compared with, by name.
+        turns: all turns of the benchmark, once they are timed. Turns that did not fit the context
+            have no answers.
+        tree: the tree to draw; None if each step has its own tree.
+        meta: the report's `meta`: what was run.
+        parts: the report's further entries: what was measured in addition to the times.
     """
 
     cfg: EvalConfig
@@ -152,7 +155,7 @@ class Evaluation:
     def run(self, command: str) -> tuple[dict[str, Any], list[Path]]:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
-        # 1. what can fail before a model is loaded
+        # 1. first the steps that may fail without a model
         scorer = rouge_scorer(self.bench.questions) if cfg.rouge else None
         judge = _judge(cfg, progress)
         torch.manual_seed(cfg.seed)
@@ -174,7 +177,7 @@ class Evaluation:
             self.parts["calibration"] = calibration
         self.write()
         try:
-            # 3. what needs the tokenizer or the timed model
+            # 3. measurements that need the tokenizer or the timed model
             self._score(model.target_model.tokenizer, scorer)
             compares = model.proposer is not None and self.mode.acceptance == "greedy"
             memory = WeightMemory.of(model.target_model.model, model.target_model.device)
@@ -182,8 +185,9 @@ class Evaluation:
                 with self._comparison(dtype):
                     compare_timed_answers(self.answered, model.target_model, dtype)
 
-            # 4. what needs other models; a large target model fits into memory once, and a process
-            # without memory may be killed
+            # 4. measurements that need other models. Memory may hold only one large target model,
+            # so the timed model is deleted first. Write before, because a process that runs out of
+            # memory may be killed
             self.write()
             del model
             if compares and cfg.exactness:
@@ -215,7 +219,7 @@ class Evaluation:
         return report, written
 
     def write(self) -> tuple[dict[str, Any], list[Path]]:
-        """Write the files with what is measured so far; return the report and their paths."""
+        """Write the files with everything measured so far; return the report and their paths."""
         self.meta["seconds"] = round(self.progress.total_seconds, 1)
         phases = self.progress.seconds.items()
         self.meta["phases"] = {name: round(spent, 1) for name, spent in phases}
@@ -236,10 +240,10 @@ class Evaluation:
     def _load_and_time(
         self, log: MeasurementLog[Turn]
     ) -> tuple[LoadedModel, str, dict[str, float | None]]:
-        """Load the model and time the benchmark; return the model, its dtype, and the load of the
-        machine meanwhile.
+        """Load the model and time the benchmark; return the model, its dtype, and the machine's
+        load during the timing.
         """
-        # an interrupted evaluation goes on in its dtype
+        # a resumed evaluation keeps its dtype
         dtype = log.header.get("dtype", self.cfg.dtype)
         if dtype == "auto":
             dtype = auto_dtype_of(self.paths, self.progress.print)
@@ -265,7 +269,7 @@ class Evaluation:
         return model, dtype, load
 
     def _load(self, dtype: str) -> LoadedModel:
-        """Load the model, with the passes compiled that the keys or the tree ask for."""
+        """Load the model, and compile its passes if the configuration or the tree asks for it."""
         cfg, paths, progress = self.cfg, self.paths, self.progress
         compiled = is_compiled(cfg, paths)
         asked = compiled and bool(cfg.compile)
@@ -273,7 +277,7 @@ class Evaluation:
         ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
         if ends is not None:
             progress.print(ends)
-        # compilation that only the tree asks for may fail: then it decodes without
+        # if only the tree asks for compilation, a failure is no error: the model decodes uncompiled
         if compiled and not asked:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
@@ -292,8 +296,8 @@ class Evaluation:
         return model
 
     def _leave_out_rejected(self, chat: ChatEncoder) -> list[int]:
-        """Leave out questions of chats with tools that the chat template does not render; return the
-        prompt of the first that is left.
+        """Remove questions from chats with tools that the chat template cannot render; return the
+        prompt of the first remaining question.
         """
         asked: list[tuple[Question, list[int]]] = []
         reasons: list[str] = []
@@ -342,13 +346,13 @@ class Evaluation:
             with progress.phase("capturing steps of all lengths", ticking=True):
                 with catch_out_of_memory() as full:
                     test.capture(questions)
-                if full:  # most answers are shorter than the longest that may be given
+                if full:  # no error, since most answers are shorter than the longest possible one
                     progress.print(
                         "not enough memory to capture the longest answers' steps beforehand: they"
                         " are captured when needed"
                     )
 
-        # 3. time what an interrupted evaluation did not
+        # 3. time the questions that an interrupted evaluation did not finish
         done = completed_turns(log.entries, questions)
         completed = [turn for turns in done.values() for turn in turns]
         log.start(completed, dtype=dtype)
@@ -356,7 +360,7 @@ class Evaluation:
         count = sum(len(question.turns) for question in left) * len(decoders)
         timed_before = sum(not turn.skipped for turn in completed)
         try:
-            # Not ticking: no thread may run next to the decoders.
+            # not ticking: no other thread may run while the decoders are timed
             with progress.phase(f"timing in {dtype}", count, "answers") as timing:
 
                 def on_answer(answer: Answer) -> None:
@@ -384,7 +388,7 @@ class Evaluation:
     # Quality and equality of the answers
 
     def _score(self, tokenizer: Any, scorer: Any) -> None:
-        """Score the answers as the benchmark says, and by ROUGE with a `scorer`."""
+        """Score the answers as the benchmark defines, and by ROUGE if there is a `scorer`."""
         questions, turns, progress = self.bench.questions, self.answered, self.progress
         for name, samples in code_samples(turns, questions, tokenizer).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
@@ -398,21 +402,24 @@ class Evaluation:
 
     @contextmanager
     def _comparison(self, dtype: str) -> Iterator[None]:
-        """Note in the report how a comparison in `dtype` ends, which fills in `exact` of the turns."""
+        """Run a comparison in `dtype`, which fills in `exact` of the turns; record its outcome in
+        the report.
+        """
         outcome = NO_MEMORY
         try:
             with catch_out_of_memory():
                 yield
                 outcome = COMPARED
         finally:
-            # or was interrupted: a count over some answers would pass for one over all
+            # out of memory or interrupted: discard the verdicts, because a count over some of the
+            # answers would look like a count over all
             if outcome != COMPARED:
                 for turn in self.turns:
                     turn.exact.pop(dtype, None)
         self.meta["exactness"][dtype] = outcome
 
     def _compare_again(self, dtype: str, memory: WeightMemory) -> None:
-        """Generate answers again in `dtype`, with the tree and plainly, and compare the two."""
+        """Generate the answers again in `dtype`, with the tree and without, and compare them."""
         cfg, turns, progress = self.cfg, self.answered, self.progress
         release_memory()
         if emulates(memory.device, getattr(torch, dtype)):
@@ -445,7 +452,7 @@ class Evaluation:
             )
 
     def _grade(self, judge: Judge) -> dict[str, Any]:
-        """Have the judge grade the answers."""
+        """Let the judge grade the answers."""
         turns, name = self.answered, re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
         with self.progress.phase(
@@ -456,7 +463,9 @@ class Evaluation:
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
-    """Name what drafts, as far as it is not the run's own, for the report's directory."""
+    """Yield names of the draft settings that differ from the run's own, for the name of the
+    report's directory.
+    """
     if cfg.draft is not None:
         yield cfg.draft
     choice = cfg.lookup_choice
@@ -473,8 +482,8 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
 
 
 def plain_step_rounds(target_model: TargetModel, prompt: list[int], rows: int) -> list[float]:
-    """Return the mean seconds of a plain step of `rows` equal rows in each of `SPREAD_ROUNDS` equal
-    answers: on a quiet machine they hardly differ.
+    """Generate the same answer `SPREAD_ROUNDS` times in `rows` equal rows; return the mean seconds
+    of a plain step in each round. On a quiet machine they hardly differ.
     """
     decoder = BatchDecoder(target_model)
     tokens = min(SPREAD_TOKENS, target_model.max_context)
@@ -491,7 +500,7 @@ def trace_turns(turns: Sequence[Turn], model: LoadedModel, progress: RunProgress
     """Fill in `pieces` and, with a draft, `trace` of every turn.
 
     A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If
-    they don't fit for one turn, no turn gets a trace.
+    the memory is too small for one turn, no turn gets a trace.
     """
     for turn in turns:
         turn.pieces = token_pieces(model.target_model.tokenizer, turn.answer.tokens)
@@ -509,13 +518,13 @@ def trace_turns(turns: Sequence[Turn], model: LoadedModel, progress: RunProgress
 
 
 def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
-    """Return how the tree was chosen, from tree.json; None if it does not say, or is damaged there."""
+    """Return from tree.json how the tree was chosen; None if this is missing or damaged."""
     if paths.tree is None:
         return None
     record = parse_json(paths.tree.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "sizes" not in record:
         return None
-    # the report has the tree that was used elsewhere, and needs no other
+    # leave out trees: the report has the tree that was used in its own entry
     left_out = ("medusa_choices", "head_accuracy")
     try:
         sizes = [
@@ -533,8 +542,8 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
 
 
 def _target_model_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
-    """Return `measure_target_model_quality`, or None if memory runs out or the original target model is
-    gone.
+    """Return the result of `measure_target_model_quality`; None if memory runs out or the original
+    target model is no longer available.
     """
     release_memory()
     reason = NO_MEMORY
@@ -553,7 +562,7 @@ def _target_model_quality(paths: ModelPaths, progress: RunProgress) -> dict[str,
 
 
 def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
-    """Return the judge, once it has answered a greeting; None without one."""
+    """Return the judge after it has answered a greeting; None if no judge is configured."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     from medusa_train.servers.client import Servers

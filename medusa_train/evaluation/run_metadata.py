@@ -1,5 +1,5 @@
-"""Describe what an evaluation ran, on what and with what: `meta` of report.json, and the settings
-of a resumed run.
+"""Describe what an evaluation ran, on which machine and with which settings: `meta` of report.json,
+and the settings that a resumed run must share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
 from medusa_train.trees.tree import Tree
 
-#: Names of baselines in the report's meta that are not those of their decoders.
+#: Baselines whose key in the report's meta is not the name of their decoder.
 BASELINE_KEYS = {PLAIN: "baseline_tokens_per_s", GENERATE: "generate_tokens_per_s"}
 
 
@@ -45,12 +45,11 @@ def collect_metadata(
     turns: Sequence[Turn],
     command: str,
 ) -> dict[str, Any]:
-    """Return `meta` of report.json after the timed pass: plain JSON values.
-
-    Output equality is still open.
+    """Return `meta` of report.json after the benchmark is timed, as plain JSON values. Output
+    equality is not compared yet.
 
     Args:
-        baselines: what the tree is compared with, described.
+        baselines: descriptions of the decoders that the tree is compared with, by name.
     """
     mode = DecodingMode.from_config(cfg)
     plain_equal_generate = exactness = None
@@ -104,9 +103,9 @@ def _describe_target_model(model: LoadedModel, paths: ModelPaths, dtype: str) ->
 
 
 def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
-    """Return what drafts, and its tree."""
+    """Return a description of the draft and its tree."""
     draft, tree, dynamic = model.draft, model.tree, model.dynamic
-    # a graph that is replayed always fills its whole tree
+    # a replayed CUDA graph always fills the whole tree, so there is no early stop
     fixed_shape = model.proposer is not None and model.proposer.fixed_shape
     is_replayed = model.target_model.step_runner is not None and fixed_shape
     described: dict[str, Any] = {
@@ -132,13 +131,13 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
 
 
 def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
-    """Return everything that answers and their times depend on; an interrupted evaluation is
-    resumed if it is equal.
+    """Return everything that the answers and their times depend on. An interrupted evaluation is
+    resumed only if these settings are equal.
     """
     mode = DecodingMode.from_config(cfg)
     keys = {"max_new_tokens", "dtype", "compile", "generate", "prompt_lookup", "assistant_model"}
     settings: dict[str, Any] = {
-        "format": 3,  # of the log's lines
+        "format": 3,  # version of the log's line format
         **bench_settings(bench),
         **model_settings(paths),
         **cfg.model_dump(include=keys),
@@ -158,7 +157,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     if paths.lookup is not None:
         settings["draft"] = [paths.lookup.name, paths.lookup.settings]
     if paths.tree is not None:
-        # an empty tree is not timed: a log of turns in which it was starts over
+        # an empty tree is not timed; older logs in which it was timed are discarded
         settings["tree"] = Tree.load(paths.tree).paths or "empty"
     if torch.cuda.is_available():
         settings["device"] = torch.cuda.get_device_name()
@@ -166,15 +165,15 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
 
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
-    """Return what identifies the questions of a bench, wherever its file is."""
+    """Return what identifies the questions of a benchmark, wherever its file is."""
     questions = [replace(question, source="") for question in bench.questions]
     digest = hashlib.sha256(repr(questions).encode()).hexdigest()
     return {"bench": bench.name, "questions": digest}
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:
-    """Return what identifies the weights of a model, its chat template, which may be a file, and
-    where its answers end.
+    """Return what identifies a model's weights, its chat template (by content, since it may be a
+    file), and the tokens that end its answers.
     """
     weights = []
     for folder in (paths.heads, paths.adapter, Path(paths.base_model)):

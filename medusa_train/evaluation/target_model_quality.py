@@ -1,5 +1,5 @@
-"""Measure how joint training changed the target model: perplexity before and after, and the KL
-divergence between them.
+"""Measure how joint training changed the target model: perplexity before and after training, and
+the KL divergence between the two versions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from medusa_train.models.lora import Adapter
 from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import Phase
 
-QUALITY_TOKENS = 20_000  # supervised tokens to measure on
-#: The most conversations of one pass, and positions with padding: a 4-bit model on a CPU spends more
-#: on its weights, in each pass, than on the tokens of one conversation. A longer one is a pass alone.
+QUALITY_TOKENS = 20_000  # number of supervised tokens to measure on
+#: Limits for one pass: number of conversations, and number of positions including padding. Several
+#: conversations share a pass because a 4-bit model on a CPU spends more time on its weights than on
+#: the tokens of one conversation. A conversation longer than the limit gets its own pass.
 _ROWS = 8
 _POSITIONS = 4096
 DTYPE = "float32"
@@ -42,14 +43,14 @@ Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
 class Quality(NamedTuple):
-    """The target model before and after training, over the supervised tokens of a text; in nats per
-    token.
+    """Losses of the target model before and after training, averaged over supervised tokens; in
+    nats per token.
     """
 
     tokens: int
     loss_before: float  # mean cross-entropy
     loss_after: float
-    kl: float  # of the trained one from the original: KL(before || after)
+    kl: float  # mean KL(before || after)
 
 
 def measure_target_model_quality(
@@ -58,10 +59,10 @@ def measure_target_model_quality(
     """Return perplexity before and after joint training, and KL(before || after) in nats per token,
     for the report.
 
-    None if the run did not train its target model, or its data are gone.
+    None if the run did not train its target model, or if its data are no longer available.
 
     Args:
-        phase: counts the supervised tokens that are done.
+        phase: counts the supervised tokens measured so far.
     """
     cfg = run_config(paths)
     if cfg is None or not paths.trained_target_model:
@@ -93,8 +94,8 @@ def measure_target_model_quality(
 
 
 def run_config(paths: ModelPaths) -> TrainConfig | None:
-    """Return the configuration of the run that `paths` belong to; None if it is no run, or its
-    configuration broken.
+    """Return the configuration of the run that `paths` belong to; None if they belong to no run, or
+    if its configuration is invalid.
     """
     path = paths.home / CONFIG
     if not path.is_file():
@@ -109,15 +110,16 @@ def validation_conversations(
     cfg: TrainConfig, chat: ChatEncoder, least: int = 1
 ) -> tuple[EncodedDataset, bool, int] | None:
     """Return a run's validation split, or its training split if fewer than `least` conversations
-    are held out, with the assistant's turns supervised.
+    are held out. Only the assistant's turns are supervised.
 
-    With whether it was held out of training, and how many conversations are; None if the data are
-    gone.
+    Returns: The split, whether it was held out of training, and the number of held-out
+        conversations; None if the data are no longer available.
     """
     answers_only = cfg.model_copy(
         update={"train_on_inputs": False, "roles_to_train": ["assistant"]}
     )
-    # other turns change what is kept of a conversation, and so may the split, as in `load_data`
+    # supervising other turns may change which conversations are kept, and with them the split. So
+    # take the held-out prompts from a split with the run's own settings, as `load_data` does
     differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]
     held_out = None
     try:
@@ -133,11 +135,11 @@ def validation_conversations(
 
 
 def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
-    """Yield batches of conversations, until there are `QUALITY_TOKENS` supervised tokens; see
-    `_ROWS` and `_POSITIONS`.
+    """Yield batches of conversations until they contain `QUALITY_TOKENS` supervised tokens. `_ROWS`
+    and `_POSITIONS` limit a batch.
     """
     supervised = 0
-    rows: list[list[int]] = []  # of the next batch
+    rows: list[list[int]] = []  # rows of the next batch
     longest = 0
     for index, example in enumerate(conversations):
         if supervised >= QUALITY_TOKENS:
@@ -154,10 +156,10 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
 
 
 def load_versions(paths: ModelPaths, original: str) -> tuple[Version, Version]:
-    """Load the target model before and after a run: with the adapter off and on, or the original and
-    the trained model.
+    """Load the target model before and after a run: one model with the adapter off and on, or the
+    original and the trained model.
 
-    A target model that was quantised in training is so in both versions.
+    A target model that was quantized in training is quantized in both versions.
 
     Args:
         original: `base_model` of the run's configuration.
@@ -199,14 +201,16 @@ def compare_target_models(
     batches: Iterable[Batch],
     on_batch: Callable[[int], object] = lambda tokens: None,
 ) -> Quality:
-    """Measure both versions of a target model on `batches`; `on_batch` is called after each with the
-    number of its supervised tokens.
+    """Measure both versions of a target model on `batches`.
 
     Only supervised tokens count, each predicted from the position before it in its document. Logits
     are computed in chunks, never for a whole batch.
+
+    Args:
+        on_batch: called after each batch with its number of supervised tokens.
     """
     tokens = 0
-    sums = torch.zeros(3, dtype=torch.float64)  # both losses, and KL
+    sums = torch.zeros(3, dtype=torch.float64)  # loss before, loss after, KL
     for batch in batches:
         targets = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
         supervised = int((targets != IGNORE_INDEX).sum())

@@ -1,5 +1,5 @@
-"""Decoders that an evaluation times: this project's loop, plain or with a tree, and `generate` of
-transformers.
+"""Decoders that an evaluation times: this project's decoding loop with or without a tree, and
+`generate` of transformers.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from medusa_train.trees.tree import Tree
 
 PROMPT_LOOKUP = "prompt_lookup"
 ASSISTED = "assisted"
-#: Measured in addition to dynamic trees.
+#: Baseline for dynamic trees: the same tree in every step.
 FIXED_TREE = "fixed_tree"
-#: Measured in addition to a merged draft: each of its parts.
+#: Baselines for a merged draft: each of its two parts alone.
 HEADS_ALONE = "heads_alone"
 LOOKUP_ALONE = "lookup_alone"
 
-#: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
+#: Prompt-lookup decoding copies at most this many tokens per step; its authors' default.
 LOOKUP_TOKENS = 10
 
 GREEDY = DecodingMode()
 
 
 class TimedDecoder(Protocol):
-    """A decoder that answers prompts in the same passes and measures them.
+    """A decoder that answers several prompts in the same passes, and measures the time.
 
     Attributes:
         description: a phrase for the report.
@@ -55,11 +55,11 @@ class TimedDecoder(Protocol):
 
 
 class LoopDecoder:
-    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by
-    default.
+    """This project's decoding loop, with a draft's tree, or without a draft with the empty tree;
+    greedy by default.
 
-    A `Decoder` answers one prompt at a time. In a batch, complete rows leave; none joins before its
-    end.
+    A `Decoder` answers one prompt at a time. In a batch, a complete row leaves, but no new row
+    joins until the batch ends.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LoopDecoder:
         rows = [list(prompt) for prompt in prompts]
         generators = self._mode.generators(prompts, self._rule)
         started = time.perf_counter()
-        # 1. decode; a batch reports its passes, a single row's are its steps
+        # 1. decode; a batch reports its passes, while the passes of a single row are its steps
         passes = None
         if isinstance(decoder, Decoder):
             (row,) = rows
@@ -91,7 +91,7 @@ class LoopDecoder:
             outputs = decoder.generate_batch(rows, max_new_tokens, None, self._rule, generators)
             passes = decoder.passes - passes_before
 
-        # 2. divide the time among the rows; decoding begins once all prompts are read
+        # 2. divide the time among the rows; decoding begins after the prefill of all prompts
         count = len(outputs)
         seconds = (time.perf_counter() - started) / count
         prefill = max(output.prefill_seconds for output in outputs) / count
@@ -114,7 +114,7 @@ class LoopDecoder:
         return self._decoder.tree.size
 
     def capture(self, rows: int, positions: int) -> None:
-        """Capture the steps of `rows` rows with up to `positions` tokens, see
+        """Capture the CUDA graphs of steps with `rows` rows of up to `positions` tokens; see
         `BatchDecoder.capture`.
         """
         if isinstance(self._decoder, Decoder):
@@ -124,8 +124,8 @@ class LoopDecoder:
 
 
 class PassLog(BaseStreamer):
-    """Logs the number of tokens of each pass (`sizes`) of assisted generation or prompt lookup, the
-    prefill first.
+    """Logs how many tokens each pass of assisted generation or prompt lookup adds (`sizes`). The
+    first entry is the prefill.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class PassLog(BaseStreamer):
         self._is_prompt = True
 
     def put(self, value: Tensor) -> None:
-        """Count tokens; the first call brings the prompt."""
+        """Log the number of new tokens; the first call passes the prompt, which is not logged."""
         if not self._is_prompt:
             self.sizes.append(value.numel())
         self._is_prompt = False
@@ -145,8 +145,8 @@ class PassLog(BaseStreamer):
 class GenerateDecoder:
     """`generate` of transformers, with its own cache; greedy by default.
 
-    The target model's generation config is replaced by a bare one for good: a checkpoint may bring a
-    repetition penalty or a sampling temperature, which `generate` takes from there.
+    The target model's generation config is permanently replaced by a bare one. Otherwise `generate`
+    would apply a repetition penalty or a sampling temperature of the checkpoint.
 
     Args:
         options: further arguments of `generate` that make it verify drafts, such as an assistant
@@ -167,8 +167,8 @@ class GenerateDecoder:
         target_model.model.generation_config = _bare_config(target_model, mode)
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
-        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts
-        are padded before.
+        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included. Prompts
+        are left-padded.
         """
         if self._mode.acceptance != "greedy":
             torch.manual_seed(self._mode.seed_of(prompts[0]))
@@ -189,7 +189,7 @@ class GenerateDecoder:
                 streamer=passes if self._options else None,
                 **self._options,
             )
-        # 3. divide the time among the rows; what follows a row's end is padding
+        # 3. divide the time among the rows; tokens after the end of a row are padding
         eos_ids = self._target_model.eos_ids
         answers = [
             tuple(truncate_at_stop(row, eos_ids, max_new_tokens))
@@ -204,7 +204,7 @@ class GenerateDecoder:
 
 
 def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationConfig:
-    """Return a generation config with the mode's sampling and nothing of the checkpoint's."""
+    """Return a generation config with the mode's sampling and no settings of the checkpoint."""
     eos = list(target_model.eos_ids)
     pad = target_model.tokenizer.pad_token_id
     if pad is None:
@@ -227,9 +227,10 @@ def build_decoders(
     assistant_model: str | None = None,
     note: Callable[[str], None] = print,
 ) -> dict[str, TimedDecoder]:
-    """Return the decoders to time by their names, in the order of the report: the model's, plain
-    decoding, `generate`; with dynamic trees also the fixed one, with merged drafts also their parts,
-    and `extra_baselines`.
+    """Return the decoders to time by name, in the order of the report.
+
+    They are the model with its draft, plain decoding and `generate`. With dynamic trees the fixed
+    tree is added, with a merged draft each of its parts, and for single rows `extra_baselines`.
 
     Raises:
         TargetModelError: the model cannot decode in batches.
@@ -241,7 +242,7 @@ def build_decoders(
 
     def loop(proposer: Proposer | None, tree: Tree | None, description: str) -> LoopDecoder:
         rule = mode.baseline_rule if proposer is None else mode.rule
-        # single rows share their memory, since their decoders answer in turns
+        # decoders of single rows share one KV cache, since they answer one after the other
         decoder: Decoder | BatchDecoder = Decoder(target_model, proposer, tree, shared)
         if mode.batch_size > 1:
             decoder = BatchDecoder(target_model, proposer, tree)
@@ -285,11 +286,11 @@ def extra_baselines(
     note: Callable[[str], None],
     mode: DecodingMode = GREEDY,
 ) -> dict[str, GenerateDecoder]:
-    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if a
-    draft model is named.
+    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if
+    there is an `assistant_model`.
 
-    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline
-    that does not run is left out, with a line to `note`.
+    Each baseline first generates a few tokens as a test, since some architectures' caches cannot be
+    cropped. A baseline that fails is left out, with a line to `note`.
     """
     baselines: dict[str, GenerateDecoder] = {}
     how = _describe_sampling(mode)
@@ -324,6 +325,6 @@ def _load_assistant(name: str, target_model: TargetModel, mode: DecodingMode) ->
             f"assistant_model {name}: its tokenizer differs from the target model's; use a smaller"
             " model of the same family"
         )
-    assistant.eos_ids = target_model.eos_ids  # of the same vocabulary
+    assistant.eos_ids = target_model.eos_ids  # valid ids, since both have the same vocabulary
     assistant.model.generation_config = _bare_config(assistant, mode)
     return assistant.model

@@ -1,7 +1,7 @@
-"""Ask questions and let every decoder answer every turn, alone or in batches; `timed_decoders` has the
-clock.
+"""Ask questions and let every decoder answer every turn, alone or in batches. `timed_decoders`
+measures the times.
 
-Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that
+All decoders answer a prompt, or batch of prompts, before the next one is asked. Their order
 rotates, so that a busy machine slows all of them equally.
 """
 
@@ -26,8 +26,8 @@ class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
     Args:
-        decoders: by their names, in the order of the report; see `build_decoders`.
-        batch_size: questions that are answered in the same passes.
+        decoders: decoders by name, in the order of the report; see `build_decoders`.
+        batch_size: number of questions that are answered in the same passes.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class SpeedTest:
             prompts = [self._chat.prompt(question.opening, question.variables) for question in wave]
             fitting = [prompt for prompt in prompts if self._fits(prompt)]
             if len(fitting) == 1 and self._batch_size > 1:
-                fitting *= 2  # one alone would warm up the decoder of single rows
+                fitting *= 2  # a single prompt would not warm up batched decoding
             for name in self.names if fitting else ():
                 self._decoders[name].answer(fitting, min(WARM_UP_TOKENS, self._max_new_tokens))
 
     def capture(self, questions: Sequence[Question]) -> None:
-        """After the warm-up, capture the CUDA graphs that the answers to `questions` replay: not
-        while they are timed.
+        """Capture the CUDA graphs that the answers to `questions` will replay. Call it after the
+        warm-up, so that no graph is captured while answers are timed.
 
         Takes a moment for each multiple of `KEY_BLOCK` positions.
         """
@@ -73,10 +73,10 @@ class SpeedTest:
             answers = len(question.turns) * self._max_new_tokens
             prompt = self._chat.prompt(messages, question.variables)
             longest = max(longest, len(prompt) + answers)
-        longest += KEY_BLOCK  # an answer may have more tokens as a part of the next prompt
+        longest += KEY_BLOCK  # an answer may have more tokens when it is part of the next prompt
         positions = min(longest, self._target_model.max_context)
         loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
-        # the largest first, since they share memory
+        # capture the largest tree first, since the decoders share memory
         for decoder in sorted(loops, key=lambda loop: -loop.tree_size):
             decoder.capture(self._batch_size, positions)
 
@@ -90,18 +90,19 @@ class SpeedTest:
 
         The plain answer becomes the history of later turns for all decoders, so that all get the
         same prompts. A turn whose prompt and longest answer do not fit the context is skipped, and
-        so are the turns after it. In batches, the questions of a batch are asked their first turns
-        together, then their second turns, and so on.
+        so are the turns after it. In batches, the first turns of all questions of the batch are
+        asked together, then their second turns, and so on.
 
         Args:
-            rotation: number of turns, or batches of them, that were timed before.
+            rotation: number of turns, or batches of turns, that were timed before.
             on_answer: called with each answer of each decoder, between two measurements.
         """
         for wave in self._waves(questions):
             # the conversation so far of each question that still fits
             chats: dict[int | str, list[Message]] = {one.question_id: [] for one in wave}
             for number in range(1, 1 + max(len(question.turns) for question in wave)):
-                # 1. ask the next message of each; a question that no longer fits is skipped
+                # 1. ask each question's next turn; the turns of a question that no longer fits are
+                # skipped
                 asked: list[Turn] = []
                 for question in wave:
                     if number > len(question.turns) or question.question_id not in chats:
@@ -113,7 +114,7 @@ class SpeedTest:
                     del chats[question.question_id]
                     for later, message in enumerate(question.turns[number - 1 :], start=number):
                         yield replace(turn, turn=later, asked=message)
-                # 2. every decoder answers all of them; the plain answer continues the conversation
+                # 2. let every decoder answer all turns; the plain answer continues the conversation
                 if asked:
                     self._measure(asked, rotation, on_answer)
                     rotation += 1
@@ -129,7 +130,7 @@ class SpeedTest:
         return len(prompt) + self._max_new_tokens <= self._target_model.max_context
 
     def _ask(self, question: Question, number: int, chat: list[Message]) -> Turn:
-        """Add what a turn asks to a conversation; return the turn, not answered yet."""
+        """Add a turn's messages to the conversation `chat`; return the turn without answers."""
         chat += question.asked(number)
         return Turn(
             question.question_id,

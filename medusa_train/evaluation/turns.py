@@ -1,4 +1,4 @@
-"""Turns of an evaluation with every decoder's answer, and the log from which one is resumed."""
+"""Turns of an evaluation with every decoder's answer; a log of them allows resuming it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from medusa_train.evaluation.questions import Question
 from medusa_train.tree_search.fit import Trace
 
-#: Names of decoders; every further baseline has its own.
+#: Names of decoders. Other baselines have names of their own.
 TREE = "tree"
 PLAIN = "plain"
 GENERATE = "generate"
@@ -22,15 +22,15 @@ class Verdict(str, enum.Enum):
     """Result of comparing the tree's answer with the plain one, token for token."""
 
     EQUAL = "equal"
-    # where they first differ, both tokens' logits lie within the tie margin of the best
+    # at the first position that differs, both tokens' logits are within the tie margin of the best
     TIE = "tie"
     DIFFERENT = "different"
 
 
 @dataclass(frozen=True)
 class Score:
-    """Whether an answer is correct by `metric`, and the number that was read from it, or how its
-    tests ended.
+    """Whether an answer is correct by `metric`. `detail` is the number that was read from it, or
+    how its tests ended.
     """
 
     metric: str
@@ -43,15 +43,15 @@ class Answer:
     """One decoded answer and its cost. Answers of a batch share its times and passes equally."""
 
     tokens: tuple[int, ...]
-    seconds: float  # wall time of the whole call
-    prefill_seconds: float = 0.0  # until the first token; 0 if it is not reported
-    # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
+    seconds: float  # wall time of the whole answer; in a batch an equal share of the batch's time
+    prefill_seconds: float = 0.0  # time to the first token; 0 if it is not reported
+    # number of decoding passes, without the prefill; 0 for transformers' `generate`
     steps: int = 0
     accepted: tuple[int, ...] = ()  # number of accepted draft tokens per step
-    rows: int = 1  # answers in the batch
-    # of the whole batch; None for a single answer, whose passes are `steps`
+    rows: int = 1  # number of answers in the batch
+    # decoding passes of the whole batch; None for a single answer, whose passes are `steps`
     batch_passes: int | None = None
-    # more than one if the prefill also verifies a draft (assisted generation)
+    # tokens that the prefill adds: more than one if it also verifies a draft (assisted generation)
     prefill_tokens: int = 1
 
     @property
@@ -61,8 +61,8 @@ class Answer:
 
     @property
     def passes(self) -> float:
-        """Decoding passes that `decode_seconds` paid for: a share of the batch's, so that sums
-        count each pass once.
+        """Number of decoding passes that belong to `decode_seconds`. In a batch it is an equal
+        share of the batch's passes, so that a sum over answers counts each pass once.
         """
         if self.batch_passes is None:
             return self.steps
@@ -76,16 +76,16 @@ class Turn:
     A turn whose prompt and longest answer do not fit the context is skipped and has no answers.
 
     Attributes:
-        turn: from 1.
-        answers: by decoder, in the report's order; without a draft there is no `TREE`.
+        turn: number of the turn, from 1.
+        answers: answers by decoder, in the report's order. Without a draft there is no `TREE`.
         asked: the user's message.
-        text: of the reported answer, with the reasoning tag that the prompt opened.
-        history: the plain answer, after which later turns are asked.
+        text: text of the reported answer, beginning with the reasoning tag that the prompt opened.
+        history: text of the plain answer, which is the history of later turns.
         opened: the reasoning tag at the end of the prompt.
-        exact: the tree's answer compared with the plain one, by dtypes that were run.
-        scores: of `TREE` and `PLAIN`, on benchmarks with correct answers.
-        pieces: the reported answer token by token.
-        trace: the heads' guesses along it.
+        exact: verdict of comparing the tree's answer with the plain one, by dtype.
+        scores: scores of `TREE` and `PLAIN`, for questions that define a correct answer.
+        pieces: text of each token of the reported answer.
+        trace: the heads' guesses along the reported answer.
     """
 
     question_id: int | str
@@ -105,22 +105,22 @@ class Turn:
 
     @property
     def skipped(self) -> bool:
-        """Whether the turn was not asked."""
+        """Whether the turn was skipped, because it did not fit the context."""
         return not self.answers
 
     @property
     def tree(self) -> Answer | None:
-        """The draft's answer; None in a run of baselines alone."""
+        """The answer with the draft; None in a run with only baselines."""
         return self.answers.get(TREE)
 
     @property
     def plain(self) -> Answer:
-        """The answer of the same loop without a draft."""
+        """The answer of the same decoding loop without a draft."""
         return self.answers[PLAIN]
 
     @property
     def answer(self) -> Answer:
-        """The reported answer: the tree's, or the plain one in a run of baselines alone."""
+        """The reported answer: the tree's, or the plain one in a run with only baselines."""
         return self.answers.get(TREE, self.plain)
 
     @property
@@ -135,8 +135,8 @@ TURN = TypeAdapter(Turn)
 def completed_turns(
     turns: Iterable[Turn], questions: Sequence[Question]
 ) -> dict[int | str, list[Turn]]:
-    """Return the turns of the questions of which all turns are there, once and in their order, by
-    question.
+    """Return the turns by question id, only of questions whose turns are all in `turns`, each once
+    and in order.
     """
     logged: dict[int | str, list[Turn]] = {}
     for turn in turns:

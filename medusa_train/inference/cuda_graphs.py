@@ -86,7 +86,9 @@ class GraphRunner(FixedShapeRunner):
                 return
             self.works = False
             reason = str(error).strip().partition("\n")[0]
-            _log.warning("CUDA graphs: capture failed, decoding goes on without graphs: %s", reason)
+            _log.warning(
+                "CUDA graphs: capture failed, decoding continues without graphs: %s", reason
+            )
 
     def _warm_up(self, step: Step) -> None:
         """Run the step before it is captured."""

@@ -209,7 +209,7 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name:
             tokenizer.add_special_tokens({role: token})
         elif role not in _NOT_READ:
             raise ConfigError(
-                f"special_tokens: {role}: {text} is no token of {name}, and tokens cannot be added"
+                f"special_tokens: {role}: {text} is not a token of {name}, and tokens cannot be added"
                 " here: name one of its own, or a base_model whose embeddings include it"
             )
 
@@ -290,7 +290,7 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
         reason = describe_hub_error(error, name, "model") or (
-            "what the Hugging Face hub answered is no model's config.json; does a proxy answer in"
+            "what the Hugging Face hub answered is not a model's config.json; does a proxy answer in"
             f" its place? ({str(error).strip().partition(chr(10))[0]})"
         )
         raise missing_from_hub(name, reason) from error
@@ -312,7 +312,7 @@ def _check_generation_config(name: str, source: str) -> None:
         is_valid = False
     if not is_valid:
         raise TargetModelError(
-            f"base_model {name}: {path} is no JSON object that can be read; copy or download it"
+            f"base_model {name}: {path} is not a JSON object that can be read; copy or download it"
             " again"
         )
 

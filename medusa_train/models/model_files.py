@@ -51,7 +51,7 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         raise TargetModelError(f"base_model {name}: cannot read {path}: {error}") from None
     if not isinstance(config, dict):
-        raise TargetModelError(f"base_model {name}: cannot read {path}: it is no JSON object")
+        raise TargetModelError(f"base_model {name}: cannot read {path}: it is not a JSON object")
     return source, config
 
 

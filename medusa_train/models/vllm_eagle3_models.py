@@ -17,6 +17,7 @@ WITHOUT_EAGLE3 = frozenset(
         "Exaone4ForCausalLM",
         "ExaoneMoeForCausalLM",
         "FalconForCausalLM",
+        "FalconH1ForCausalLM",
         "GPT2LMHeadModel",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
@@ -25,12 +26,14 @@ WITHOUT_EAGLE3 = frozenset(
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeSWAForCausalLM",
         "GraniteMoeSharedForCausalLM",
         "HYV3ForCausalLM",
         "HyperCLOVAXForCausalLM",
+        "Lfm2ForCausalLM",
         "MixtralForCausalLM",
         "NemotronForCausalLM",
         "OPTForCausalLM",
@@ -55,5 +58,6 @@ def vllm_eagle3_warnings(config: Any) -> list[str]:
     return [
         f"vLLM {VLLM_VERSION} cannot draft with EAGLE-3 for {without[0]} by its own class of that"
         " model, which gives no states of inner layers (SupportsEagle3). Start the server with"
-        " --model-impl transformers: that backend gives them. Medusa heads need no such states"
+        " --model-impl transformers: that backend gives them, if no layer is recurrent. Medusa"
+        " heads need no such states"
     ]

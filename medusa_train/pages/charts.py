@@ -1,7 +1,7 @@
 """Draw charts as SVG by matplotlib: bars with intervals, curves and draft trees.
 
-A drawing is inline in its page: its colours are the page's CSS variables, so that it can be read on
-a light and on a dark background, and tooltips are elements `<title>`.
+A drawing is inline in its page. Its colours are the page's CSS variables, so that it can be read on
+a light and on a dark background. Tooltips are `<title>` elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-#: Number of colours for series and heads; further ones reuse them from the first.
+#: Number of colours for series and heads. More of them reuse the colours, beginning with the first.
 PALETTE = 8
 #: Colours by their variable in page.css; matplotlib draws with the values of the light page.
 COLOURS = {
@@ -49,7 +49,7 @@ _STYLE = {
     "ytick.labelcolor": COLOURS["--soft"],
 }
 _LONGEST_NAME = 40  # characters of a group's name
-_TIP = "tip "  # begins the id of what has a tooltip
+_TIP = "tip "  # prefix of the ids of elements with a tooltip
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class Curve:
 
 
 def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) -> str:
-    """Return the `<svg>` element of what `paint` draws on axes of a size in points; the label is its
-    text for screen readers.
+    """Return the `<svg>` element of what `paint` draws on axes. `width` and `height` are in points;
+    `label` is the text for screen readers.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font of the layout lacks
+        warnings.simplefilter("ignore")  # about letters that the font of the layout lacks
         figure = Figure(figsize=(width / 72, height / 72))  # 72 points are an inch
         paint(figure.subplots())
         for artist in figure.findobj():
-            artist.set_clip_on(False)  # a clip path is looked up by a name in the whole page
+            artist.set_clip_on(False)  # names of clip paths would have to be unique in the page
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(
             buffer, format="svg", bbox_inches="tight", transparent=True, metadata=nothing
@@ -93,16 +93,16 @@ def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) 
     head, _, body = buffer.getvalue().partition("<svg ")[2].partition(">")
     box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', head)
     assert box is not None
-    # tooltips; other names would be those of several drawings on a page
+    # Make tooltips, and remove all other ids, which several drawings on a page would share.
     body = re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", body)
     body = re.sub(r'<g id="[^"]*"', "<g", body)
-    # a style sheet would be that of the whole page
+    # A style sheet would apply to the whole page.
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
     body = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", body)
     body = body.replace("xlink:href", "href")
     for variable, colour in COLOURS.items():
         body = body.replace(colour, f"var({variable})")
-    size = f"{float(box[1]):.0f}pt"  # the page's style sheet keeps texts legible by --width
+    size = f"{float(box[1]):.0f}pt"  # the page's style sheet uses --width to keep text legible
     style = f"max-width:{size};--width:{size}"
     attributes = f'style="{style}" role="img" aria-label="{escape(label)}"'
     return f"<svg {box[0]} {attributes}>{body}".strip()
@@ -130,7 +130,7 @@ def bars(
 
     def paint(axes: Any) -> None:
         names: list[str] = []
-        places: list[float] = []  # of the names: the middle of their group
+        places: list[float] = []  # y of each name: the middle of its group
         y = 0.0
         for name, group in groups:
             names.append(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…")
@@ -150,7 +150,7 @@ def bars(
                     colour = _colour(bar.colour)
                     axes.barh(y, value, height=0.85, color=colour)[0].set_gid(_TIP + tip)
                 offset = {"textcoords": "offset points", "va": "center", "weight": "bold"}
-                axes.annotate(shown, (end, y), (6, 0), **offset)  # behind the bar
+                axes.annotate(shown, (end, y), (6, 0), **offset)  # after the end of the bar
                 y += 1
             y += 0.6
         axes.set_yticks(places, names, color=ink)
@@ -212,7 +212,7 @@ def tree_drawing(
     Args:
         paths: rank paths of the nodes, prefix-closed.
         accepted: share of steps that accept each node, in the same order.
-        width: of the drawing in pixels, if the leaves fit.
+        width: width of the drawing in pixels, if the leaves fit.
     """
     nodes = [tuple(path) for path in paths]
     columns = _node_columns(nodes)
@@ -231,7 +231,7 @@ def tree_drawing(
             )
             size = 5 + 13 * share
             axes.plot(x, y, "o", markersize=size, color=_colour(y - 1), gid=_TIP + tip)
-            # with a decimal if it would be 0 or 1
+            # with a decimal if it would round to 0 or 1
             percent = f"{100 * share:.0f}" if share >= 0.0095 else f"{100 * share:.1f}"
             below = (0, -size / 2 - 9)
             axes.annotate(

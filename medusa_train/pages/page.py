@@ -25,7 +25,7 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """Titles and rows of text; rows that have the first cell in common belong together.
+    """Titles and rows of text. Rows with the same first cell form a group.
 
     Attributes:
         overall: the last row sums up the others, and is set in bold.
@@ -37,7 +37,7 @@ class Table:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[str]], *, overall: bool = False) -> Table:
-        """Return a table of columns by title; those with nothing but "" or "-" are left out."""
+        """Return a table of columns by title. Columns with nothing but "" or "-" are left out."""
         shown = {}
         for title, cells in columns.items():
             if any(cell not in ("", "-") for cell in cells):
@@ -55,8 +55,8 @@ class Table:
         return "\n".join([title_line, alignment, *lines])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield every title and every number on one line if the console is that wide, else a narrow
-        table.
+        """Yield the table with every title and number on one line if the console is wide enough,
+        else a narrow table.
         """
         whole = self._terminal(narrow=False)
         unlimited = options.update(max_width=_UNLIMITED)
@@ -64,10 +64,10 @@ class Table:
         yield whole if fits else self._terminal(narrow=True)
 
     def _terminal(self, *, narrow: bool) -> TerminalTable:
-        """Return the table for a console; if it is `narrow`, with titles broken into words, and
+        """Return the table for a console. A `narrow` table breaks titles into words, and has
         intervals below their values.
 
-        Numbers are never cut off: the first column gives way.
+        Numbers are never cut off: the first column wraps instead.
         """
         padding = (0, 0 if narrow else 1)
         table = TerminalTable(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
@@ -113,8 +113,8 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def write_files(directory: Path, contents: Mapping[str, Any]) -> list[Path]:
-    """Write files by their names, text as it is, lists as JSON Lines, and other values as JSON;
-    returns their paths.
+    """Write files by name, and return their paths. Text is written unchanged, a list as JSON Lines,
+    and any other value as JSON.
     """
     for name, content in contents.items():
         if isinstance(content, str):
@@ -139,12 +139,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, in this order: paragraphs, names by colour, figures, tables, facts, answers
-    and remarks.
+    """A part of a page: paragraphs, names by colour, figures, tables, facts, answers and remarks,
+    in this order.
 
     Attributes:
-        answers: of a model by category, each with `summary`, `details`, `asked` and `runs`: pieces
-            of its text, each with the number of the head that proposed it, 0 for the target model.
+        answers: answers of a model by category, each with `summary`, `details`, `asked` and `runs`.
+            The runs are pieces of its text, each with the number of the head that proposed it (0:
+            the target model).
     """
 
     title: str = ""
@@ -179,7 +180,7 @@ def render_page(
 
 
 def markdown_page(title: str, sections: Sequence[Section]) -> str:
-    """Return the same in Markdown, without figures and answers."""
+    """Return the page in Markdown, without figures and answers."""
     blocks = [f"# {title}"]
     for section in sections:
         tables = [table.markdown() for table in section.tables]
@@ -195,8 +196,8 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
 
 @cache
 def _template() -> Template:
-    # answers of a model are not trusted: all text is escaped, and by its policy the page loads and
-    # runs nothing
+    # Answers of a model are not trusted: all text is escaped, and the page's policy lets it load
+    # and run nothing.
     loader = PackageLoader("medusa_train.pages", "")
     environment = Environment(
         loader=loader,

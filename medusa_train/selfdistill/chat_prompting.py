@@ -1,4 +1,4 @@
-"""Prompts for either speaker by the chat template, and answers from generated tokens."""
+"""Build prompts for either speaker with the chat template, and parse generated tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ChatPrompting:
     """Builds prompts for an assistant or user message, and parses the generated tokens.
 
     An assistant message follows the generation prompt and ends with EOS. A user message (self-talk)
-    follows the template's user header, and ends with whatever the template writes after user
-    contents: EOS in many templates, the assistant header in others (Vicuna). So it is split at
-    these texts before special tokens are removed.
+    follows the template's user header, and ends with the text that the template writes after a user
+    message: EOS in many templates, the assistant header in others (Vicuna). So the generated text
+    is cut at this text or at a special token, before special tokens are removed.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ChatPrompting:
 
         Raises:
             DataError: the template does not support this chat.
-            ConfigError: self-talk with a template that does not render user contents verbatim.
+            ConfigError: self-talk, but the template does not render user messages verbatim.
         """
         if request.speaker == "assistant":
             return self.encoder.prompt(request.messages, request.variables)
-        # A space that ends the header belongs to the first word's token.
+        # the space at the end of the header belongs to the first word's token
         text = self._around_user(request)[0].rstrip(" ")
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -57,13 +57,13 @@ class ChatPrompting:
     ) -> Answer:
         """Parse the generated `tokens` (a final EOS included) into an answer.
 
-        A reasoning part that the prompt opened begins with its tag, as in answers whose model
-        writes the tag itself.
+        If the prompt opened the reasoning part, its tag is added to the answer, as if the model had
+        written it.
         """
         ends_with_eos = finish == "eos"
         kept = tokens[:-1] if ends_with_eos else tokens
         reason: AnswerFinishReason = "stop" if finish == "eos" else finish
-        # 1. a user message ends where the template goes on
+        # 1. a user message ends at the text that the template writes after it
         if request.speaker == "user":
             written = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
             text, has_ended = self._split_user_message(request, written)
@@ -75,7 +75,7 @@ class ChatPrompting:
         if not text.strip():
             return Answer(text, reason, prompt_tokens, len(tokens))
         text = self.encoder.opened_reasoning(request.messages, request.variables) + text
-        # 3. its tokens, if training would make others of the text
+        # 3. its tokens, if training would tokenize the text differently
         message = Message("assistant", text, is_cut=not ends_with_eos)
         chat = Conversation("", (*request.messages, message), "", request.variables)
         try:
@@ -83,15 +83,16 @@ class ChatPrompting:
         except DataError:
             row = Row()
         if len(request.messages) not in (answer.message for answer in row.answers):
-            # training would leave it out, since the template renders earlier calls otherwise
+            # training would leave the answer out, since the template renders earlier calls
+            # differently
             return Answer(text, "refused", prompt_tokens, len(tokens))
         trained = row.ids[len(self.prompt(request)) :]
-        is_same = kept in (trained, trained[:-1])  # with an end token, if it is not cut
+        is_same = kept in (trained, trained[:-1])  # the last may be the end token
         token_ids = None if is_same else tuple(kept)
         return Answer(text, reason, prompt_tokens, len(tokens), token_ids)
 
     def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
-        """Return the user message at the start of `text`, and whether it ends within it."""
+        """Return the user message at the start of `text`, and whether `text` contains its end."""
         after = self._around_user(request)[1].strip().split("\n")[0].strip()
         ends = [mark for mark in (after, *self.tokenizer.all_special_tokens) if mark]
         message, *rest = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)

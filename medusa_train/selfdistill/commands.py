@@ -1,5 +1,5 @@
-"""Commands that a user is told to run: the one that answers the prompts of a training
-configuration, and the one that comes after a run.
+"""Commands that are shown to the user: a command that generates the data of a training
+configuration, and the training command after a run of self-distillation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _SHARED_KEYS = ("chat_template_kwargs", "special_tokens", "trust_remote_code")
 
 
 def refuse_training_config(path: Path | None) -> None:
-    """Raise ConfigError, with the command that makes its data, if `path` is a YAML of medusa-train."""
+    """Raise ConfigError if `path` is a configuration of medusa-train. The message shows the
+    commands that generate its data.
+    """
     file = None if path is None else resolve_path(path)
     if file is None or not file.is_file():
-        return  # `load_config` says what is wrong
+        return  # `load_config` reports the error
     values = read_yaml_file(file, str(path)).values
     if "datasets" not in values or "base_model" not in values:
         return
-    # a configuration for any model leaves it empty
+    # base_model is empty in a configuration for any model
     model = str(values["base_model"] or "MODEL")
     written = _commands_in_comments(file.read_text(encoding="utf-8"), model)
     commands = written or list(_commands_for(values, model, file.stem))
@@ -72,9 +74,10 @@ def _commands_for(values: Mapping[str, Any], model: str, name: str) -> Iterator[
 def next_command(cfg: SelfDistillConfig, output: Path) -> str:
     """Return the command that trains on `output`.
 
-    As in README, answers of a server train EAGLE-3, which vLLM serves, others Medusa-1.
+    As in README, answers of a server train an EAGLE-3 draft, which vLLM can serve. Answers of a
+    local model train Medusa-1 heads.
     """
-    # 1. the model to train on: the trained one of a run is exported first
+    # 1. the base model; if a run trained it with an adapter, it is exported first
     export = ""
     config = "any_eagle3"
     model = str(cfg.base_model)
@@ -100,5 +103,5 @@ def _yaml_text(text: str) -> str:
 
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` for each of the shared keys that has a value."""
+    """Return `key=value` for each of `_SHARED_KEYS` that is set."""
     return [f"{key}={json.dumps(values[key])}" for key in _SHARED_KEYS if values.get(key)]

@@ -1,4 +1,4 @@
-"""Answers of a model in this process, with batches or with draft heads."""
+"""Generate answers with a model in this process, in batches or with draft heads."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Re
 from medusa_train.selfdistill.settings import resolve_model_paths
 
 DEFAULT_BATCH_SIZE = 16
-LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
-# batches of requests to keep waiting, so that prompts of similar length can be batched
+LOOP_INTERVAL = 32  # every 32 steps, check whether an answer loops
+# keep this many batches of requests waiting, so that prompts of similar length can be batched
 POOL_BATCHES = 4
 
 
 class HFEngine:
     """Generates answers with a model in this process.
 
-    Batching is continuous: waiting requests replace finished ones, except in longrope models, which
-    can't batch.
+    Batching is continuous: waiting requests replace finished ones. Longrope models cannot decode in
+    batches.
 
-    Every request has its own random generator, seeded by the request, so an answer depends on its
-    batch only where rounding decides between two tokens.
+    Every request has its own random generator, seeded by the request. So an answer depends on the
+    other rows of its batch only if rounding decides between two tokens.
 
     Args:
-        decoder: of the model, with or without heads. Sampled answers with heads follow the model's
-            distribution, but differ from those without.
-        sampling: None for greedy decoding.
-        batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
-        stop_looping: end answers soon after they begin to loop, as they will be dropped.
+        decoder: decoder of the model, with or without heads. Sampled answers with heads follow the
+            model's distribution, but they differ from the answers without heads.
+        sampling: sampling parameters; None for greedy decoding.
+        batch_size: rows of a forward pass. With 1, answers come in the order of the requests.
+        stop_looping: end an answer soon after it begins to loop, because it will be dropped.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class HFEngine:
         batch_size: int = 1,
         stop_looping: bool = False,
     ) -> None:
-        # A few batches of requests, from which prompts of similar length are batched
+        # how many requests are submitted at a time
         self.capacity = 1 if batch_size == 1 else POOL_BATCHES * batch_size
-        # decoding steps of all answers, and the tokens that they made
+        # number of decoding steps of all answers, and of the tokens that they generated
         self.steps = self.step_tokens = 0
         self._decoder = decoder
         self._prompting = prompting
@@ -62,7 +62,8 @@ class HFEngine:
         self._batch = decoder.begin(max_new_tokens, rule=sampling or Greedy())
         self._stop_looping = stop_looping
         self._waiting: list[PendingRequest] = []
-        self._asked: dict[int, tuple[Request, int]] = {}  # and the length of its prompt
+        # requests without an answer, each with the length of its prompt
+        self._asked: dict[int, tuple[Request, int]] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
 
     def generate(
@@ -71,13 +72,14 @@ class HFEngine:
         on_answer: Callable[[Answer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
-        """Generate all conversations; with batch size 1 in their order. See `AnswerSource`."""
+        """Generate all conversations, with batch size 1 in their order. See `AnswerSource`."""
         coming = enumerate(chats)
-        running: dict[int, ChatSteps] = {}  # by their number
+        running: dict[int, ChatSteps] = {}  # conversations in progress, by number
         ready: deque[tuple[int, Request]] = deque()  # next requests of running conversations
         pending = 0  # submitted requests without an answer
         while True:
-            # 1. keep enough requests submitted: running conversations go first, then new ones begin
+            # 1. submit requests up to the capacity: first those of running conversations, then
+            # start new conversations
             while pending < self.capacity:
                 if not ready:
                     numbered = next(coming, None)
@@ -90,7 +92,7 @@ class HFEngine:
                 pending += 1
             if not pending:
                 return
-            # 2. an answer, after which its conversation goes on or is complete
+            # 2. pass the next answer to its conversation, which then continues or is complete
             number, answer = self.next()
             pending -= 1
             on_answer(answer)
@@ -112,15 +114,15 @@ class HFEngine:
             self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
             return
         generator = None
-        if self._sampling:  # on the CPU, for the same numbers on every device
+        if self._sampling:  # on the CPU, so that every device draws the same numbers
             generator = torch.Generator().manual_seed(request.seed)
         self._asked[request_id] = (request, len(prompt))
         self._waiting.append(PendingRequest(request_id, prompt, generator))
 
     def next(self) -> tuple[int, Answer]:
-        """Return the next answer, generating until one is finished."""
+        """Return the next finished answer and its request id; generate until there is one."""
         while not self._finished:
-            # waiting requests join together once enough rows are free
+            # add several waiting requests at once, when enough rows are free
             free = self._rows - len(self._batch.active)
             if self._waiting and free * REFILL_FRACTION >= self._rows:
                 self._batch.add_requests(self._pick(free))
@@ -135,14 +137,14 @@ class HFEngine:
         return self._finished.popleft()
 
     def stats(self) -> Mapping[str, str]:
-        """Return the tokens per step of the heads."""
+        """Return the mean acceptance length with heads (tokens per step)."""
         if self._decoder.draft is None or not self.steps:
             return {}
         return {"tokens per step": f"{self.step_tokens / self.steps:.2f}"}
 
     def _pick(self, count: int) -> list[PendingRequest]:
-        """Take the oldest request and those with the most similar prompt lengths from the queue, in
-        order.
+        """Remove from the queue and return the oldest request and the requests whose prompt lengths
+        are closest to its own, in the queue's order.
         """
         length = len(self._waiting[0].prompt)
         nearest = sorted(self._waiting, key=lambda asked: abs(len(asked.prompt) - length))
@@ -162,7 +164,8 @@ class HFEngine:
 def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) -> HFEngine:
     """Load the model in this process, compile it if configured, and return its engine.
 
-    `note` receives what is not used, and what ends answers besides the end token.
+    `note` is called with a line about unused template variables, and with a line about additional
+    tokens that end answers.
     """
     paths = resolve_model_paths(cfg)
     batch_size = cfg.batch_size
@@ -170,7 +173,7 @@ def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) 
         is_single = dtype == "float32" or paths.heads is not None
         batch_size = 1 if is_single else DEFAULT_BATCH_SIZE
 
-    # 1. load it, and name what is not used, and what ends answers
+    # 1. load the model, and report unused template variables and additional end tokens.
     # float32 answers are reproducible on other machines only without prepacked weights
     model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None

@@ -1,8 +1,9 @@
 """The output file of self-distillation: append-only JSON Lines that a run can resume.
 
-Beside `NAME.jsonl` are `NAME.settings.json`, the settings that it was generated with, and
-`NAME.dropped.jsonl`, the ids of conversations without any kept answer, which a resumed run does not
-try again. Prompts that a server lost are in no file, so that it does.
+Next to `NAME.jsonl` there are two files. `NAME.settings.json` contains the settings that the
+conversations were generated with. `NAME.dropped.jsonl` contains the ids of conversations without
+any kept answer, which a resumed run does not try again. Prompts that a server failed to answer are
+in neither file, so a resumed run tries them again.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from medusa_train.json_lines import JsonLinesFile, differing_keys, read_records
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import GeneratedChat, is_asked_again
 
-FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
+FSYNC_EVERY = 16  # a crash of the machine (not of the process) loses at most this many lines
 
 
 class OutputWriter:
-    """Appends conversations to an output file, and tracks those of earlier runs with the same
-    `settings`.
+    """Appends conversations to an output file. Knows which conversations earlier runs with the same
+    `settings` finished.
 
     Attributes:
-        done: ids of the finished conversations, dropped ones included.
-        kept: number of conversations in the file.
-        drop_reasons: why the others of `done`, and those that `drop` left to the next run, were
-            dropped; by id.
-        lines, dropped: the two files, locked against other processes.
+        done: ids of the finished conversations, including dropped ones.
+        kept: number of conversations in the output file.
+        drop_reasons: reasons of dropped conversations by id, including conversations that the next
+            run asks again.
+        lines: the output file, locked against other processes.
+        dropped: the file of dropped ids, locked against other processes.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -52,7 +54,7 @@ class OutputWriter:
             self.kept = len(self._asked)
             self.drop_reasons: dict[str, str] = {}
             for name, _, reason in _read(self.dropped.path):
-                # files of earlier versions also list those that a server lost
+                # files of earlier versions also list prompts that a server failed to answer
                 if name not in self._asked and not self._is_asked_again(reason):
                     self.drop_reasons[name] = reason
             self.done = {*self._asked, *self.drop_reasons}
@@ -62,13 +64,13 @@ class OutputWriter:
         return is_asked_again(reason, from_server=self._from_server)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
-        another question.
+        """Raise ConfigError if a conversation in the file has the id of one of `prompts`, but
+        another first question.
         """
         for prompt in prompts:
             if not prompt.turns or prompt.id not in self._asked:
                 continue
-            asked = mask_keys(prompt.turns[0])  # as in the file
+            asked = mask_keys(prompt.turns[0])  # the file contains masked text
             answered = self._asked[prompt.id]
             if asked != answered:
                 raise ConfigError(
@@ -84,8 +86,8 @@ class OutputWriter:
         self.lines.append(record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
-        """Append the id of a conversation without any kept answer, unless the next run is to ask it
-        again.
+        """Append the id of a conversation without any kept answer, unless the next run should ask
+        it again.
         """
         name = str(record["id"])
         reason = record["dropped"]["reason"]
@@ -108,12 +110,12 @@ class OutputWriter:
 
 
 def dropped_path(output: Path) -> Path:
-    """Return the path of the file of conversations without any kept answer."""
+    """Return the path of the file that lists conversations without any kept answer."""
     return output.with_suffix(".dropped.jsonl")
 
 
 def has_conversations(output: Path) -> bool:
-    """Return whether any conversation of `output` is finished, written or dropped."""
+    """Return whether any conversation of `output` was written or dropped."""
     return any(file.exists() and file.stat().st_size for file in (output, dropped_path(output)))
 
 
@@ -122,8 +124,11 @@ def _open(path: Path) -> JsonLinesFile:
 
 
 def _read(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield id, first message of the user, and reason for being dropped of the conversations in a
-    file; "" for a part that a line does not have. Raises DataError if a line is no conversation.
+    """Yield for each conversation in a file its id, the user's first message, and the reason why it
+    was dropped. Each is "" if it is missing.
+
+    Raises:
+        DataError: a line is not a conversation.
     """
     for number, record in enumerate(read_records(path), start=1):
         try:
@@ -139,8 +144,8 @@ def _read(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `output` has conversations that were generated with other settings, or
-    with unknown ones.
+    """Raise ConfigError if `output` contains conversations that were generated with other or
+    unknown settings.
     """
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
@@ -156,7 +161,7 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
         ) from None
     except (ValueError, TypeError):
         raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
-    # a missing setting equals None, and keys are masked in the file
+    # a missing setting equals None; API keys are masked in the file
     now = json.loads(mask_keys(json.dumps(dict(settings))))
     lines = [
         f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now"
@@ -172,7 +177,7 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str, Any]) -> None:
-    """Append a conversation to the output, or report it as dropped if nothing in it is kept."""
+    """Append a conversation to the output, or record it as dropped if no answer was kept."""
     dropped: dict[str, Any] = {}
     if chat.dropped is not None:
         dropped["dropped"] = {"reason": chat.dropped, "turns": chat.dropped_turns}

@@ -1,7 +1,7 @@
-"""Prompts for self-distillation: the user's messages of chat records, or the recorded messages before an
-answer of a chat with tools, and their selection.
+"""Read and select the prompts for self-distillation. A prompt is the user's messages of a chat
+record, or for a chat with tools the recorded messages before an answer.
 
-Whether and how a prompt is answered never depends on the other prompts selected.
+Whether and how a prompt is answered never depends on which other prompts are selected.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from medusa_train.progress import LoadingProgress, RunProgress
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The user's side of one conversation; `id` is unique within the data set, `source` is
-    `file:line`.
+    """The user's side of one conversation.
 
-    `messages` of a chat with tools: all that come before the answer to generate, with `variables` as
-    in `Conversation`.
+    Attributes:
+        id: unique within the data set.
+        turns: the user's messages.
+        system: the system message.
+        source: where the prompt was read, as `file:line`.
+        messages: only for a chat with tools: all messages before the answer to generate.
+        variables: only for a chat with tools: as in `Conversation`.
     """
 
     id: str
@@ -50,8 +54,8 @@ class Prompt:
 def load_prompts(
     cfg: SelfDistillConfig, progress: RunProgress
 ) -> tuple[list[Prompt], Counter[str]]:
-    """Return the selected prompts, and the number of skipped ones by reason."""
-    # 1. read all
+    """Return the selected prompts, and the number of skipped prompts by reason."""
+    # 1. read all prompts
     invalid: list[str] = []
     with LoadingProgress(progress) as shown:
         source = open_prompts(cfg.seed_dataset, cfg.split, shown.update, cfg.name)
@@ -63,13 +67,13 @@ def load_prompts(
             cfg.type,
             skipped=skipped_records,
             unread=unread,
-            # the model that plays the user has no tools
+            # in self-talk the model also writes the user's turns, and it has no tools
             turns_per_chat=cfg.turns_per_chat if cfg.mode == "replay" else 0,
         )
     for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
         progress.print(note)
 
-    # 2. select, and say what was left out
+    # 2. select prompts, and report skipped records
     selected, skipped = select_prompts(prompts, cfg)
     if invalid:
         progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
@@ -92,10 +96,17 @@ def read_prompts(
     turns_per_chat: int = 0,
 ) -> list[Prompt]:
     """Read prompts in any format of `parse_user_turns`. Records without a user message are skipped.
+    A repeated id gets a number (`id~2`).
 
-    A chat with tools becomes up to `turns_per_chat` prompts, see `tool_prompts`; with 0 it is read
-    as any other. A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped`
-    receives their `file:line: reason`. `unread` counts what the records carry that is not read.
+    Args:
+        skipped: a list that receives `file:line: reason` of each invalid record; None: invalid
+            records are errors.
+        unread: counts content of the records that is not read.
+        turns_per_chat: a chat with tools becomes up to this many prompts, see `tool_prompts`. With
+            0 it is read as a chat without tools.
+
+    Raises:
+        DataError: there are invalid records and no list `skipped`, or there are no prompts.
     """
     if isinstance(source, Path):
         source = LocalFiles((source,))
@@ -127,8 +138,10 @@ def read_prompts(
 
 
 def tool_prompts(chat: Conversation, source: str, most: int) -> list[Prompt]:
-    """Return what comes before the recorded answers of a chat with tools: `most` of them, spread
-    evenly. Results of tools hold only for the calls that were recorded.
+    """Return up to `most` prompts from a chat with tools. Each consists of the messages before a
+    recorded answer, and the chosen answers are spread evenly over the chat.
+
+    The recorded messages are used because a tool's result is valid only for the recorded call.
     """
     points = answer_points(chat)
     count = min(most, len(points))
@@ -149,8 +162,8 @@ def tool_prompts(chat: Conversation, source: str, most: int) -> list[Prompt]:
 
 
 def short_name(seed_dataset: str) -> str:
-    """Return the name for output files: `sharegpt`, the stem of a file, the last part of a hub
-    name.
+    """Return a short name of the data set for output files: a known name such as `sharegpt`, the
+    stem of a file name, or the last part of a hub name.
     """
     if seed_dataset in PUBLIC_DATASETS:
         return seed_dataset
@@ -158,7 +171,7 @@ def short_name(seed_dataset: str) -> str:
 
 
 def _record_id(record: object, turns: list[str], system: str | None) -> str:
-    """Return the record's id, or a digest of its text."""
+    """Return the record's id; if it has none, a digest of its text."""
     record_id = usable_id(record, *PROMPT_IDS) if isinstance(record, Mapping) else None
     if record_id is not None:
         return record_id
@@ -166,8 +179,8 @@ def _record_id(record: object, turns: list[str], system: str | None) -> str:
 
 
 def _with_unique_id(prompt: Prompt, counts: dict[str, int]) -> Prompt:
-    """Return the prompt with an id that none had before: `id`, else `id~2`, `id~3`, ...; `counts`
-    is updated.
+    """Return the prompt with an id that no earlier prompt has: `id`, else `id~2`, `id~3`, ...
+    `counts` is updated.
     """
     unique = prompt.id
     while unique in counts:
@@ -180,11 +193,11 @@ def _with_unique_id(prompt: Prompt, counts: dict[str, int]) -> Prompt:
 def select_prompts(
     prompts: Sequence[Prompt], cfg: SelfDistillConfig
 ) -> tuple[list[Prompt], Counter[str]]:
-    """Return the selected prompts in order, and the number of others by reason ("repeated", "short"
-    or "long").
+    """Return the selected prompts in order, and the number of skipped prompts by reason
+    ("repeated", "after max_turns", "short" or "long").
 
-    Of several prompts with the same messages, the first is kept. A larger sample contains the smaller
-    ones.
+    Of several prompts with the same messages, the first is kept. A larger sample contains every
+    smaller sample.
     """
     skipped: Counter[str] = Counter()
     chosen: list[Prompt] = []

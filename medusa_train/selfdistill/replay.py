@@ -1,8 +1,9 @@
-"""Conversations in the making: replay and self-talk, and which of their answers are dropped.
+"""The two modes that generate conversations, replay and self-talk, and the rules for dropping
+answers.
 
-A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`.
-So any number of conversations can be in progress at once, with any model and in any order. An
-answer depends on its request only.
+A mode is a generator: it yields `Request`s, receives their `Answer`s by `send`, and returns a
+`GeneratedChat`. So any number of conversations can be in progress at once, with any model and in
+any order. An answer depends only on its request.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message, is_looping
 from medusa_train.selfdistill.prompts import Prompt
 
-#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), the server
-#: does not say that the answer is whole, it returned reasoning without an answer, rejected by
-#: template or server, no usable answer of the server within the time for retries.
+#: Why an answer ended:
+#: - stop: at an end token.
+#: - length: at max_new_tokens.
+#: - context: the context is full; there is no text if the prompt alone exceeds it.
+#: - possibly cut: the server's response does not show whether the answer is complete.
+#: - only reasoning: the server returned reasoning without an answer.
+#: - refused: the chat template or the server rejected the request.
+#: - failed: the server gave no usable answer within the time for retries.
 AnswerFinishReason = Literal[
     "stop", "length", "context", "possibly cut", "only reasoning", "refused", "failed"
 ]
@@ -27,8 +33,13 @@ AnswerFinishReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk
-    only. `variables` as in `Conversation`.
+    """A request for the next message of a chat.
+
+    Attributes:
+        messages: the chat so far.
+        seed: random seed for sampling.
+        speaker: who speaks next; "user" only in self-talk.
+        variables: as in `Conversation`.
     """
 
     messages: tuple[Message, ...]
@@ -39,15 +50,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A generated message, without its end token. `parts`: of a message of a server that parses tool
-    calls, see `Message`.
+    """A generated message, without its end token. `parts` is set if the server parsed tool calls,
+    see `Message`.
     """
 
     text: str
     finish_reason: AnswerFinishReason
     prompt_tokens: int
-    completion_tokens: int  # the end token included
-    token_ids: tuple[int, ...] | None = None  # if `text` tokenizes otherwise
+    completion_tokens: int  # number of generated tokens, the end token included
+    token_ids: tuple[int, ...] | None = None  # set if `text` would be tokenized differently
     parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -57,8 +68,8 @@ DropReason = AnswerFinishReason | Literal["empty", "looping", "repeated"]
 def is_asked_again(reason: str, *, from_server: bool) -> bool:
     """Return whether the next run asks a prompt again that was dropped for `reason`.
 
-    A model answers it in the same way again, and a chat template rejects it again. A server that
-    refused it, or sent no answer, may have been set up wrongly.
+    A local model would give the same answer again, and a chat template would reject the prompt
+    again. But if a server refused the prompt or sent no answer, it may have been set up wrongly.
     """
     of_servers = ("refused", "empty", "only reasoning")
     return reason == "failed" or (from_server and reason in of_servers)
@@ -66,10 +77,10 @@ def is_asked_again(reason: str, *, from_server: bool) -> bool:
 
 @dataclass(frozen=True)
 class DropRules:
-    """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.
+    """Whether to drop truncated answers (`drop_truncated`) and looping answers (`drop_looping`).
 
-    Refused, failed and blank answers are always dropped, also those that are only reasoning; there
-    is nothing to train on.
+    Refused, failed and blank answers, and answers with only reasoning, are always dropped: they
+    contain nothing to train on.
     """
 
     drop_truncated: bool = True
@@ -79,7 +90,7 @@ class DropRules:
         """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason in ("refused", "failed", "only reasoning"):
             return answer.finish_reason
-        # before "length": a loop often ends there
+        # check before "length", because a loop often ends at max_new_tokens
         if self.drop_looping and is_looping(answer.text):
             return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:
@@ -93,11 +104,11 @@ class DropRules:
 class GeneratedChat:
     """A conversation with generated answers."""
 
-    prompt: Prompt  # what it was generated from
-    # system message, then each question with its answer; of a chat with tools, what was recorded
-    # and one answer
+    prompt: Prompt  # the prompt that it was generated from
+    # the system message, then each question and its answer; for a chat with tools, the recorded
+    # messages and one answer
     messages: list[Message] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # the kept ones
+    answers: list[Answer] = field(default_factory=list)  # the kept answers
     dropped: DropReason | None = None  # why an answer, and all turns after it, were dropped
     dropped_turns: int = 0
 
@@ -107,19 +118,19 @@ class GeneratedChat:
 
     @property
     def looping(self) -> int:
-        """Number of looping answers, a dropped one included."""
+        """Number of looping answers, including a dropped one."""
         return sum(is_looping(one.text) for one in self.answers) + (self.dropped == "looping")
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept: there is no answer, or one failed, so that a further run tries
-        the chat again.
+        """Whether nothing is kept: no answer was kept, or one failed. In the second case the next
+        run tries the whole chat again.
         """
         return self.dropped == "failed" or not self.answers
 
     def add(self, question: Sequence[Message], answer: Answer) -> None:
-        """Append the messages of a question and its answer. Answers in the question are no target of
-        training: the model did not generate them.
+        """Append the messages of a question and its answer. Answers inside the question are not
+        trained on, because the model did not generate them.
         """
         for message in question:
             is_recorded = message.role == "assistant"
@@ -149,8 +160,8 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
 
 
 def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
-    """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation), or give the
-    one answer that comes after its `messages`.
+    """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation). If the
+    prompt has `messages`, generate only the answer after them.
 
     An answer dropped by `rules` ends the conversation; earlier turns are kept.
     """
@@ -175,9 +186,9 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
     """Answer the first turn of `prompt`, then let the model write the user's turns as well (Medusa,
     Self-Distillation).
 
-    It ends after `rounds` answers, with an answer dropped by `rules`, with a blank or truncated
-    user turn, or when a speaker repeats one of its messages. A question without an answer is
-    removed.
+    The conversation ends after `rounds` answers, at an answer dropped by `rules`, at a blank or
+    truncated user turn, or when a speaker repeats one of its messages. A question without an answer
+    is removed.
     """
     chat = GeneratedChat(prompt)
     question = Message("user", prompt.turns[0])
@@ -210,7 +221,7 @@ def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
 
 
 def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:
-    """Return "repeated" if an earlier message of `role` is equal up to case and white space."""
+    """Return "repeated" if an earlier message of `role` differs only in case and white space."""
     earlier = {_normalized(message.content) for message in chat.messages if message.role == role}
     return "repeated" if _normalized(text) in earlier else None
 

@@ -1,6 +1,4 @@
-"""A run: its conversations are generated, written and counted; and what a user is told about those
-that were dropped.
-"""
+"""A run of self-distillation: generate, write and count conversations; report dropped ones."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, is_asked_again
 from medusa_train.selfdistill.settings import model_name
 
-MOST = 0.5  # share of the prompts, above which dropping them is worth a warning
+MOST = 0.5  # warn if more than this share of the prompts was dropped
 
 
 class AnswerSource(Protocol):
-    """A model in this process, or servers."""
+    """Generates answers: a model in this process, or servers."""
 
     def generate(
         self,
@@ -47,12 +45,12 @@ def open_source(
 ) -> AnswerSource:
     """Load the model, or prepare the connections to the servers, as configured.
 
-    `note` receives what is not used, and lines about servers that do not answer.
+    `note` is called with lines about unused settings, and about servers that do not answer.
     """
     if cfg.engine != "openai":
         from medusa_train.selfdistill.local import open_local
 
-        assert dtype is not None  # only a server has none
+        assert dtype is not None  # None only for a server
         return open_local(cfg, dtype, note)
     from medusa_train.selfdistill.server_answers import ServerAnswers, request_parameters
     from medusa_train.servers.client import Servers
@@ -91,7 +89,8 @@ def distill(
 
     Args:
         mode: `replay` or `selftalk`, with its settings.
-        metadata: fields of every output line besides the conversation, see `record_metadata`.
+        metadata: fields of every output line in addition to the conversation, see
+            `record_metadata`.
     """
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     stats = RunStats(total=len(prompts), earlier=len(prompts) - len(todo))
@@ -114,20 +113,20 @@ def distill(
 class RunStats:
     """Statistics of a run."""
 
-    total: int = 0  # prompts
-    earlier: int = 0  # of them finished by an earlier run
-    written: int = 0  # conversations
-    turns: int = 0  # answers in them
-    cut: int = 0  # written conversations with dropped turns
-    looping: int = 0  # generated answers that loop, dropped ones included
-    empty: int = 0  # conversations of which nothing is kept
-    dropped: Counter[str] = field(default_factory=Counter)  # turns by `DropReason`
-    tokens: int = 0  # generated ones, dropped answers included
+    total: int = 0  # number of prompts
+    earlier: int = 0  # number of prompts that an earlier run finished
+    written: int = 0  # number of written conversations
+    turns: int = 0  # number of answers in the written conversations
+    cut: int = 0  # number of written conversations with dropped turns
+    looping: int = 0  # number of generated answers that loop, including dropped ones
+    empty: int = 0  # number of conversations of which nothing is kept
+    dropped: Counter[str] = field(default_factory=Counter)  # number of turns by `DropReason`
+    tokens: int = 0  # number of generated tokens, including dropped answers
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def finished(self) -> int:
-        """Prompts that are done."""
+        """Number of finished prompts."""
         return self.earlier + self.written + self.empty
 
     @property
@@ -148,7 +147,7 @@ class RunStats:
             self.cut += not chat.is_empty
 
     def line(self) -> str:
-        """Format the numbers next to the bar."""
+        """Format the numbers next to the progress bar."""
         line = f"{self.rate} tokens/s"
         if self.dropped:
             dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
@@ -161,8 +160,8 @@ class RunStats:
         return f"{self.tokens / max(self.seconds, 1e-9):,.0f}"
 
     def looping_warning(self, dropped: bool) -> str | None:
-        """Return a line for the user if many answers loop, and say whether they were `dropped`."""
-        answers = self.turns + self.cut + self.empty  # those that were generated
+        """Return a warning if many answers loop; it says whether they were `dropped`."""
+        answers = self.turns + self.cut + self.empty  # number of generated answers
         share = self.looping / max(1, answers)
         if share <= NOTABLE_LOOPING:
             return None
@@ -176,8 +175,8 @@ class RunStats:
 
 
 def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
-    """Return the table at the end of a run, with the statistics of its engine in the last rows."""
-    # 1. counts, where there is something to count
+    """Return the table at the end of a run. Its last rows are the engine's statistics."""
+    # 1. counts above zero
     counts = {
         "done by an earlier run": stats.earlier,
         "conversations written": stats.written,
@@ -207,14 +206,14 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
 
 
 def drop_report(output: Path, kept: int, reasons: Counter[str], cfg: SelfDistillConfig) -> str:
-    """Say why most prompts of `output` have no kept answer, or some got reasoning in its place; ""
-    if that is not so.
+    """Say why most prompts of `output` have no kept answer, or why some got reasoning in place of
+    an answer; "" if neither is the case.
 
     Args:
         kept: number of conversations in the file.
-        reasons: number of the other prompts by the reason for which they were dropped.
+        reasons: number of dropped prompts by reason.
     """
-    # 1. how many
+    # 1. how many prompts have no answer
     count = reasons.total()
     if not kept:
         head = f"{output}: no answer was kept, so there is no file"
@@ -222,7 +221,7 @@ def drop_report(output: Path, kept: int, reasons: Counter[str], cfg: SelfDistill
         head = f"warning: {count:,} of {count + kept:,} prompts have no kept answer"
     else:
         return ""
-    # 2. a line per reason, the most frequent first, and where the prompts are listed
+    # 2. one line per reason, the most frequent first, and the file that lists the prompts
     lines = [f"{head}:" if reasons else head]
     for reason, number in reasons.most_common():
         lines.append(f"  {number:,} {reason}: {_remedy(reason, cfg)}")

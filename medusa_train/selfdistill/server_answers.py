@@ -1,5 +1,5 @@
-"""Answers of OpenAI-compatible servers: requests, and what the responses say: text, reasoning,
-finish reason, length.
+"""Generate answers with OpenAI-compatible servers: build requests, and parse the responses (text,
+reasoning, finish reason, length).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from medusa_train.servers.client import Servers
 
 GREETING_TOKENS = 16
-SHOWN_REASONS = 5  # of refused requests, in the summary
-#: Finish reasons of servers. `eos_token` and `stop_sequence` are TGI's.
+SHOWN_REASONS = 5  # the summary shows at most this many reasons of refused requests
+#: Finish reasons of servers, and what they mean here. `eos_token` and `stop_sequence` are TGI's.
 _REASONS: dict[str, AnswerFinishReason] = {
     "stop": "stop",
     "eos": "stop",
@@ -46,10 +46,12 @@ _REASONS: dict[str, AnswerFinishReason] = {
 
 
 class ServerAnswers:
-    """Answers of `servers` with `model`, to requests with the `parameters` of
-    `request_parameters`.
+    """Generates answers with `model` on `servers`.
 
-    `reasoning_tags` join reasoning and content where a server returns them apart.
+    Args:
+        parameters: parameters of every request, see `request_parameters`.
+        reasoning_tags: tags that mark the reasoning in the text, if a server returns reasoning and
+            content separately.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class ServerAnswers:
         parameters: Mapping[str, Any],
         reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> None:
-        self.refusals: Counter[str] = Counter()  # by reason
+        self.refusals: Counter[str] = Counter()  # number of refused requests by reason
         self.servers = servers
         self._parameters = {"model": model, **parameters}
         self._reasoning_tags = reasoning_tags
@@ -73,10 +75,12 @@ class ServerAnswers:
         on_answer: Callable[[Answer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
-        """Generate all conversations, as many at a time as the servers take. See `AnswerSource`.
+        """Generate all conversations, with as many concurrent requests as the servers take. See
+        `AnswerSource`.
 
         Raises:
-            ServerError: the servers refuse everything or do not answer; wrong key or address.
+            ServerError: the servers refuse all requests or do not answer, or the key or address is
+                wrong.
         """
 
         async def converse(steps: ChatSteps) -> None:
@@ -97,8 +101,8 @@ class ServerAnswers:
         asyncio.run(run())
 
     def stats(self) -> Mapping[str, str]:
-        """Return the numbers of requests that were sent again, and of answers whose tool calls the
-        server parsed, and why requests were refused.
+        """Return the number of requests that were sent again, the number of answers whose tool
+        calls the server parsed, and the number of refused requests by reason.
         """
         counts = {
             "requests repeated": self.servers.retries,
@@ -110,9 +114,11 @@ class ServerAnswers:
         return stats
 
     async def _answer(self, request: Request) -> Answer:
-        """Return the answer to a request; one without text if it is refused, too long or failed."""
+        """Return the answer to a request. It has no text if the request was refused, too long or
+        failed.
+        """
         try:
-            # the tokens of calls may be special ones, which the text would lack
+            # tool calls may contain special tokens, which the server would remove from the text
             raw = {"skip_special_tokens": False, "return_token_ids": True}
             changes = raw if request.variables else {}
             return await self._ask(request.messages, request.seed, request.variables, **changes)
@@ -124,7 +130,9 @@ class ServerAnswers:
             return Answer("", "failed" if rejected.failed else "refused", 0, 0)
 
     async def _greet(self) -> None:
-        """Raise ServerError if the servers refuse a greeting as well, unless one has answered."""
+        """Send a greeting, unless a server has answered before; raise ServerError if it is refused
+        too.
+        """
         async with self._greeting:
             if self._has_answered:
                 return
@@ -154,8 +162,8 @@ def request_parameters(
     top_k: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what the bodies of all requests have in common; the last two, which not every server
-    supports, are left out if they are not set.
+    """Return the parameters that all requests share. `top_k` and `chat_template_kwargs` are left
+    out if they are not set, because not every server supports them.
     """
     parameters = {
         "temperature": temperature,
@@ -172,8 +180,11 @@ def request_body(
 ) -> dict[str, Any]:
     """Return the body of a request. The seed is reduced to 31 bits, which every server accepts.
 
-    `variables` as in `Conversation`. With `tool_choice` none vLLM renders the tools and returns calls
-    as the text that the model generates; it needs no parser of calls for that.
+    With `tool_choice: none`, vLLM renders the tools into the prompt and returns tool calls as the
+    text that the model generates. It needs no tool-call parser for that.
+
+    Args:
+        variables: as in `Conversation`.
     """
     body = {**parameters, "messages": openai_messages(messages), "seed": seed % 2**31}
     given = json.loads(variables) if variables else {}
@@ -188,18 +199,18 @@ def request_body(
 def parse_answer(
     response: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
 ) -> Answer:
-    """Convert a chat completion; without `usage` the token counts are 0.
+    """Convert a chat completion to an answer. Without `usage` the token counts are 0.
 
-    An answer that was cut before `max_new_tokens` reached the end of the context. One that is said
-    to be whole was possibly cut if it has as many tokens as were allowed, or ends within its
+    If the finish reason is "length" before `max_new_tokens`, the context is full. If it is "stop",
+    the answer was possibly cut anyway if it has as many tokens as were allowed, or ends within its
     reasoning.
 
-    Tool calls that the server parsed become `parts` of the answer. The tokens of an answer are read
-    if the server returns them.
+    Tool calls that the server parsed become `parts` of the answer. The token ids are read if the
+    server returns them.
 
     Raises:
-        RequestRejected: the finish reason is unknown, so nobody can say whether it is whole; or its
-            tool calls cannot be read.
+        RequestRejected: the finish reason is unknown, so the answer may be incomplete; or its tool
+            calls cannot be read.
     """
     choice = response["choices"][0]
     message = choice["message"]
@@ -211,19 +222,20 @@ def parse_answer(
         except RecordError as error:
             raise RequestRejected(f"its answer cannot be read: {error}") from None
         parts = parsed.parts
-    # 1. its text; lone surrogates, which JSON can escape and UTF-8 cannot encode, are replaced
+    # 1. the text; lone surrogates are replaced, since JSON can escape them, but UTF-8 cannot
+    # encode them
     content = str(message.get("content") or "")
     reasoning = "" if parts else reasoning_part(message)
     text = join_reasoning(reasoning, content, reasoning_tags)
     text = text.encode("utf-8", "replace").decode("utf-8")
-    # 2. why it ends, and its tokens
+    # 2. the finish reason, and the token ids
     length = token_count(response, "completion_tokens")
     reason = _finish_reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
         reason = "context"
     ids = choice.get("token_ids") or ()
     token_ids = tuple(ids[:-1] if reason == "stop" else ids) or None  # without the end token
-    # 3. whether it is whole
+    # 3. whether the answer is complete
     if reason == "stop":
         allowed = response.get("max_tokens", max_new_tokens)
         opening, closing = reasoning_tags
@@ -237,10 +249,10 @@ def parse_answer(
 
 
 def _finish_reason(finish: object) -> AnswerFinishReason:
-    """Map the finish reasons of OpenAI, vLLM, SGLang, llama.cpp and TGI.
+    """Map a finish reason of OpenAI, vLLM, SGLang, llama.cpp or TGI.
 
     Raises:
-        RequestRejected: an unknown one.
+        RequestRejected: the finish reason is unknown.
     """
     if finish is None or finish == "":
         return "possibly cut"

@@ -1,5 +1,5 @@
-"""The model of self-distillation, where a run writes, and the settings that its file and its lines
-record. Nothing here imports torch, except to read a model's files.
+"""The model of self-distillation, the path of the output file, and the settings that are recorded
+with the output. This module imports torch only to read a model's files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     """Return the paths of the base model, its adapter and, if configured, the heads.
 
-    `base_model` may be a run: its trained base model is used, with the adapter merged.
+    `base_model` may be a run. Then its trained base model is used, with the adapter merged.
     """
     from medusa_train.checkpoint.resolve import resolve_model
 
@@ -42,7 +42,10 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
 
 
 def model_name(cfg: SelfDistillConfig) -> str:
-    """Return the model's name in the output; the trained base model of a run is named after the run."""
+    """Return the model's name in the output.
+
+    A base model that a run trained is named after the run.
+    """
     if cfg.engine == "openai":
         return str(cfg.base_model)  # checked with the configuration
     if cfg.base_model is not None:
@@ -53,10 +56,11 @@ def model_name(cfg: SelfDistillConfig) -> str:
 
 
 def weights_digest(cfg: SelfDistillConfig) -> str | None:
-    """Return a hash of the weights of a model or heads of which only the last part of the path is
-    in the output.
+    """Return a hash of the weights of a model or heads, if the output shows only the last part of
+    the path.
 
-    `a/merged` and `b/merged` have the same name there. None for other names, and for servers.
+    The hash tells models apart that have the same name in the output, such as `a/merged` and
+    `b/merged`. None if the name is unambiguous, and for servers.
     """
     from medusa_train.checkpoint.digest import digest_files
 
@@ -64,7 +68,7 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
         return None
     files: list[Path] = []
     for path in (Path(name).expanduser() for name in (cfg.base_model, cfg.heads) if name):
-        # only directories of which the name is not the whole path
+        # only directories whose name in the output is not the whole path
         if path.is_absolute() and public_name(str(path)) == path.name:
             for folder in ("", "adapter/", "heads/"):
                 for suffix in ("safetensors", "bin"):
@@ -73,7 +77,9 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
 
 
 def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | None:
-    """Return the model's dtype; None for a server. `note` receives why `auto` is slow here."""
+    """Return the model's dtype; None for a server. `note` is called with a line if `auto` is slow
+    on this machine.
+    """
     if cfg.engine == "openai":
         return None
     if cfg.dtype != "auto":
@@ -84,14 +90,14 @@ def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | 
 
 
 def output_path(cfg: SelfDistillConfig) -> Path:
-    """Return the output file."""
+    """Return the path of the output file."""
     if cfg.output is not None:
         return expand_user(cfg.output)
     return Path("runs") / "selfdistill" / f"{short_name(cfg.seed_dataset)}.jsonl"
 
 
 def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    """Return the fields of every output line that tell how it was generated."""
+    """Return the fields of every output line that record how it was generated."""
     metadata: dict[str, Any] = {"model": model_name(cfg), "sampling": _sampling(cfg, dtype)}
     if cfg.mode != "replay":
         metadata["mode"] = cfg.mode
@@ -99,11 +105,11 @@ def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 
 
 def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    """Return all settings that a conversation depends on; missing keys equal None.
+    """Return all settings that a conversation depends on. A missing key equals None.
 
-    A key at its default is left out if it was added later, so that the files of earlier runs can be
-    continued. The selection of prompts is not among them, so that a run can be extended; nor is the
-    server's address.
+    Keys that were added later are left out at their default, so that files of earlier versions can
+    be continued. The selection of prompts is left out, so that a run can be extended to more
+    prompts. The server's address is left out too.
     """
     heads = None
     if cfg.heads is not None:
@@ -135,8 +141,8 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 
 
 def _added_stop_tokens(cfg: SelfDistillConfig) -> list[int] | None:
-    """Return the tokens that end answers in addition to those of the generation config, at which earlier
-    versions did not stop; None without any, and for servers.
+    """Return the tokens that end answers in addition to the generation config's, at which earlier
+    versions did not stop; None if there are none, and for servers.
     """
     if cfg.engine == "openai":
         return None

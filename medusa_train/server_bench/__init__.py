@@ -1,3 +1,3 @@
 """Measurements of OpenAI-compatible servers with and without draft heads (`medusa-eval
---server-url`, `--serve`)
+--server-url`, `--serve`).
 """

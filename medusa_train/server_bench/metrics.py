@@ -17,16 +17,18 @@ from medusa_train.server_bench.pairs import (
     ServedAnswer,
 )
 
-#: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
+#: If at least this many greedy answers are compared and none is equal, the reason is neither chance
+#: nor rounding.
 ALL_DIFFER = 8
 
 
-#: A question, how often it was asked before, and the number of its turn.
+#: Identifies a turn: the question's id, how often the question was asked before, and the turn's
+#: number.
 Turn = tuple[int | str, int, int]
 
 
 class Cell(NamedTuple):
-    """The blocks of one server at one concurrency, and their metrics, see `cell_metrics`."""
+    """The blocks of one server at one concurrency, and their metrics (see `cell_metrics`)."""
 
     metrics: dict[str, Any]
     blocks: Sequence[Measurement]
@@ -35,8 +37,11 @@ class Cell(NamedTuple):
 def collect_cells(
     blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]
 ) -> list[Cell]:
-    """Join the blocks of every server, session and concurrency whose `planned` number of blocks is
-    complete.
+    """Collect the blocks of every server, session and concurrency into cells. A cell is left out
+    unless all of its blocks are measured.
+
+    Args:
+        planned: number of blocks by concurrency.
     """
     found: dict[tuple[str, str, int], list[Measurement]] = {}
     for block, measured in sorted(blocks.items()):
@@ -52,7 +57,7 @@ def collect_cells(
 
 def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
     """Return the metrics of all blocks of a cell as plain JSON values."""
-    # 1. seconds to the first token, and per further token, of the answers that have them
+    # 1. seconds to the first token, and seconds per further token, of answers that have them
     answers = [answer for block in blocks for answer in block.answers]
     first_token = []
     per_token = []
@@ -62,7 +67,7 @@ def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
         first_token.append(answer.first_token)
         if answer.tokens > 1:
             per_token.append((answer.seconds - answer.first_token) / (answer.tokens - 1))
-    # 2. counters of all blocks, and of those of chats with tools by category
+    # 2. counters: of all blocks, and of the blocks of chats with tools by category
     drafts = _sum_counts(blocks)
     tokens_per_step_of = {}
     for category in (WITH_CALLS, WITHOUT_CALLS):
@@ -70,7 +75,7 @@ def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
         if chosen:
             counts = _sum_counts(chosen)
             tokens_per_step_of[category] = counts and counts.tokens_per_step
-    # 3. all of them
+    # 3. all metrics
     tokens = sum(answer.tokens for answer in answers)
     seconds = sum(sum(busy_shares(block.answers)) for block in blocks)
     return {
@@ -90,8 +95,8 @@ def cell_metrics(blocks: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
-    """Divide the time in which any of the answers was under way: every moment in equal parts among
-    those under way.
+    """Divide the time in which any answer was in progress: every moment is divided equally among
+    the answers in progress. Return the seconds of each answer.
     """
     moments = []
     for number, answer in enumerate(answers):
@@ -108,7 +113,7 @@ def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
 
 
 def _sum_counts(blocks: Iterable[Measurement]) -> DraftCounts | None:
-    """Sum the counters of a server over its blocks; None if any block has none."""
+    """Sum the counters of a server over its blocks; None if any block has no counters."""
     total = DraftCounts()
     for block in blocks:
         if block.drafts is None:
@@ -118,13 +123,14 @@ def _sum_counts(blocks: Iterable[Measurement]) -> DraftCounts | None:
 
 
 def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] | None:
-    """Compare a server with a draft and the one without at one concurrency; None if they have no
-    turn in common.
+    """Compare a server with a draft and the server without one at the same concurrency; None if
+    they answered no turn in common.
 
-    Returns: `ratio`: tokens per second over those without a draft, on the turns that both answered;
-        `ratio_interval`: its 95 % interval over blocks (None with fewer than three of them);
-        `verdict`: "wins" or "loses" where the whole interval is above or below 1, else "undecided";
-        `equal_answers` and `compared_answers` (None for samples).
+    Returns: `ratio`: tokens per second with the draft divided by tokens per second without, on the
+        turns that both servers answered; `ratio_interval`: its 95 % interval over blocks (None with
+        fewer than three blocks); `verdict`: "wins" or "loses" if the whole interval is above or
+        below 1, else "undecided"; `equal_answers` and `compared_answers` (None for sampled
+        answers).
     """
     pairs = list(zip(heads.blocks, plain.blocks, strict=False))
     with_draft = []
@@ -158,7 +164,7 @@ def _rate(blocks: Iterable[Counts]) -> float:
 
 
 def _total(block: Measurement, turns: Collection[Turn]) -> Counts:
-    """Return the tokens of some turns of a block, and the busy time that is theirs."""
+    """Return the tokens of some turns of a block, and their share of the busy time."""
     total = Counts(0, 0.0)
     for answer, seconds in zip(block.answers, busy_shares(block.answers), strict=True):
         if _turn(answer) in turns:
@@ -175,7 +181,9 @@ def _texts(block: Measurement) -> dict[Turn, str]:
 
 
 def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int, int]:
-    """Count equal answers and those compared: turns after a differing answer have another history."""
+    """Count the equal answers and the compared answers. Turns after a differing answer are not
+    compared, because their histories differ.
+    """
     equal = 0
     compared = 0
     for one, other in pairs:
@@ -195,11 +203,11 @@ def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int,
 
 
 def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
-    """Return the cell without a draft to compare with: of the same session, else the fastest at
-    this concurrency.
+    """Return the cell without a draft to compare `cell` with: from the same session, else the
+    fastest at this concurrency.
 
-    Where one server ran at a time, the server without a draft was measured first and last. To beat
-    the faster of the two, a draft has to win by more than the machine's speed drifted.
+    If only one server ran at a time, the server without a draft was measured first and last. A
+    draft that beats the faster of the two wins by more than the machine's speed drifted.
     """
     place = (PLAIN, cell.metrics["concurrency"])
     plain = [one for one in cells if (one.metrics["server"], one.metrics["concurrency"]) == place]
@@ -208,11 +216,11 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return by concurrency `use`, whether to serve a draft, and the metrics of the best one that
-    wins, else of the best.
+    """Return for each concurrency whether to serve a draft (`use`), and the metrics of the best
+    winning draft. If no draft wins, these are the metrics of the best draft.
 
     Args:
-        compared: metrics of the cells with a draft that have a comparison.
+        compared: metrics of the cells with a draft that were compared.
     """
     advice = []
     names = ("server", "num_speculative_tokens", "ratio", "ratio_interval", "verdict")
@@ -228,9 +236,9 @@ def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
     """Return the parts of served.json that follow from the measured cells.
 
-    Returns: `cells`: metrics of every cell, with a draft also compared to the server without;
-        `plain`: metrics of the server without a draft by concurrency, in its fastest session;
-        `recommendation`; and `notes`.
+    Returns: `cells`: metrics of every cell; for a server with a draft also the comparison with the
+        server without one. `plain`: for each concurrency the metrics of the server without a draft
+        in its fastest session. `recommendation`. `notes`.
     """
     rows = []
     for cell in cells:
@@ -245,7 +253,8 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
         if row["server"] == PLAIN and (not best or row["tokens_per_s"] >= best["tokens_per_s"]):
             fastest[row["concurrency"]] = row
     compared = [row for row in rows if "ratio" in row]
-    # one of the two may serve another model; samples are not compared
+    # if no answer is equal, one of the two servers may serve another model; sampled answers are not
+    # compared
     differing = [
         f"{row['server']} at concurrency {row['concurrency']}"
         for row in compared

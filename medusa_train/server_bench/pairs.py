@@ -1,5 +1,5 @@
-"""Ask a server the questions of a bench, a number of conversations at once: answers, times,
-counters, and their log.
+"""Ask a server the questions of a benchmark, with several concurrent conversations. Measure
+answers, times and the server's counters; entries of the log of blocks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SAMPLE = re.compile(r'^vllm:(\w+?)_total(?:\{(?:.*?position="(\d+)")?.*\})?\s+(
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Totals since the server was started, or between two moments; summed over the server's engines."""
+    """Totals since the server was started, or between two moments; summed over its engines."""
 
-    drafts: int = 0  # verified ones, one per decoding step and sequence
-    accepted: tuple[int, ...] = ()  # by position in the draft
-    generated: int = 0  # tokens of all requests
+    drafts: int = 0  # number of verified drafts: one per decoding step and sequence
+    accepted: tuple[int, ...] = ()  # number of accepted tokens by position in the draft
+    generated: int = 0  # number of generated tokens of all requests
 
     def plus(self, other: DraftCounts, sign: int = 1) -> DraftCounts:
-        """Return the sum of both, or with `sign` -1 what was counted after `other`."""
+        """Return the sum of both totals; with `sign` -1 the difference, counted since `other`."""
         accepted = zip_longest(self.accepted, other.accepted, fillvalue=0)
         return DraftCounts(
             self.drafts + sign * other.drafts,
@@ -47,8 +47,8 @@ class DraftCounts:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens per verified draft: the accepted ones and one of the target model; None without
-        drafts.
+        """Tokens per verified draft: the accepted tokens and one token of the target model. None
+        without drafts.
         """
         return 1 + sum(self.accepted) / self.drafts if self.drafts else None
 
@@ -59,14 +59,14 @@ class DraftCounts:
 
     @property
     def speculative_tokens(self) -> int | None:
-        """num_speculative_tokens, the positions that are counted; None without drafts."""
+        """num_speculative_tokens: the number of counted positions; None without drafts."""
         return len(self.accepted) if self.drafts else None
 
 
 def parse_metrics(page: str) -> DraftCounts | None:
-    """Parse a `/metrics` page; None if it is not vLLM's.
+    """Parse a `/metrics` page; None if it is not from vLLM.
 
-    A vLLM without speculative decoding has no drafts.
+    Without speculative decoding the number of drafts is 0.
     """
     totals: defaultdict[str, float] = defaultdict(float)
     accepted: defaultdict[int, float] = defaultdict(float)
@@ -86,15 +86,15 @@ class ServedAnswer:
     """One turn of a question, answered by a server."""
 
     question_id: int | str
-    turn: int  # from 1
+    turn: int  # number of the turn, from 1
     repeat: int  # how often the question was asked before at this concurrency
     text: str
-    tokens: int  # by the server's `usage`
+    tokens: int  # number of tokens, from the server's `usage`
     started: float  # seconds from the beginning of the block to the request
     # seconds from the request to the first text; None for an empty answer
     first_token: float | None
-    seconds: float  # from the request to the end
-    category: str = ""  # of the question
+    seconds: float  # seconds from the request to the end of the answer
+    category: str = ""  # the question's category
 
 
 @dataclass(frozen=True)
@@ -102,41 +102,41 @@ class Measurement:
     """The answers of one server to one block of conversations."""
 
     answers: tuple[ServedAnswer, ...]
-    #: Number of prompts that do not fit into the context, or of chats with tools that the server
-    #: rejects; their conversations end before them.
+    #: Number of prompts that were skipped: they do not fit into the context, or they are chats with
+    #: tools that the server rejects. Their conversations end before them.
     skipped: int = 0
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
 
 class Block(NamedTuple):
-    """Key of a block; a session is the servers that ran at the same time."""
+    """Key of a block. A session is a set of servers that run at the same time."""
 
     session: str
     concurrency: int
     number: int
 
 
-#: An entry of the log: the finished measurements of a block by the name of their servers, or a
-# note for the report.
+#: An entry of the log: a block and its finished measurements by server name, or a note for the
+#: report.
 BlockEntry = tuple[Block, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
 WARM_UP_TOKENS = 32
-#: Least number of conversations per concurrent one, in a block and in all; shorter blocks are
-# mostly ramp-up and tail.
+#: Least number of conversations, as a multiple of the concurrency: of one block, and of all blocks.
+#: Shorter blocks are mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 10
 
-#: Names of servers: without heads, with heads, and one that is measured alone.
+#: Names of servers: one without heads, one with heads, and a server that is measured alone.
 PLAIN, HEADS, ALONE = "plain", "heads", "server"
 
 
 class BlockFault(Exception):
-    """Requests of a block failed, so its times cannot be used; the message says why."""
+    """Requests of a block failed, so its times cannot be used. The message is the reason."""
 
 
 class Conversation(NamedTuple):
-    """A question that is asked for the `repeat`-th time at one concurrency, counted from 0."""
+    """A question, and how often it was asked before at this concurrency (`repeat`)."""
 
     question: Question
     repeat: int
@@ -146,23 +146,23 @@ class Conversation(NamedTuple):
 class Target:
     """A server to measure."""
 
-    name: str  # in reports
-    url: str  # with the version
-    model: str  # its name on the server
-    is_vllm: bool  # whether it takes vLLM's parameters
+    name: str  # the server's name in reports
+    url: str  # base URL with the version, such as http://HOST:PORT/v1
+    model: str  # the model's name on the server
+    is_vllm: bool  # whether the server accepts vLLM's parameters
 
 
 @dataclass(frozen=True)
 class MeasuredServers:
-    """The servers of one measurement, and what is known of them.
+    """The servers of one measurement, and what is known about them.
 
     Attributes:
-        sessions: by name, a context manager in which servers run at the same time, in the order to
-            measure them.
+        sessions: for each session name a function that returns a context manager, in which the
+            session's servers run. Sessions are measured in this order.
         settings: what answers and times depend on.
-        metadata: their part of `meta` of served.json.
+        metadata: the servers' entries in `meta` of served.json.
         notes: remarks for the report.
-        stop: ends what the sessions started.
+        stop: stops the servers that the sessions started.
     """
 
     sessions: Mapping[str, Callable[[], AbstractContextManager[Sequence[Target]]]]
@@ -173,10 +173,10 @@ class MeasuredServers:
 
 
 def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
-    """Divide the conversations of one concurrency into blocks, which servers are given in turns.
+    """Divide the conversations of one concurrency into blocks. The servers answer a block in turns.
 
-    A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as
-    run concurrently. Questions of chats with tools share no block with those of another category: a
+    A short benchmark is repeated until there are at least `LEAST_CONVERSATIONS * concurrency`
+    conversations. For chats with tools, a block contains questions of only one category, because a
     server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
@@ -195,14 +195,14 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
 
 @dataclass
 class ServerBench:
-    """Measures one server, as many conversations at a time as `servers` takes requests.
+    """Measures one server, with as many concurrent conversations as `servers` takes requests.
 
     Its connections are open within `async with bench.servers`.
 
     Attributes:
-        parameters: of every request, see `request_parameters`.
-        seed: every turn derives its seed of sampling from it.
-        rejected_tools: why the server rejected a chat with tools; "" if it did not so far.
+        parameters: parameters of every request, see `request_parameters`.
+        seed: the sampling seed of every turn is derived from this seed.
+        rejected_tools: why the server rejected a chat with tools; "" if it has not rejected any.
     """
 
     target: Target
@@ -212,7 +212,7 @@ class ServerBench:
     rejected_tools: str = ""
 
     async def warm_up(self, questions: Sequence[Question], count: int) -> None:
-        """Ask for the beginnings of `count` answers, concurrently."""
+        """Ask concurrently for the first tokens of `count` answers."""
         length = min(WARM_UP_TOKENS, self.parameters["max_tokens"])
 
         async def ask(question: Question) -> None:
@@ -233,12 +233,14 @@ class ServerBench:
         conversations: Sequence[Conversation],
         on_conversation: Callable[[int], None] = lambda tokens: None,
     ) -> Measurement:
-        """Answer a block; `on_conversation` is called with the number of tokens of every finished
-        conversation.
+        """Let the server answer a block of conversations, and measure it.
+
+        Args:
+            on_conversation: called after each conversation with its number of tokens.
 
         Raises:
             BlockFault: requests were rejected or had to be repeated, or the server's counters fell.
-            ServerError: the server does not answer any more.
+            ServerError: the server does not answer anymore.
         """
         retries = self.servers.retries
         before = await self._read_counts()
@@ -259,7 +261,7 @@ class ServerBench:
                 elif question.messages:  # a chat template may not render the calls in a chat
                     skipped += 1
                     self.rejected_tools = self.rejected_tools or str(rejected)
-                else:  # the others go on, so that none is under way at the end
+                else:  # let the other conversations finish, so that no request is left running
                     faults.append(str(rejected))
             answers.extend(turns)
             on_conversation(sum(answer.tokens for answer in turns))
@@ -283,11 +285,12 @@ class ServerBench:
     async def _converse(
         self, conversation: Conversation, began: float, answers: list[ServedAnswer]
     ) -> None:
-        """Ask all turns of a question, with the server's own answers as history; they are appended
+        """Ask all turns of a question, with the server's own answers as history. Append the answers
         to `answers`.
         """
         question, repeat = conversation
-        # later turns may find their history in the prefix cache, other conversations not
+        # with this salt, later turns may find their own history in the prefix cache, but other
+        # conversations cannot
         salt = secrets.token_hex(8)
         messages: list[Message] = []
         for turn in range(1, 1 + len(question.turns)):
@@ -296,7 +299,8 @@ class ServerBench:
             seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF)
             answer, response = await self._ask(question, messages, seed, salt)
             started, first, finished = response["timing"].values()
-            # reasoning without an answer; empty messages may be rejected in the next request
+            # use the reasoning if there is no answer, since an empty message may be rejected in the
+            # next request
             text = answer.text or response["choices"][0]["message"]["reasoning_content"]
             answers.append(
                 ServedAnswer(
@@ -316,7 +320,7 @@ class ServerBench:
     async def _ask(
         self, question: Question, messages: Sequence[Message], seed: int, salt: str, **changes: Any
     ) -> tuple[Answer, dict[str, Any]]:
-        """Return one streamed answer to a question, parsed and as `read_stream` returns it."""
+        """Return one streamed answer to a question: parsed, and as returned by `read_stream`."""
         body = request_body(self.parameters, messages, seed, question.variables)
         body |= {"model": self.target.model, **changes}
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -59,7 +59,7 @@ ADVICE = (
 
 
 def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[Path]:
-    """Write served.json, served.md, served.html and answers.jsonl to `directory`; returns their
+    """Write served.json, served.md, served.html and answers.jsonl to `directory`; return their
     paths.
     """
     answers = []
@@ -83,15 +83,15 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
 
 
 def title_of(report: Json) -> str:
-    """Return bench, model, draft and mode as a title."""
+    """Return benchmark, model, draft and decoding mode as a title."""
     meta = report["meta"]
     draft = f" with {method}" if (method := (meta.get("draft") or {}).get("method")) else ""
     return f"{meta['bench']} served: {meta['model']}{draft}, {describe_mode(mode_of(meta))}"
 
 
 def rows_of(report: Json) -> list[Json]:
-    """Return the metrics to show: by concurrency the server without a draft in its fastest session,
-    then the others.
+    """Return the rows to show. For each concurrency, the first row is the server without a draft in
+    its fastest session, then the other servers follow.
     """
     others = [row for row in report["cells"] if row["server"] != PLAIN]
     return sorted([*report["plain"], *others], key=lambda row: row["concurrency"])
@@ -144,8 +144,8 @@ def _milliseconds(distribution: Json | None) -> str:
 
 
 def recommendation_lines(report: Json) -> list[str]:
-    """Say for each concurrency whether to serve heads, and with how many tokens: only what was
-    measured to win.
+    """Say for each concurrency whether to serve heads, and with how many tokens. Heads are
+    recommended only if they won the measurement.
     """
     advice = report["recommendation"]
     if not advice:
@@ -177,7 +177,7 @@ def terminal_report(report: Json) -> Group:
 
 
 def sections_of(report: Json) -> list[Section]:
-    """Return the parts of both pages: notes, charts, table, run, and the recommendation at the end."""
+    """Return the sections of both pages: notes, charts and table, run, recommendation."""
     meta = {key: value for key, value in report["meta"].items() if key != "notes"}
     servers = list(dict.fromkeys(row["server"] for row in rows_of(report)))
     return [
@@ -208,7 +208,7 @@ def _tiles(report: Json) -> list[tuple[str, str]]:
 
 
 def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
-    """Draw ratios and rates of every server by concurrency, each server in one colour."""
+    """Draw ratios and rates of every server by concurrency, with one color per server."""
     ratios: dict[str, list[Bar]] = {}
     rates: dict[str, list[Bar]] = {}
     for row in rows_of(report):

@@ -46,21 +46,23 @@ from medusa_train.server_bench.serve import KEY_VARIABLE, started_servers
 from medusa_train.servers.client import Servers
 from medusa_train.servers.responses import Fault
 
-ATTEMPTS = 3  # at a block in which requests fail
-FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
+ATTEMPTS = 3  # a block in which requests fail is measured at most this often
+# others use the server too if its counter of generated tokens exceeds the answers' tokens by this
+# factor
+FOREIGN_TRAFFIC = 1.2
 
 
 def measure_servers(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths | None, command: str, progress: RunProgress
 ) -> list[Path]:
-    """Measure servers on a bench, and write the report; returns the paths of its files.
+    """Measure servers on a benchmark, and write the report; return the paths of its files.
 
-    Finished blocks are logged, so the same command resumes after an error or an interruption; the
-    report of an interrupted measurement has what is complete.
+    Finished blocks are logged, so the same command resumes after an error or an interruption. The
+    report of an interrupted measurement contains the complete cells.
 
     Args:
-        paths: target model and heads to serve; for servers that run already, only the directory of
-            the report, or None.
+        paths: target model and heads to serve. For servers that already run, the run whose
+            directory gets the report and whose template variables are sent; None: no run.
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
@@ -72,10 +74,10 @@ def measure_servers(
             servers = started_servers(cfg, paths, directory, progress)
         else:
             servers = running_servers(targets)
-        # 1. what is known before the first request
+        # 1. settings and metadata, which are known before the first request
         parameters = request_settings(cfg, mode, paths)
-        # What answers and times depend on; not which concurrencies and numbers of tokens are
-        # measured.
+        # what answers and times depend on. The concurrencies and numbers of draft tokens are left
+        # out, so that a resumed measurement may add to them
         settings = {
             **bench_settings(bench),
             "decoding": mode.as_json,
@@ -103,7 +105,7 @@ def measure_servers(
         for note in servers.notes:
             run.note(note)
 
-        # 2. measure what the log does not have
+        # 2. measure the blocks that are not in the log
         try:
             try:
                 for name, session in servers.sessions.items():
@@ -133,11 +135,11 @@ def measure_servers(
 
 
 class BenchRun:
-    """The blocks of one measurement: those in the log in `directory`, and those to do.
+    """The blocks of one measurement: blocks from the log in `directory`, and blocks to measure.
 
     Attributes:
-        measured: the finished blocks by the name of their servers.
-        notes: remarks on them for the report.
+        measured: for each finished block its measurements by server name.
+        notes: remarks for the report.
     """
 
     def __init__(
@@ -166,8 +168,10 @@ class BenchRun:
         self.log.start(self.log.entries)
 
     def note(self, text: str, *, logged: bool = True) -> None:
-        """Print a remark, and keep it for the report, once; `logged` ones also for that of a
-        resumed measurement.
+        """Print a remark and keep it for the report, unless it is known already.
+
+        Args:
+            logged: also keep it in the log, for the report of a resumed measurement.
         """
         if text not in self.notes:
             self.notes.append(text)
@@ -183,8 +187,8 @@ class BenchRun:
         return [block for block in blocks if block not in self.measured]
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
-        """Measure the remaining blocks of a session, whose servers answer each block in turn, in
-        alternating order.
+        """Measure the remaining blocks of a session. Its servers answer each block one after the
+        other, in alternating order.
 
         A concurrency at which requests keep failing is left out with a note.
         """
@@ -219,7 +223,7 @@ class BenchRun:
             if self.cfg.warmup:
                 for server in servers:
                     await server.warm_up(self._questions, max(self.cfg.warmup, concurrency))
-            # 2. each block, by the servers in one order and then in the other
+            # 2. measure each block on all servers; the order is reversed from block to block
             for block in blocks:
                 in_order = servers
                 if block.number % 2 == 1:
@@ -231,7 +235,7 @@ class BenchRun:
                 self.log.append((block, measured))
 
     async def _measure_block(self, server: ServerBench, block: Block, phase: Phase) -> Measurement:
-        """Measure a block, again if requests fail in it."""
+        """Measure a block on one server; measure it again if requests fail."""
         conversations = self._blocks[block.concurrency][block.number]
         completed = phase.completed
         name = server.target.name
@@ -254,8 +258,10 @@ class BenchRun:
         return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
-        """Check a server's counters, and note what is unexpected; a server without a draft must not
-        draft.
+        """Check a server's counters, and note unexpected values.
+
+        Raises:
+            ServerError: the server without a draft counts drafts.
         """
         drafts = measurement.drafts
         if drafts is None:
@@ -265,7 +271,7 @@ class BenchRun:
             return
         if target.name == PLAIN and drafts.drafts:
             raise ServerError(
-                f"server {target.url}: is to be measured without heads, but its /metrics count"
+                f"server {target.url}: should be measured without heads, but its /metrics count"
                 " drafts; start it without --speculative-config"
             )
         if target.name not in (PLAIN, ALONE) and not drafts.drafts:
@@ -285,8 +291,8 @@ class BenchRun:
             )
 
     def report(self, meta: dict[str, Any]) -> list[Path]:
-        """Write the report of what is complete, and print its tables; returns the paths of its
-        files, of which there are none if nothing is.
+        """Write the report of all complete cells and print its tables; return the paths of its
+        files. If no cell is complete, nothing is written and the list is empty.
         """
         planned = {concurrency: len(blocks) for concurrency, blocks in self._blocks.items()}
         cells = collect_cells(self.measured, planned)
@@ -302,7 +308,10 @@ class BenchRun:
 
 
 def connect(cfg: EvalConfig, url: str, concurrency: int) -> Servers:
-    """Return the client of a server. One of `--serve` that does not answer has ended."""
+    """Return the client of a server.
+
+    With `--serve`, retries are short: a server of this machine that does not answer has ended.
+    """
     return Servers(
         [url],
         key_variable=KEY_VARIABLE if cfg.serve else cfg.api_key_env,
@@ -313,8 +322,8 @@ def connect(cfg: EvalConfig, url: str, concurrency: int) -> Servers:
 
 
 def running_servers(targets: Sequence[Target]) -> MeasuredServers:
-    """Return servers that run already, as one session: nothing is known of their models but the
-    names.
+    """Return servers that already run, as one session. Nothing is known about their models except
+    their names.
     """
     turns = "in turns, block by block" if len(targets) > 1 else "one server alone"
     metadata = {
@@ -327,8 +336,11 @@ def running_servers(targets: Sequence[Target]) -> MeasuredServers:
 
 
 def find_targets(cfg: EvalConfig) -> list[Target]:
-    """Check the servers and find their models' names, the plain one first; ConfigError or
-    ServerError without one.
+    """Check the servers and find their models' names; return them with the plain server first.
+
+    Raises:
+        ConfigError: a server does not serve the model, or the model to measure is ambiguous.
+        ServerError: a server cannot be reached.
     """
     assert cfg.server_url is not None
     urls = {ALONE: cfg.server_url}
@@ -372,10 +384,11 @@ def _target(name: str, url: str, cfg: EvalConfig) -> Target:
 def request_settings(
     cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None
 ) -> dict[str, Any]:
-    """Return what all requests have in common, but for the model.
+    """Return the parameters that all requests share, except the model.
 
-    The variables of a chat template are those that a run was trained with. vLLM, which reads no chat
-    template for the tokens that end answers, gets those of a model that is served from here.
+    The variables of the chat template are the ones that the run was trained with. vLLM does not
+    look in the chat template for the tokens that end answers, so a server started by `--serve`
+    gets them as `stop_token_ids`.
     """
     parameters = request_parameters(
         temperature=0.0,
@@ -395,8 +408,8 @@ def request_settings(
 def output_directory(
     cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]
 ) -> Path:
-    """Return the directory of the report: in the run directory if there is one, else named after
-    the server's model.
+    """Return the directory of the report: inside the run directory if there is one, else a
+    directory named after the server's model.
     """
     if cfg.output_dir:
         return expand_user(cfg.output_dir)

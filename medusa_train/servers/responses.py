@@ -1,5 +1,5 @@
-"""What a server's response means: an answer, at once or as a stream with its times, the models of
-the server, a rejection, or a fault after which the request may be sent again.
+"""Interpret a server's response: an answer, either whole or as a stream with its times; the list of
+models; a rejection; or a fault after which the request may be sent again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from medusa_train.hide_secrets import excerpt
 if TYPE_CHECKING:
     import httpx2
 
-ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
-#: Seconds that the server has to close the stream after the end of an answer.
+ABORTED = "abort"  # finish reason of vLLM and SGLang for answers that a shutdown of the server cut
+#: The server has this many seconds to close the stream after the end of an answer.
 END_SECONDS = 1.0
 _TOO_LONG = re.compile(
     r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len"
@@ -31,19 +31,21 @@ _TOO_LONG = re.compile(
 
 @dataclass
 class Fault(Exception):
-    """A request that may succeed when it is sent again."""
+    """A request failed, but may succeed when it is sent again."""
 
     reason: str  # one line
-    pause: float | None = None  # seconds that the server asked to wait
+    pause: float | None = None  # seconds to wait, if the server asked for a pause
     overloaded: bool = False
 
 
 class RequestRejected(Exception):
     """The server rejected this request; other requests may succeed.
 
-    `too_long`: the chat does not fit into the model's context.
-    `failed`: the server did not reject it, but all attempts failed; another run may get an answer.
-    `text`: the server's response.
+    Args:
+        too_long: the chat does not fit into the model's context.
+        failed: the server did not reject the request, but all attempts failed. Another run may get
+            an answer.
+        text: the server's response.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class RequestRejected(Exception):
         self._text = text
 
     def names(self, parameter: str) -> bool:
-        """Return whether the response names a parameter of the request, other than as a key of a
-        request that it repeats.
+        """Return whether the response mentions a parameter of the request. Its name as a JSON key
+        does not count, because a response may repeat the request.
         """
         name = rf"\b{re.escape(parameter)}\b(?!\\?[\"']\s*:)"
         return re.search(name, self._text, re.IGNORECASE) is not None
@@ -68,7 +70,7 @@ def says_too_long(text: str) -> bool:
 
 
 def parse_models(response: httpx2.Response) -> dict[str, dict[str, Any]]:
-    """Return the entries of a list of models by name; empty if the response is anything else."""
+    """Return the entries of a list of models by name; empty if the response is not such a list."""
     try:
         return {str(entry["id"]): dict(entry) for entry in response.json()["data"]}
     except (ValueError, KeyError, TypeError):
@@ -76,8 +78,8 @@ def parse_models(response: httpx2.Response) -> dict[str, dict[str, Any]]:
 
 
 def usable_answer(response: httpx2.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it holds a text message; else None (an error page, a truncated
-    body, `ABORTED`).
+    """Return the response's JSON if it contains a text message, else None: for an error page, a
+    truncated body, or the finish reason `ABORTED`.
     """
     try:
         answer = response.json()
@@ -93,7 +95,7 @@ def usable_answer(response: httpx2.Response) -> dict[str, Any] | None:
 
 
 def token_count(answer: Mapping[str, Any], name: str) -> int:
-    """Return a count of `usage`; 0 if the server reports none."""
+    """Return a token count of `usage`; 0 if the server does not report it."""
     usage = answer.get("usage")
     count = usage.get(name) if isinstance(usage, Mapping) else None
     return count if isinstance(count, int) else 0
@@ -115,7 +117,9 @@ def describe_response(response: httpx2.Response) -> str:
 
 
 def retry_after(response: httpx2.Response) -> float | None:
-    """Return the seconds of the Retry-After header, a number or a date; None if there is none."""
+    """Return the seconds to wait by the Retry-After header, which is a number or a date; None if
+    there is no valid header.
+    """
     value = response.headers.get("retry-after", "")
     try:
         seconds = float(value)
@@ -124,16 +128,16 @@ def retry_after(response: httpx2.Response) -> float | None:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except ValueError:
             return None
-    if not seconds < float("inf"):  # nor is it a number, where it is nan
+    if not seconds < float("inf"):  # infinite or nan
         return None
     return max(seconds, 0.0)
 
 
-# Answers that are streamed, as server-sent events
+# Streamed answers (server-sent events)
 
 
 async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Split at newlines only: JSON may hold other line separators, such as U+2028."""
+    """Yield lines, split only at newlines: JSON may contain other separators, such as U+2028."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -145,11 +149,11 @@ async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
 async def read_stream(
     lines: AsyncIterator[str], started: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with
-    its `timing`.
+    """Assemble the chunks of a streamed answer. Return the same response as without `stream`, and
+    in addition its `timing`.
 
-    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of
-    `clock`.
+    `timing` contains `started`, `first_token` (None for an empty answer) and `finished`, in seconds
+    of `clock`.
 
     Raises:
         Fault: the server reports an error in the stream, or closed it before the end of the answer.
@@ -161,14 +165,14 @@ async def read_stream(
     finished: float | None = None
     async for line in lines:
         now = clock()
-        # 1. the data of a line, or the end of the answer
+        # 1. get the data of the line; stop at the end of the answer
         if not line.startswith("data:"):
-            continue  # comments that keep the connection alive, names of events, empty lines
+            continue  # a keep-alive comment, the name of an event, or an empty line
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             finished = now
             break
-        # 2. what the chunk adds to the answer
+        # 2. add the chunk to the answer
         chunk = _parse_chunk(data)
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
@@ -182,16 +186,16 @@ async def read_stream(
                 message["reasoning_content"] += reasoning
             except (AttributeError, TypeError):
                 raise Fault(
-                    f"a part of the stream is no text message: {excerpt(data, 80)}"
+                    f"a part of the stream is not a text message: {excerpt(data, 80)}"
                 ) from None
             if first_token is None and (content or reasoning or delta.get("tool_calls")):
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason
-    # 3. the whole answer, as without `stream`
+    # 3. build the same response as without `stream`
     is_whole = finish_reason is not None or finished is not None
     if not is_whole or finish_reason == ABORTED:
         raise Fault("the server closed the stream before the end of the answer")
-    if finished is None:  # a server that closes the stream without [DONE]
+    if finished is None:  # the server closed the stream without [DONE]
         finished = clock()
     answer = {
         "index": 0,
@@ -203,9 +207,10 @@ async def read_stream(
 
 
 async def read_to_end(lines: AsyncIterator[str]) -> None:
-    """Read what follows a complete answer: only then does its connection serve the next request.
+    """Read the rest of a stream after a complete answer, so that its connection can be used for the
+    next request.
 
-    A stream that breaks here, or goes on, costs the connection and not the answer.
+    If the stream breaks here, or does not end in time, only the connection is lost, not the answer.
     """
     import httpx2
 
@@ -223,7 +228,7 @@ def _parse_chunk(data: str) -> dict[str, Any]:
         error = chunk.get("error")
     except (ValueError, AttributeError, RecursionError):
         raise Fault(
-            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
+            f"the stream holds something other than JSON objects: {excerpt(data, 80)}"
         ) from None
     if error is not None:
         text = error.get("message", error) if isinstance(error, dict) else error

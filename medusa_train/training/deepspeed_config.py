@@ -60,7 +60,7 @@ _PASSED_ON: Mapping[str, Any] = {
 }
 _EXPECTED = {bool: "true or false", float: "a number", str: "text", list: "a list"}
 #: Sections and entries that have no effect here -> what to do instead. They are accepted only if
-#: they are off: false, or a section with `enabled: false`.
+#: they are off: false, a section with `enabled: false`, or a section in which everything is false.
 _NOT_USED: Mapping[str, str] = {
     "activation_checkpointing": "set gradient_checkpointing: true in the YAML",
     "amp": "set fp16: true or bf16: true in the YAML",
@@ -225,7 +225,7 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
 def _is_off(value: Any) -> bool:
     """Return whether a section or entry is switched off."""
     if isinstance(value, Mapping):
-        return value.get("enabled", bool(value)) is False
+        return value.get("enabled", any(value.values())) is False
     return value is False
 
 

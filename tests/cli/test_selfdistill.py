@@ -269,7 +269,7 @@ def test_only_its_own_prompts_are_answered_by_the_test_model(at_work: Path) -> N
     for words in (["--prompts", "sharegpt"], ["--seed", "mine.jsonl", "--mode", "selftalk"]):
         result = runner.invoke(app, words)
         assert result.exit_code == 2
-        assert "needs the model that is to answer: add --model NAME" in result.output
+        assert "needs the answering model: add --model NAME" in result.output
         assert "medusa-selfdistill: model" not in result.output
 
 

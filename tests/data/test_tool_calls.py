@@ -232,7 +232,7 @@ def test_tools_of_hermes_system_message_are_not_rendered_twice() -> None:
         ),
         ([said("assistant", None, tool_calls=[{"id": "c"}])], "turn 2: a tool call has no name"),
         ([said("assistant", None, tool_calls=5)], "turn 2: 'tool_calls' must be a list"),
-        ([said("function_call", "get(1)")], "turn 2: 'content' is no JSON of tool calls"),
+        ([said("function_call", "get(1)")], "turn 2: 'content' is not JSON of tool calls"),
         ([READ[1], DONE], "turn 3 has the role assistant, expected tool"),
         ([READ[1], READ[2], READ[2]], "turn 4 has the role tool, expected assistant"),
         (

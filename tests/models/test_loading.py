@@ -183,7 +183,9 @@ def test_a_damaged_generation_config_is_not_taken_for_none(
     shutil.copytree(whole, directory)
     path = directory / "generation_config.json"
     path.write_bytes(content)
-    with pytest.raises(TargetModelError, match=r"torn/generation_config\.json is no JSON object"):
+    with pytest.raises(
+        TargetModelError, match=r"torn/generation_config\.json is not a JSON object"
+    ):
         resolve_target_model(str(directory))
     path.unlink()
     resolve_target_model(str(directory))

@@ -86,10 +86,10 @@ def test_an_empty_answer_has_no_first_token() -> None:
         (lines({"error": "no"}), "error within the stream: no"),
         (["data: <html>"], "something else than JSON"),
         (["data: 3"], "something else than JSON"),
-        (lines({"choices": ["a"]}), "no text message"),
+        (lines({"choices": ["a"]}), "not a text message"),
         (
             lines({"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}),
-            "no text message",
+            "not a text message",
         ),
     ],
 )

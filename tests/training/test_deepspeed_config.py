@@ -163,6 +163,7 @@ def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
         "fp16": {"enabled": False, "loss_scale_window": 1000},
         "amp": {"enabled": False},
         "autotuning": {},
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 5,
         "communication_data_type": "fp32",
