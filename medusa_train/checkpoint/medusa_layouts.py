@@ -62,8 +62,8 @@ _OWNERS = {"reference": "the public code's", "vllm": "vLLM's"}
 _FIELDS = {"kind": "weight|bias", "part": "embedding|output"}
 #: A prefix that some writers add to names.
 _PREFIX = re.compile(r"^medusa_heads?\.")
+#: Word in the draft's path -> the method that vLLM then chooses in place of medusa.
 _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
 
 
 @dataclass(frozen=True)

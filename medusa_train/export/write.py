@@ -53,9 +53,8 @@ from medusa_train.io import WRITE_ERRORS, describe_size, make_readable, replace_
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.network import check_network
 
+#: Number of heads that the public Medusa loader builds, whatever config.json says.
 PUBLIC_HEADS = 5
-"""The public Medusa loader builds five heads regardless of config.json."""
-
 CARD = "README.md"
 CHOICES = "medusa_choices.json"
 #: Targets that store lm_head as whole matrices [V, d].

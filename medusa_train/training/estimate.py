@@ -189,8 +189,8 @@ class Estimate:
         has_8bit_states = "8bit" in cfg.optimizer and device != "cpu"
         states = round(self.trained * (ADAM_8BIT if has_8bit_states else ADAM))
         parts = {
-            "target_model, frozen": weights,
-            "adapter" if cfg.adapter else "target_model, trained": self._trained_base * _TRAINED,
+            "base model, frozen": weights,
+            "adapter" if cfg.adapter else "base model, trained": self._trained_base * _TRAINED,
             "heads": self._draft * _TRAINED,
             "gradients": self.trained * _TRAINED,
             f"optimizer states ({cfg.optimizer})": states,
