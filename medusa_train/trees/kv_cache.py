@@ -180,7 +180,7 @@ class KVCache:
 
     def _buffer_length(self, positions: int) -> int:
         """Return how many columns passes read in the buffer for `positions`: a power of two times
-        `block`. A reserved length is rounded up to an eighth of that instead.
+        `block`. A reserved length is rounded up to a multiple of an eighth of that.
         """
         length = self.block
         while length < positions:
