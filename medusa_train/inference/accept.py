@@ -29,8 +29,7 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: tokens of these nodes, followed by the target model's next token, which is the new
-            last token.
+        tokens: tokens of these nodes, then the target model's next token: the new last token.
     """
 
     path: list[int]

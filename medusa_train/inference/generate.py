@@ -201,9 +201,7 @@ class Decoder:
                     self._turn.notify_all()
 
     def _take_turn(self) -> int:
-        """Wait until the current answer ends or is abandoned; start the next and return its
-        number.
-        """
+        """Wait until the current answer ends or is abandoned; return the number of a new answer."""
         this_thread = threading.get_ident()
         with self._turn:
             while self._reader is not None:

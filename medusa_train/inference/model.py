@@ -43,8 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Reply:
-    """A streamed answer. Iterate over it for its pieces; the attributes are updated with each
-    piece.
+    """A streamed answer. Iterate over it for its pieces; each piece updates the attributes.
 
     A new loop over it continues where the last one stopped.
 
@@ -303,8 +302,7 @@ class Model:
             return self._chat.prompt(messages, variables)
 
     def _raw_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the prefix that the tokenizer adds to every text
-        (BOS).
+        """Return the token ids of a text, with the tokenizer's prefix of every text (BOS).
 
         A text that a chat template rendered may begin with BOS already; then the prefix is not
         repeated.

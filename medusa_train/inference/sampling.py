@@ -119,8 +119,7 @@ def keep_nucleus_by_sorting(logits: Tensor, top_p: float) -> Tensor:
 def uniforms(
     generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Draw `counts[b]` numbers in [0, 1) for each row b, float64 [B, max(counts)], right-padded
-    with 0.
+    """Draw `counts[b]` numbers in [0, 1) for row b; float64 [B, max(counts)], right-padded with 0.
 
     Each row draws as many numbers from its generator as it would alone, whatever else is in the
     batch.

@@ -84,9 +84,7 @@ _log = logging.getLogger(__name__)
 
 
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
-    """Return the limits of what `draft` proposes for `tree`; size and depth are 0 without a
-    draft.
-    """
+    """Return the limits of what `draft` proposes for `tree`; (0, 0) without a draft."""
     return Limits(0, 0) if draft is None else draft.limits(tree)
 
 
@@ -426,9 +424,7 @@ class Steps:
 
     @property
     def _request_states(self) -> list[Any]:
-        """The draft's request state of each active row. A pass may have more rows, without a
-        state.
-        """
+        """The draft's request state of each active row; other rows of a pass have none."""
         return [row.request_state for row in self._rows]
 
     def _place_nodes(

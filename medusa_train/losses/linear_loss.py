@@ -6,8 +6,8 @@ Liger Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989):
     hidden [N, d] -- positions with a target --> states [C, d] of a chunk
         |  1. one product W h
     products [C, V]
-        |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient, which replaces the
-        products
+        |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient
+        |     (the gradient overwrites the products)
     gradient [C, V]
         |  3. two products
     gradients with respect to W [V, d] and states [C, d]

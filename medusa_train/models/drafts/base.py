@@ -89,8 +89,8 @@ class AcceptedPath:
 
         last tree    root - a - b              path    0 1 4
                           |   `- c             tokens  root a c        and then the last token
-                          `- d                 starts  position of `root`; lengths: of the last
-                          token
+                          `- d                 starts  position of `root`
+                                               lengths position of the last token
 
     Paths differ in length, so all tensors along the path are right-padded to P nodes: the longest
     path, or in steps of fixed shape the depth of the tree plus 1. A draft may read and store the
@@ -232,11 +232,10 @@ class DraftStep:
 class Proposer:
     """The interface of a draft in decoding: it proposes trees of tokens after the last token.
 
-    In each step, `extend` reads the accepted path, and `propose` fills a tree below the last
-    tokens:
+    In each step, `extend` reads the accepted path, and `propose` fills a tree below the last token:
 
-        target model   .. x_t-1  x_t | x_t+1: the last token, accepted but not verified yet: the
-        root draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
+        target model   .. x_t-1  x_t | x_t+1: the last token (accepted but not verified): the root
+        draft                        |        tokens for x_t+2, x_t+3, ..: the levels of the tree
 
     Proposals depend on the text, the earlier steps and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.

@@ -44,10 +44,9 @@ class Eagle3Draft(LMHeadsDraft):
     For the first token, it reads the states g of a low, a middle and a high layer of the target
     model. For each further token, it reads its own last output a and the last draft token:
 
-        a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)     softmax(W norm(a_1)) predicts
-        x_{t+2} a_2 = Layer(E(x_{t+2}), a_1)                                 softmax(W norm(a_2))
-        predicts x_{t+3} a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W
-        norm(a_k)) predicts x_{t+k+1}
+        a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)
+        a_k = Layer(E(x_{t+k}), a_{k-1})                             for k = 2, 3, ..
+        softmax(W norm(a_k)) predicts x_{t+k+1}
 
     x_{t+1} is the last token, the root of the tree, and x_{t+2} .. is a path of draft tokens below
     it. E is the target model's embedding. In step k, the layer attends to the keys that step 1
