@@ -153,7 +153,7 @@ class Model:
 
     Args:
         target_model: the language model.
-        draft, tree: for speculative decoding; without them, decoding is plain.
+        draft, tree: draft and tree of speculative decoding; without them, decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
     """

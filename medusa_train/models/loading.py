@@ -79,7 +79,7 @@ def load_target_model(
     Args:
         name: a directory, or the name of a model on the hub.
         dtype: dtype of the weights, or "auto"; with `quantization`, of the matrix products.
-        device: by default the GPU if there is one.
+        device: device to load to; by default the GPU if there is one.
         quantization: quantize the weights while loading.
         trust_remote_code: allow Python code of the model's repository to run.
         special_tokens: special tokens of the tokenizer, see `load_tokenizer`.

@@ -94,7 +94,7 @@ def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> s
     else "float32".
 
     Args:
-        device: by default the GPU if there is one.
+        device: device to compute on; by default the GPU if there is one.
         float16: whether a GPU without bfloat16 may use float16. Training passes False, because
             float16 gradients need loss scaling (`fp16: true`).
     """
