@@ -110,9 +110,7 @@ class CudaGraphRunner(GraphRunner):
         self._first: torch.cuda.CUDAGraph | None = None  # the first captured graph
 
     def _warm_up(self, step: Step) -> None:
-        """Run the step on the capture stream, so that lazily created kernels and workspaces
-        exist.
-        """
+        """Run the step on the capture stream, so that lazy kernels and workspaces exist."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -251,9 +251,7 @@ _NO_GRADIENTS = _Tensors()
 
 
 def _tensors_of(lm_head: LMHead, hidden: Tensor, positions: Tensor) -> _Tensors:
-    """Return the tensors for an lm_head's logits at `positions` [M] of `hidden` [N, d] or [N, d +
-    r].
-    """
+    """Return the tensors for an lm_head's logits at `positions` [M] of `hidden` [N, d (+ r)]."""
     weight, bias = lm_head.weight, lm_head.bias
     if lm_head.token_bias is not None:
         width = weight.shape[1]  # d
@@ -494,9 +492,7 @@ class _Logits:
             products.copy_(states @ self.weight.t())
 
     def products_at(self, rows: slice) -> Tensor:
-        """Return the part [b, V] of the buffer for the positions `rows` of M, in the current
-        chunk.
-        """
+        """Return the buffer's part [b, V] for the positions `rows` of M, in the current chunk."""
         return self._products[rows.start - self._start : rows.stop - self._start]
 
     def raw_logits(self, rows: slice) -> Tensor:

@@ -360,8 +360,7 @@ def _count(targets: Sequence[Tensor]) -> Tensor:
 def _teacher(
     teacher: tuple[Tensor, LMHead] | None, k: int, weight: float, *, divergence: bool = False
 ) -> Teacher | None:
-    """Return the teacher, with weight `weight`, for predicting the token t + k + 1; None without a
-    teacher.
+    """Return the teacher for predicting the token t + k + 1; None without one or without weight.
 
     Rows are flattened, so t + k can point into the next row. That happens only if t + k + 1 is not
     a valid target, and such positions are ignored.

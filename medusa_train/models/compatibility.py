@@ -1,6 +1,4 @@
-"""Probe a loaded model: whether its logits can be reproduced, and token trees verified in one
-pass.
-"""
+"""Check a loaded model: can its logits be reproduced, and token trees verified in one pass?"""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def _model_problem(target_model: TargetModel) -> str | None:
 
 @torch.no_grad()
 def _not_finite(target_model: TargetModel) -> str | None:
-    """Describe what is wrong with a model whose logits are NaN or infinite; None if they are
-    finite.
-    """
+    """Describe why a model's logits are NaN or infinite; None if they are finite."""
     probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
     if bool(torch.isfinite(target_model.logits(target_model.run(probe).final)).all()):
         return None

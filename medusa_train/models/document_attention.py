@@ -220,9 +220,7 @@ def _one_by_one(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Compute causal attention of one document, [1, H, L, d] and [1, H_kv, L, d] -> [1, H, L,
-    d].
-    """
+    """Compute causal attention of one document, query [1, H, L, d] -> [1, H, L, d]."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type == "cuda" and query.dtype not in _HALF:
         # torch's only GPU kernel for groups in float32 stores all scores, so copy the keys and

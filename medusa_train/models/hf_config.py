@@ -13,9 +13,7 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return how a checkpoint's weights are quantized, from its config.json; None if they are
-    not.
-    """
+    """Return a checkpoint's quantization settings from its config; None if it has none."""
     stored: Any = getattr(config, "quantization_config", None)
     if hasattr(stored, "to_dict"):
         stored = stored.to_dict()
@@ -91,8 +89,7 @@ def layer_types(config: Any) -> list[str]:
 
 
 def largest(config: Any, key: str) -> int | None:
-    """Return a size of the layers, the largest if layers differ; None if the config has no such
-    key.
+    """Return a size of the layers, the largest if layers differ; None without this key.
 
     Sizes of layers that differ are a list (Gemma 3n's intermediate_size), or are in a config per
     layer (Gemma 4's head_dim).
@@ -164,9 +161,7 @@ def has_experts(config: Any) -> bool:
 
 
 def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
-    """Raise TargetModelError unless 1 <= `layers` < `num_layers`; `layers` is the value of
-    `key`.
-    """
+    """Raise TargetModelError unless 1 <= `layers` (the value of `key`) < `num_layers`."""
     if not 0 < layers < num_layers:
         raise TargetModelError(
             f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"

@@ -99,9 +99,7 @@ class LMHead:
         return self.transform(self.raw_logits(hidden))
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits before scale and soft cap, [..., d] -> [..., V]. Scale and cap keep their
-        order.
-        """
+        """Compute logits before scale and soft cap (same order), [..., d] -> [..., V]."""
         if self.token_bias is None:
             return self._product(hidden)
         h, e = self._split(hidden)
@@ -128,9 +126,7 @@ class LMHead:
         return ranked[:, 0, :count]
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [h ; e] into h and e, [..., d + r] -> [..., d] and [..., r]; e in the dtype of
-        R.
-        """
+        """Split [h ; e] into h [..., d] and e [..., r], e in the dtype of R."""
         assert self.token_bias is not None
         size = self.weight.shape[1]  # d
         return hidden[..., :size], hidden[..., size:].to(self.token_bias.dtype)

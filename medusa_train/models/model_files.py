@@ -74,9 +74,7 @@ def missing_from_hub(name: str, reason: str) -> TargetModelError:
 
 
 def model_directory(source: str) -> Path:
-    """Return a model's directory; `source` is its path, or its hub name if it is in the hub's
-    cache.
-    """
+    """Return a model's directory, given its path or its hub name in the hub's cache."""
     directory = Path(source)
     if directory.is_dir():
         return directory

@@ -103,9 +103,7 @@ def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
 
 
 def to_float32(module: nn.Module) -> None:
-    """Upcast a module's weights to float32; each process converts its part of partitioned
-    weights.
-    """
+    """Upcast a module's weights to float32; each process converts its own part."""
     for parameter in module.parameters():
         if is_partitioned(parameter):
             part = parameter.ds_tensor  # type: ignore[attr-defined]

@@ -516,8 +516,7 @@ class TargetModel:
     # Packed documents
 
     def use_varlen(self, implementation: str) -> None:
-        """Separate packed documents by their bounds, with an attention implementation that takes no
-        mask.
+        """Separate packed documents by their bounds, with attention that takes no mask.
 
         It stays set on the model between passes, because the backward pass may recompute
         activations. Passes without `segments` still use the implementation that takes masks.

@@ -372,9 +372,7 @@ class TreeLevels:
         return self._kept_masks(_TO_ROOT, None, dtype)
 
     def _kept_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return the masks of `inner_nodes` after the first `skip` nodes, which count as
-        committed.
-        """
+        """Return the masks of `inner_nodes`, where the first `skip` count as committed."""
         key = (skip, window, dtype)
         if key not in self._masks:
             ancestors = self.inner_nodes.ancestors[skip:, skip:]

@@ -375,9 +375,7 @@ class Draft(Proposer, nn.Module):
         return result
 
     def restrict_lm_head(self) -> None:
-        """Apply a new `token_map` to lm_head. Drafts with own output matrices need not define
-        it.
-        """
+        """Apply a new `token_map` to lm_head; not needed by drafts with own output matrices."""
 
     @property
     def settings(self) -> dict[str, Any]:

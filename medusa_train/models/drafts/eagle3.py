@@ -243,9 +243,7 @@ class Eagle3Draft(LMHeadsDraft):
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield norm(a_k) [B, T, d] for k = 1..max_draft_tokens, including steps that are not
-        trained.
-        """
+        """Yield norm(a_k) [B, T, d] for k = 1..max_draft_tokens, more than are trained."""
         return self._run_steps(hidden_states, batch, self.max_draft_tokens)
 
     def _run_steps(

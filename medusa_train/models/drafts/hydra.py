@@ -123,9 +123,7 @@ class HydraDraft(LMHeadsDraft):
             yield blocks(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens, scaled to a root mean square of 1 if `normalize_embeddings`, [...] -> [...,
-        d].
-        """
+        """Embed tokens, with a root mean square of 1 if `normalize_embeddings`, -> [..., d]."""
         e: Tensor = self.embedding(tokens)
         if self.normalize_embeddings:
             e = rms_norm(e, e.shape[-1:], eps=1e-12)
@@ -146,9 +144,7 @@ class HydraDraft(LMHeadsDraft):
             self.prefix.extend(hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Run the prefix layer over the accepted path; return the states [B, d] of its last
-        nodes.
-        """
+        """Run the prefix layer over the accepted path; return its last states [B, d]."""
         accepted = step.accepted
         states = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
         if self.prefix is not None:

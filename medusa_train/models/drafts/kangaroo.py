@@ -250,9 +250,7 @@ class KangarooDraft(Draft):
         step.caches[0].read_path(self.adapter, self.cast(states), step.accepted.lengths - 1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Compute the draft's logits [..., V] from the adapter's states [..., d], in float32 or
-        float64.
-        """
+        """Compute logits [..., V] from the adapter's states [..., d], in float32 or float64."""
         if self.own_lm_head is None:
             logits = self._target_model.logits(states.to(self._target_model.dtype))
         else:
@@ -311,7 +309,5 @@ class KangarooDraft(Draft):
         return next(self.adapter.parameters()).dtype
 
     def cast(self, states: Tensor) -> Tensor:
-        """Cast to the adapter's dtype. In training it may be more precise than the target
-        model's.
-        """
+        """Cast to the adapter's dtype, which may be more precise than the target model's."""
         return states.to(self._dtype)

@@ -82,8 +82,7 @@ class LookaheadDraft(LookupDraft):
         return LookaheadBranch(tokens, self._layout)
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Add the n-grams of the windows' columns to the pools, and move the windows by one
-        position.
+        """Add the n-grams of the windows' columns to the pools, and move the windows.
 
         The predicted tokens are copied from the device in one transfer.
         """

@@ -48,8 +48,7 @@ class MarkovBias(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def append_to(self, states: Tensor, batch: TokenRows, k: int) -> Tensor:
-        """Append E of the data's token t + k to head k's state at each t, [B, T, d] -> [B, T, d +
-        r].
+        """Append E[x_{t+k}] to head k's state at each t, [B, T, d] -> [B, T, d + r].
 
         Past the end of a document, where head k has no target, any token is used.
         """

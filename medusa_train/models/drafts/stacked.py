@@ -31,9 +31,7 @@ class StackedDraft(Draft):
         """
 
     def stack_heads(self) -> None:
-        """Stack the weights of each list of `parallel_linears` in memory, and likewise the
-        biases.
-        """
+        """Stack the weights, and the biases, of each list of `parallel_linears` in memory."""
         for linears in self.parallel_linears():
             for name in ("weight", "bias"):
                 parameters = [getattr(linear, name) for linear in linears]
