@@ -59,7 +59,7 @@ def missing_from_hub(name: str, reason: str) -> TargetModelError:
     """Return the error for a name that is not a directory, and that the hub does not deliver for a
     `reason`.
     """
-    # a similar local directory is no error before this: it may be named like an owner on the hub
+    # checked only after the hub failed: a local directory may have the name of an owner on the hub
     if similar := nearest_path(name):
         reason = (
             f"no such directory, and no such model on the Hugging Face hub; did you mean {similar}?"
