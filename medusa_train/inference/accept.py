@@ -1,11 +1,11 @@
 """Decide which nodes of a verified tree are accepted; pure functions on tokens and logits.
 
 There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Rejection* (lossless
-sampling) gives samples of the target model's distribution. *Typical* accepts tokens that the target model
-finds plausible enough: paths are longer, but the tokens are not samples of the target model's
-distribution.
+sampling) gives samples from the target model's distribution. *Typical* accepts tokens that the
+target model finds plausible enough: paths are longer, but the tokens are not samples from the
+target model's distribution.
 
-Each rule judges all nodes of all rows at once on the device and needs one transfer to the host;
+Each rule evaluates all nodes of all rows at once on the device and needs one transfer to the host;
 top-p needs another.
 """
 
@@ -29,8 +29,7 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: the tokens of these nodes, followed by the target model's token after the last one:
-            the new last token.
+        tokens: tokens of these nodes, then the target model's next token: the new last token.
     """
 
     path: list[int]
@@ -47,9 +46,9 @@ class Typical:
     """Typical acceptance: `p(x) > min(epsilon, delta * exp(-H(p)))` (Medusa, Typical Acceptance).
 
     Attributes:
-        temperature: of the distribution p, which top-p and top-k do not cut; above 0.
-        epsilon, delta: defaults of the reference implementation (the paper sets delta to the square
-            root of epsilon).
+        temperature: temperature of the distribution p, above 0. Top-p and top-k do not apply.
+        epsilon, delta: thresholds; the defaults are the reference implementation's (the paper sets
+            delta to the square root of epsilon).
 
     Raises:
         ConfigError: a value is out of range.
@@ -71,7 +70,8 @@ class Typical:
 
 AcceptanceRule = Greedy | Sampling | Typical
 
-#: What `accept_matching` reads of each node: the token that follows it, and its own.
+#: Indices into the second dimension of the `choices` of `accept_matching`: the token that follows a
+#: node, and the node's own token.
 TARGET_ARGMAX = 0
 NODE_TOKEN = 1
 
@@ -86,9 +86,10 @@ def accept(
     """Accept a path of each of B verified trees by `rule`.
 
     Args:
-        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the target model at
-            every node.
-        tree: of all rows, or one per row.
+        rule: acceptance rule.
+        node_tokens: long [B, n + 1], the root first.
+        logits: the target model's logits at every node, [B, n + 1, V].
+        tree: one tree for all rows, or one per row.
         generators: one per row, for `Sampling`.
 
     Raises:
@@ -106,12 +107,13 @@ def accept(
 def sample_next(
     rule: AcceptanceRule, logits: Tensor, generators: Sequence[torch.Generator] | None = None
 ) -> list[int]:
-    """Return the next token of each of B rows by `rule`, from its logits [B, V]; arguments and errors
-    as in `accept`.
+    """Choose the next token of each of B rows by `rule`, from its logits [B, V].
+
+    Arguments and errors are those of `accept`.
     """
     roots = torch.zeros(
         len(logits), 1, dtype=torch.long, device=logits.device
-    )  # whose tokens are not read
+    )  # root tokens, which are not read
     accepted = accept(rule, roots, logits[:, None], Tree.empty(), generators)
     return [row.tokens[-1] for row in accepted]
 
@@ -136,7 +138,7 @@ def accept_rejection(
     """Draw y from the target model's p at a node; descend if a child has token y, else y is the new
     last token (lossless).
 
-    The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals
+    The tree never changes what is drawn, so the tokens follow p with any draft. This equals
     recursive rejection sampling (accept a child with probability min(1, p / q), else continue with
     the residual distribution; SpecInfer, Multi-Step Speculative Sampling). The children are a
     head's top-k guesses or copied text and are not sampled, so q is 1 at each child's token. The
@@ -145,8 +147,8 @@ def accept_rejection(
     probabilities. Using the heads' softmax as q for children that were not sampled from it would
     change the output distribution.
 
-    A token is drawn at every node although only those of the path are used: draws at different
-    nodes are independent, and the host synchronises once.
+    A token is drawn at every node, although only the draws on the path are used. Draws at different
+    nodes are independent, and this way the host synchronizes once.
     """
     # 1. one random number for each node, none for padding
     counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]
@@ -154,7 +156,7 @@ def accept_rejection(
     u = uniforms(generators, counts, logits.device)  # [B, n + 1]
     # 2. a token after each node
     drawn = draw(warped, u)  # [B, n + 1]
-    # 3. the path of nodes that were drawn
+    # 3. the path of nodes whose tokens were drawn
     return accept_matching(torch.stack([drawn, node_tokens], dim=1), tree)
 
 
@@ -164,15 +166,15 @@ def accept_typical(
     """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa,
     Typical Acceptance).
 
-    The token after the path is the target model's argmax, accepted without a test, so every step adds a
-    token and the result is deterministic.
+    The token after the path is the target model's argmax. It is accepted without a test, so every
+    step adds a token and the result is deterministic.
     """
-    # 1. p at every node, and the threshold for the tokens below it
+    # 1. p at every node, and the threshold for the tokens of its children
     log_p = (_at_least_float32(logits) / rule.temperature).log_softmax(-1)  # [B, n + 1, V]
     entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, n + 1]
     threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)  # [B, n + 1]
 
-    # 2. each node by p and threshold at its parent; the root, its own parent here, passes
+    # 2. test each node with p and threshold of its parent. The root, its own parent here, passes
     parents = tree.parents.to(logits.device).clamp(min=0)  # [n + 1] or [B, n + 1]
     rows = torch.arange(len(node_tokens), device=logits.device)[:, None]  # [B, 1]
     token_log_p = log_p[rows, parents, node_tokens]  # [B, n + 1]
@@ -180,17 +182,17 @@ def accept_typical(
     typical[:, 0] = True
     token_log_p[:, 0] = 0.0
 
-    # 3. the path to each node: whether all of it is typical, and its log p
+    # 3. for the path to each node: whether all its tokens are typical, and its log p
     ancestors = tree.ancestors.to(logits.device).expand(len(node_tokens), -1, -1)
     path_typical = (typical[:, None] | ~ancestors).all(-1)  # [B, n + 1]
-    # selected, not multiplied: 0 * -inf would be NaN for impossible tokens
+    # select instead of multiplying: 0 * -inf would be NaN for impossible tokens
     score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # [B, n + 1]
 
     # 4. one transfer from the device, [B, 4, n + 1]
     following = next_tokens_of(logits).double()
     packed = torch.stack([following, node_tokens.double(), path_typical.double(), score], dim=1)
 
-    # 5. the deepest node with a typical path, the likeliest of these, and the token after it
+    # 5. the deepest node with a typical path (of several, the most probable), and its next token
     accepted = []
     for row, (following_row, tokens, on_path, scores) in enumerate(packed.tolist()):
         nodes: Nodes = tree.row(row)
@@ -213,7 +215,7 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 def next_tokens_of(logits: Tensor) -> Tensor:
     """Return the argmax over the vocabulary, [..., V] -> [...].
 
-    On a CPU torch's argmax of bfloat16 is five times slower than that of float32.
+    On a CPU, torch's argmax is five times slower in bfloat16 than in float32.
     """
     if logits.device.type == "cpu":
         logits = _at_least_float32(logits)
@@ -224,13 +226,14 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the one that follows its parent.
 
     Args:
-        choices: long [B, 2, n + 1]: the token that follows each node (`TARGET_ARGMAX`), and the node's
-            own (`NODE_TOKEN`).
+        choices: long [B, 2, n + 1]: the token that follows each node (`TARGET_ARGMAX`), and the
+            node's own token (`NODE_TOKEN`).
+        tree: one tree for all rows, or one per row.
     """
     accepted = []
     for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device
         children = tree.row(row).children
-        # from the root down, to the child with the token that follows; none has it at the end
+        # descend from the root to the child that has the next token, until no child has it
         path = [0]
         while True:
             next_token = following[path[-1]]

@@ -25,17 +25,21 @@ from medusa_train.trees.tree import Tree
 
 #: A batch is refilled once 1/4 of its rows are free: each refill costs a prefill.
 REFILL_FRACTION = 4
-#: Positions of a prefill pass of several prompts, padding included: more take no less time per
-#: token.
+#: Most positions in a prefill pass of several prompts, padding included. A larger pass takes no
+#: less time per token.
 PREFILL_TOKENS = 1024
-#: Positions of padding in such a pass: more take longer than another pass.
+#: Most padded positions in such a pass. More padding costs more than a second pass.
 PREFILL_PADDING = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A prompt to be continued in a batch, and for `Sampling` the only source of its row's random
-    numbers.
+    """A prompt to be continued in a batch.
+
+    Attributes:
+        request_id: identifies the answer in the results of `RunningBatch.step`.
+        prompt: token ids.
+        generator: for `Sampling`, the only source of random numbers of the row.
     """
 
     request_id: int
@@ -47,18 +51,19 @@ class BatchDecoder:
     """Generate answers to several prompts at once.
 
     Rows accept paths of different lengths and finish at different times. A finished row leaves the
-    batch, which goes on with fewer rows, and new ones may join. The tokens of a row do not depend
-    on the other rows, except that matrix products of another shape round differently, and that
+    batch, which continues with fewer rows, and new rows may join. The tokens of a row do not depend
+    on the other rows, with two exceptions. Matrix products of another shape round differently.
     Kangaroo's early stop, which all rows share, changes how many random numbers a sampled row
-    draws. Its distribution stays the same.
+    draws; its distribution stays the same.
 
     Args:
-        target_model: verifies the tokens. draft: proposes them. tree: the guesses to verify; by
-            default the empty tree.
+        target_model: verifies the tokens.
+        draft: proposes the tokens; None for plain decoding.
+        tree: draft tokens to verify; by default the empty tree.
 
     Attributes:
-        passes: verification passes so far over all batches; `Generation.steps` counts those of one
-            row.
+        passes: number of verification passes so far over all batches; `Generation.steps` counts the
+            passes of one row.
     """
 
     def __init__(
@@ -79,12 +84,11 @@ class BatchDecoder:
         rule: AcceptanceRule = Greedy(),
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
-        """Return an answer to every prompt, in their order; arguments and errors as in
-        `Decoder.stream`.
+        """Return an answer to every prompt, in the order of the prompts.
 
-        All rows are in memory at the same time: their number times the longest prompt and answer.
-        `seconds` of each answer is the time until it was complete. There is one generator per
-        prompt.
+        Arguments and errors are those of `Decoder.stream`, but with one generator per prompt. All
+        rows are in memory at the same time: the number of rows times the longest prompt and answer.
+        `seconds` of each answer is the time until it was complete.
         """
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
@@ -103,7 +107,7 @@ class BatchDecoder:
             batch.add_requests(group)
             while batch.active:
                 answers.update(batch.step())
-        answers.update(batch.step())  # those that ended with their prefill
+        answers.update(batch.step())  # answers that ended with their prefill
         return [answers[i] for i in range(len(prompts))]
 
     def begin(
@@ -120,8 +124,8 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def capture(self, rows: int, positions: int, rule: AcceptanceRule = Greedy()) -> None:
-        """After a first batch, capture the steps by `rule` of all with `rows` rows of `positions`
-        tokens, prompts included.
+        """Capture the steps of batches of up to `rows` rows of `positions` tokens (prompts
+        included) by `rule`. Does nothing before a first batch.
         """
         steps = self._idle_steps
         if steps is None:
@@ -133,18 +137,18 @@ class BatchDecoder:
 
     @property
     def can_batch(self) -> bool:
-        """Whether rows may share a pass: not with longrope, where the longest row would set the
-        angles of all.
+        """Whether rows may share a pass. With longrope they may not: the longest row would set the
+        rotary angles of all rows.
         """
         return self.target_model.rope_switch is None
 
     @property
     def limits(self) -> Limits:
-        """The limits of a step's guesses."""
+        """The limits of what the draft proposes in a step."""
         return proposal_limits(self.draft, self.tree)
 
     def acquire_steps(self) -> Steps:
-        """Return steps without rows, until `release_steps`."""
+        """Return steps without rows, for use until `release_steps`."""
         steps = self._idle_steps
         self._idle_steps = None
         if steps is not None:
@@ -155,7 +159,7 @@ class BatchDecoder:
         return Steps(self.target_model, self.draft, self.tree, kv_cache)
 
     def release_steps(self, steps: Steps) -> None:
-        """Keep the steps of a batch that is empty for the next one."""
+        """Keep the steps of an empty batch for the next batch."""
         steps.reset()
         self._idle_steps = steps
 
@@ -165,8 +169,9 @@ class _Row:
     """A sequence in a batch.
 
     Attributes:
-        limit: the most tokens that the answer may have.
-        started: reading of the clock when its request was added.
+        request: the request that the row answers.
+        limit: maximum number of tokens of the answer.
+        started: `time.perf_counter()` when the request was added.
         out: the answer so far.
     """
 
@@ -182,11 +187,11 @@ class _Row:
 
 
 class RunningBatch:
-    """Rows that share passes: `add_requests` adds some, `step` extends all. Created by
+    """Rows that share passes: `add_requests` adds rows, `step` extends all rows. Created by
     `BatchDecoder.begin`.
 
     Attributes:
-        active: the rows that are not finished, in the order of the cache's rows.
+        active: the rows that are not finished, in the order of the KV cache's rows.
     """
 
     def __init__(
@@ -211,8 +216,8 @@ class RunningBatch:
         Prompts of similar length share a pass, see `group_prompts`.
 
         Raises:
-            MedusaError: a prompt is empty or longer than the model's context; no request is added
-                then.
+            MedusaError: a prompt is empty or longer than the model's context. Then no request is
+                added.
             ValueError: rows can't share passes, see `BatchDecoder.can_batch`.
         """
         if len(self.active) + len(requests) > 1 and not self._decoder.can_batch:
@@ -276,7 +281,7 @@ class RunningBatch:
                 step_single(target_model, steps, text, last_tokens[0], self._rule, generators)
             ]
         self._decoder.passes += 1
-        # 2. its tokens, up to the end of each answer
+        # 2. append its tokens, up to the end of each answer
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
             new = truncate_at_stop(tokens[1:], self._stops, row.tokens_left)
             row.out.tokens += new
@@ -299,7 +304,7 @@ class RunningBatch:
             self._finished.append((row.request.request_id, row.out))
         if len(kept) == len(self.active):
             return
-        # 2. keep the others: those past the new end move into the gaps before it
+        # 2. keep the other rows: rows past the new end move into the gaps before it
         size = len(kept)
         stays = set(kept)
         movable = [i for i in kept if i >= size]
@@ -314,14 +319,14 @@ class RunningBatch:
 
 
 def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
-    """Group prompts of similar length for prefill; returns indices, groups of longer prompts first.
+    """Group prompts of similar length for prefill; return indices, groups of longer prompts first.
 
-    A group has at most `PREFILL_TOKENS` positions, `PREFILL_PADDING` of them padding, or it is a
-    single prompt.
+    A group has at most `PREFILL_TOKENS` positions, of which at most `PREFILL_PADDING` are padding,
+    or it is a single prompt.
     """
     groups: list[list[int]] = []
-    longest = 0  # of the current group, whose first prompt is the longest
-    padding = 0  # of the current group with the next prompt
+    longest = 0  # length of the current group's first prompt, which is its longest
+    padding = 0  # padded positions of the current group with the next prompt
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padding += longest - lengths[i]
         fits = (
@@ -338,6 +343,6 @@ def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:
-    """Return the rows' generators; None where they have none."""
+    """Return the generators of the rows; None if no row has one."""
     generators = [row.request.generator for row in rows if row.request.generator is not None]
     return generators or None

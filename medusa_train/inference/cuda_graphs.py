@@ -1,8 +1,8 @@
 """CUDA graphs: capture decoding steps, and replay them.
 
-A step over a few tokens launches hundreds of small kernels, which on a GPU takes longer than they
-run. A CUDA graph replays them with one launch, with the shapes and addresses that they were
-captured with. So steps that are replayed have fixed shapes, see `inference.step`.
+A step over a few tokens launches hundreds of small kernels, and launching them takes longer than
+running them. A CUDA graph replays them with one launch, with the shapes and addresses that they
+were captured with. So steps that are replayed have fixed shapes, see `inference.step`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Step = Callable[[], None]
 
 
 class Replayable(Protocol):
-    """What was captured of a step, for example a CUDA graph."""
+    """A captured step, for example a CUDA graph."""
 
     def replay(self) -> None:
         """Repeat the step."""
 
 
 class FixedShapeRunner:
-    """Runs steps of fixed shape one after the other; its subclasses capture them and replay what
-    they captured.
-    """
+    """Runs steps of fixed shape as they are; its subclasses capture the steps and replay them."""
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
         """Run `step`.
 
         Args:
-            graphs: captured so far for the step's buffers. key: of its shapes and addresses.
+            graphs: what has been captured so far for the step's buffers.
+            key: identifies the step's shapes and addresses.
+            step: the step.
         """
         step()
 
 
 class _NotCaptured(NamedTuple):
-    """A step that is run in place of a replay."""
+    """A step that is run instead of being replayed."""
 
     replay: Step
 
@@ -55,12 +55,12 @@ class _NotCaptured(NamedTuple):
 class GraphRunner(FixedShapeRunner):
     """Captures each step when it is first run, and replays it from then on.
 
-    All graphs share one memory pool. That is safe in any order of replays, since a step leaves
-    nothing in it: results are copied to buffers outside. If capture fails, steps run as they are
-    and a warning says so.
+    All graphs share one memory pool. That is safe in any order of replays, because a step leaves
+    nothing in the pool: it copies its results to buffers outside. If a capture fails, steps run as
+    they are and a warning says so.
 
     Attributes:
-        works: whether no capture failed so far.
+        works: False once a capture has failed, except for lack of memory.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class GraphRunner(FixedShapeRunner):
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
         """Run `step`, or replay what was captured under `key`.
 
-        The first run is the warm-up; capture runs nothing.
+        The first call runs the step once, as the warm-up; the capture itself runs nothing.
         """
         if key in graphs:
             graphs[key].replay()
@@ -81,7 +81,7 @@ class GraphRunner(FixedShapeRunner):
         try:
             graphs[key] = self._capture(step)
         except RuntimeError as error:
-            if is_out_of_memory(error):  # this step alone goes on without a graph
+            if is_out_of_memory(error):  # only this step continues without a graph
                 graphs[key] = _NotCaptured(step)
                 return
             self.works = False
@@ -95,7 +95,7 @@ class GraphRunner(FixedShapeRunner):
         raise NotImplementedError
 
     def _capture(self, step: Step) -> Replayable:
-        """Return what repeats the step, which capture need not run."""
+        """Capture the step, without having to run it; return what replays it."""
         raise NotImplementedError
 
 
@@ -109,12 +109,10 @@ class CudaGraphRunner(GraphRunner):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._first: torch.cuda.CUDAGraph | None = None  # that was captured
+        self._first: torch.cuda.CUDAGraph | None = None  # the first captured graph
 
     def _warm_up(self, step: Step) -> None:
-        """Run the step on the stream of the captures, so that lazily created kernels and workspaces
-        exist.
-        """
+        """Run the step on the capture stream, so that lazy kernels and workspaces exist."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -136,22 +134,24 @@ class CudaGraphRunner(GraphRunner):
             ):
                 step()
         except RuntimeError:
-            # before torch 2.13 the allocator still counts a failed capture as underway, and
+            # before torch 2.13, the allocator treats a failed capture as still running, and
             # `empty_cache` then fails
             with contextlib.suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             raise
         finally:
-            # a failed capture leaves its own stream as the current one
+            # a failed capture leaves the capture stream as the current stream
             torch.cuda.set_stream(current)
-        # nothing can be captured to a pool all of whose graphs are gone
+        # keep one graph alive: a pool without graphs can't be used for further captures
         if self._first is None:
             self._first = graph
         return graph
 
 
 def use_cuda_graphs(target_model: TargetModel) -> None:
-    """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
+    """Decode in steps that are captured as CUDA graphs, if the model is on a GPU and its steps can
+    be captured.
+    """
     if target_model.step_runner is None:
         target_model.step_runner = graph_runner(target_model.device, target_model.model)
 
@@ -169,15 +169,16 @@ def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
 
 
 def graph_obstacle(model: Any) -> str | None:
-    """Return why a transformers model waits for the device in a pass, so that it can't be captured;
-    None: it can.
+    """Return why the passes of a transformers model can't be captured (they make the host wait for
+    the device); None if they can.
     """
     config = model.config.get_text_config()
     if (rope_type := length_dependent_rope(config)) is not None:
         return f"changes its rotary angles with the length ({rope_type})"
     if has_experts(config):
         return "routes tokens to experts"
-    # products in 8 bits look for outliers on the host, those in 4 bits wait for nothing
+    # 8-bit matrix products search for outliers on the host; 4-bit products never wait for the
+    # device
     quantization = getattr(model.config, "quantization_config", None)
     four_bit = getattr(quantization, "load_in_4bit", False)
     if getattr(model, "is_quantized", False) and not four_bit:

@@ -1,4 +1,4 @@
-"""How a model's tokens are chosen: acceptance rule, sampling, and the size of batches."""
+"""How a model's tokens are chosen: acceptance rule, sampling, and batch size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from medusa_train.inference.sampling import Sampling
 
 @dataclass(frozen=True)
 class DecodingMode:
-    """The acceptance rule of the tree, the sampling of its baselines, and the size of batches.
+    """The acceptance rule of the tree, the sampling of its baselines, and the batch size.
 
     Attributes:
         acceptance: "greedy"; "sampling", which is lossless in distribution; or "typical", which is
             not.
-        temperature, top_p, top_k: of sampling; the temperature of typical acceptance, too.
-        epsilon, delta: of typical acceptance, see `Typical`.
-        batch_size: questions that are answered in the same passes.
-        seed: of sampling.
+        temperature: temperature of sampling and of typical acceptance.
+        top_p, top_k: sampling restrictions, see `Sampling`.
+        epsilon, delta: thresholds of typical acceptance, see `Typical`.
+        batch_size: number of questions that are answered in the same passes.
+        seed: random seed of sampling.
     """
 
     acceptance: Literal["greedy", "sampling", "typical"] = "greedy"
@@ -69,7 +70,7 @@ class DecodingMode:
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """The same as options of transformers' `GenerationConfig`."""
+        """`baseline_rule` as options of transformers' `GenerationConfig`."""
         rule = self.baseline_rule
         if isinstance(rule, Greedy):
             return {"do_sample": False}
@@ -81,9 +82,7 @@ class DecodingMode:
         }
 
     def seed_of(self, prompt: Sequence[int]) -> int:
-        """Return the seed of an answer, which depends on its prompt and not on the answers before
-        it.
-        """
+        """Return the seed of an answer. It depends on the prompt, not on the answers before it."""
         prompt_bytes = array("q", prompt).tobytes()  # 8 bytes a token
         return zlib.crc32(prompt_bytes, self.seed & 0xFFFFFFFF)
 
@@ -109,8 +108,8 @@ class DecodingMode:
         return {**values, "batch_size": self.batch_size}
 
     def directory_name(self, bench: str, *drafting: str) -> str:
-        """Name the report's directory: the bench, what is not the default, and `drafting`: what is
-        not the run's.
+        """Name the report's directory: the benchmark, `drafting` (draft settings that differ from
+        the run's) and the decoding settings that are not the default.
         """
         parts = [bench, *drafting]
         if self.acceptance != "greedy":
@@ -126,8 +125,9 @@ class DecodingMode:
 
 
 def mode_of(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoding mode that a report was measured with; older reports are of greedy
-    decoding.
+    """Return the decoding mode that a report was measured with.
+
+    Older reports have no entry; they were measured with greedy decoding.
     """
     return meta.get("decoding") or DecodingMode().as_json
 

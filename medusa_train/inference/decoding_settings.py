@@ -1,6 +1,4 @@
-"""With what a model decodes: dtype, quantization, compilation, and the device, as tree.json records
-it.
-"""
+"""The decoding setup that tree.json records: dtype, quantization, compilation and device."""
 
 from __future__ import annotations
 
@@ -16,23 +14,23 @@ from medusa_train.models.loading import quantization_of
 from medusa_train.models.precision import device_name
 from medusa_train.models.target_model import TargetModel
 
-#: The settings' entry in tree.json.
+#: Key of the settings in tree.json.
 _KEY = "form"
 
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """With what a target model decodes, as tree.json records it: latencies and the best tree depend on
-    it.
+    """The decoding setup of a target model, as tree.json records it. Latencies and the best tree
+    depend on it.
 
     Attributes:
-        dtype: of the weights, or of the matrix products of a quantized target model.
+        dtype: dtype of the weights; for a quantized target model, of its matrix products.
         quantization: "nf4", "int8" or another method's name; None: weights in `dtype`.
-        merged: False with an adapter next to the weights; merged into them it costs nothing.
+        merged: False if an adapter is separate from the weights. A merged adapter costs nothing.
         compiled: whether passes of a single row are compiled by torch.compile.
         device: "cpu" or "cuda".
-        device_name: of the processor or GPU.
-        threads: that torch uses on a CPU; None on a GPU.
+        device_name: name of the processor or GPU.
+        threads: number of threads that torch uses on a CPU; None on a GPU.
         graphs: whether steps are CUDA graphs.
     """
 
@@ -67,7 +65,7 @@ class DecodingSettings:
 
     @classmethod
     def load(cls, path: Path) -> DecodingSettings | None:
-        """Return the settings that a tree file records; None without any.
+        """Return the settings that a tree file records; None if it records none.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -83,7 +81,7 @@ class DecodingSettings:
         for name in names:
             if name not in settings and name != "graphs":
                 return None
-        # before there was "graphs", graphs and compilation went together
+        # files without "graphs" are from when a compiled model on a GPU always used graphs
         graphs = settings["compiled"] and settings["device"] == "cuda"
         settings = {"graphs": graphs, **settings}
         return cls(**{name: settings[name] for name in names})
@@ -93,8 +91,8 @@ class DecodingSettings:
         return {_KEY: asdict(self)}
 
     def differences(self, fitted: DecodingSettings) -> list[str]:
-        """Name the fields in which a tree's settings differ from these: "dtype bfloat16, now
-        float32".
+        """List the fields in which a tree's settings, `fitted`, differ from these, for example
+        "dtype bfloat16, now float32".
         """
         found: list[str] = []
         for name, value in asdict(fitted).items():

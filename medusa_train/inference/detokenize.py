@@ -7,13 +7,13 @@ from typing import Any
 
 from medusa_train.data.conversation import REASONING_TAGS
 
-#: At the end of a decoded text: its last character needs further tokens.
+#: A decoded text ends with this if its last character needs further tokens.
 _INCOMPLETE = "\ufffd"
 
 
 def hidden_ids(tokenizer: Any, shown: Collection[str] = REASONING_TAGS) -> frozenset[int]:
-    """Return the special tokens that no answer shows: all but reasoning tags, which are special in
-    some models.
+    """Return the special tokens that are left out of answers: all except those in `shown`, by
+    default reasoning tags, which are special tokens in some models.
     """
     special: dict[int, str] = {}
     for token, added in tokenizer.added_tokens_decoder.items():
@@ -47,6 +47,7 @@ class Detokenizer:
     may lose its leading space.
 
     Args:
+        tokenizer: decodes the tokens.
         hidden: tokens that are left out of the text.
     """
 
@@ -54,8 +55,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._tokens: list[int] = []
-        # tokens[context:done] are decoded again as context for tokens[done:], whose text is not
-        # returned yet
+        # The text of tokens[done:] is not returned yet. tokens[context:done] are decoded again as
+        # their context
         self._context = 0
         self._done = 0
 
@@ -68,13 +69,13 @@ class Detokenizer:
         return self.finish()
 
     def finish(self) -> str:
-        """Return the remaining text, an incomplete character as U+FFFD."""
+        """Return the remaining text, with an incomplete character as U+FFFD."""
         text = self._decode(self._context, len(self._tokens))
         returned = self._decode(self._context, self._done)
-        # an incomplete character changes how bytes before it are decoded
+        # an incomplete character can change how the bytes before it are decoded
         if not text.startswith(returned):
             text = returned + self._decode(self._done, len(self._tokens))
-        if len(text) > len(returned):  # a skipped token alone is no context
+        if len(text) > len(returned):  # a token without text is not enough context
             self._context = self._done
             self._done = len(self._tokens)
         return text[len(returned) :]
@@ -124,7 +125,7 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         self._held += text
-        # the first stop string in the text ends it
+        # the text ends before the first stop string
         found = [self._held.find(stop) for stop in self._stop]
         matches = [index for index in found if index >= 0]
         if matches:
@@ -134,7 +135,7 @@ class TextStream:
         return self._release(self._partial_stop_length())
 
     def _partial_stop_length(self) -> int:
-        """Return the number of last characters that could be the beginning of a stop string."""
+        """Return how many characters at the end could be the beginning of a stop string."""
         longest_stop = max((len(stop) for stop in self._stop), default=1)
         longest = min(len(self._held), longest_stop - 1)
         for count in range(longest, 0, -1):

@@ -1,6 +1,6 @@
 """Decode one answer at a time: prefill, then steps of `inference.step`.
 
-Plain decoding is the empty tree.
+Plain decoding uses the empty tree.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
 
-#: Seconds after which an answer that nobody reads on counts as abandoned for another thread, and
-#: for the thread that read it last. That one rarely goes on with it; but web servers read the pieces
-#: of one answer in changing threads.
+#: Seconds without reading after which an answer counts as abandoned, when another thread wants the
+#: decoder, and when the thread that read it last does. A thread that starts a second answer rarely
+#: continues the first; but web servers read the pieces of one answer in changing threads.
 ABANDONED_SECONDS = 10.0
 ABANDONED_HERE_SECONDS = 0.2
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
     Attributes:
         tokens: token ids, cut after an end-of-text token.
-        accepted: how many of them, from the first on, were drafted.
+        accepted: how many of them were draft tokens; these come first.
     """
 
     tokens: list[int]
@@ -51,8 +51,8 @@ class Generation:
     Attributes:
         tokens: generated ids, the closing end-of-text token included.
         steps: verification passes; the prefill, which gives the first token, is not counted.
-        accepted: per step, the number of drafted tokens that were accepted and kept.
-        seconds: wall time in total.
+        accepted: per step, the number of draft tokens that were accepted and kept.
+        seconds: total wall time.
         prefill_seconds: the part of `seconds` until the first token.
         finish: "eos", "length" (max_new_tokens) or "context" (the model's positions are used up).
     """
@@ -68,22 +68,23 @@ class Generation:
 class Decoder:
     """Generate answers one prompt at a time; `BatchDecoder` takes several at once.
 
-    Without a draft, or with the empty tree, each step verifies the root alone and no head is
-    computed. This is plain decoding by the same loop, and the baseline of every reported speedup. A
-    step synchronises with the device once, when the accepted tokens are read; with top-p also to
-    find the nucleus.
+    Without a draft, or with the empty tree, each step verifies the root alone and runs no draft.
+    This is plain decoding by the same loop, and the baseline of every reported speedup. A step
+    synchronizes with the device once, when the accepted tokens are read; with top-p also to find
+    the nucleus.
 
-    Threads may share a decoder: their answers wait for each other. See `stream`.
+    Threads may share a decoder: it holds one answer at a time, see `stream`.
 
     Args:
         target_model: verifies the tokens.
         draft: proposes them; None: plain decoding.
-        tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose
-            trees themselves.
+        tree: draft tokens to verify; by default the empty tree. Drafts that copy text choose trees
+            themselves.
         kv_cache: memory for keys and values; by default the decoder allocates its own and reuses it
             between answers. Decoders that answer in turns may share it.
-        continues: read only what is new of a prompt that begins with the text of the last answer,
-            as the turns of a chat do. Off by default: measured answers all begin from nothing.
+        continues: reuse the KV cache for the prefix that a prompt has in common with the last
+            prompt and answer, as in the turns of a chat. Off by default, so that measured answers
+            all start with an empty cache.
 
     Raises:
         MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
@@ -101,17 +102,17 @@ class Decoder:
         self.draft = draft
         self.tree = check_tree(target_model, draft, tree)
         if length_dependent_rope(target_model.config) is not None:
-            continues = False  # keys of a shorter text would have other angles
+            continues = False  # cached keys of a shorter text would have other rotary angles
         self._continues = continues
         self._kv_cache = kv_cache
         self._steps: Steps | None = None
-        # what the KV cache holds: prompt and answer, without the last token
+        # the text whose keys and values are cached: prompt and answer, without the last token
         self._cached_text: list[int] = []
         # Threads. The condition is held while a pass runs; between passes an answer belongs to the
         # thread that read its last step.
         self._turn = threading.Condition()
-        self._answers_started = 0  # the last one owns the memory
-        self._reader: int | None = None  # its thread; None once it is complete or closed
+        self._answers_started = 0  # the last answer that was started owns the memory
+        self._reader: int | None = None  # thread of that answer; None once it is complete or closed
         self._read_at = 0.0
 
     def generate(
@@ -148,16 +149,16 @@ class Decoder:
         """Generate an answer step by step. The first step is the prefill, which gives one token.
 
         The answer ends after the first end-of-text token (kept), after `max_new_tokens` tokens, or
-        at the end of the model's context: the last token is then predicted at position max_context
-        but never read. The iterator may be abandoned at any step.
+        at the end of the model's context. In the last case the last token is predicted for position
+        max_context but never read. The iterator may be abandoned at any step.
 
-        The decoder holds one answer at a time. The next one waits until this one is complete, closed
-        or dropped, or has not been read on for `ABANDONED_SECONDS`.
+        The decoder holds one answer at a time. The next answer waits until this one is complete,
+        closed or dropped, or nobody has read from it for `ABANDONED_SECONDS`.
 
         Args:
             prompt: at least one token id.
             max_new_tokens: at least 1; None: up to the end of the context.
-            eos_ids: tokens that end the answer; by default the target model's, empty for none.
+            eos_ids: tokens that end the answer; None: the target model's; empty: no token does.
             rule: acceptance rule, greedy by default; see `accept`.
             generator: random numbers for `Sampling`.
 
@@ -177,12 +178,12 @@ class Decoder:
                 (next_token,) = steps.prefill([prompt], rule, generators, num_cached)
             yield Step([next_token], 0)
 
-            # 2. then steps; the draft reads the prompt in the first one
-            text = list(prompt)  # prompt and answer up to the last token, not included
+            # 2. then steps; the draft reads the prompt in the first step
+            text = list(prompt)  # prompt and answer, without the last token
             num_generated = 1
             while next_token not in stops and num_generated < limit:
                 with self._pass(this_answer):
-                    # a step that fails or is interrupted leaves parts of two texts in the KV cache
+                    # a failed or interrupted step leaves parts of two texts in the KV cache
                     self._cached_text = []
                     path, tokens = step_single(
                         self.target_model, steps, text, next_token, rule, generators
@@ -200,7 +201,7 @@ class Decoder:
                     self._turn.notify_all()
 
     def _take_turn(self) -> int:
-        """Wait for an answer that is read, begin another, and return its number."""
+        """Wait until the current answer ends or is abandoned; return the number of a new answer."""
         this_thread = threading.get_ident()
         with self._turn:
             while self._reader is not None:
@@ -217,10 +218,10 @@ class Decoder:
 
     @contextmanager
     def _pass(self, answer: int) -> Iterator[None]:
-        """Keep other threads from the memory during a pass of an answer.
+        """Keep other threads from using the memory during a pass of an answer.
 
-        Inference mode is entered here and not by torch's decorator of generators, which would need
-        torch to close an abandoned stream, at the interpreter's end too.
+        Inference mode is entered here, not with torch's decorator on the generator: closing an
+        abandoned stream would then need torch, even while the interpreter exits.
 
         Raises:
             MedusaError: another answer was started.
@@ -234,11 +235,10 @@ class Decoder:
             self._reader, self._read_at = threading.get_ident(), time.monotonic()
 
     def _begin(self, prompt: list[int], limit: int, *, reserve: bool) -> tuple[Steps, int]:
-        """Return steps without rows, with room for the prompt, `limit` tokens and their tree, and
-        how many positions of the prompt the KV cache holds.
+        """Return steps without rows, and the number of positions of the prompt that are cached.
 
-        Memory of an earlier answer is used again if it is large enough. Without `reserve` the
-        memory grows with the answer.
+        The KV cache has room for the prompt, `limit` tokens and a tree. Memory of an earlier answer
+        is reused if it is large enough. Without `reserve`, memory is allocated as the answer grows.
         """
         nodes = proposal_limits(self.draft, self.tree).size + 1
         capacity = len(prompt) + limit + nodes
@@ -247,20 +247,20 @@ class Decoder:
             self._kv_cache = self.target_model.new_kv_cache(capacity)
         if self._steps is None or self._steps.kv_cache is not self._kv_cache:
             self._steps = Steps(self.target_model, self.draft, self.tree, self._kv_cache)
-        # 2. what they hold of the prompt; all else is dropped
+        # 2. keep the cached prefix of the prompt; drop everything else
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
         self._steps.reset(num_cached)
-        # graphs are captured for buffers that double
+        # with CUDA graphs, buffers grow by doubling, so that few of them are captured for
         if reserve and not self._steps.has_fixed_shapes:
             self._steps.make_room(1, capacity)
         return self._steps, num_cached
 
     def _count_cached(self, prompt: list[int], committed: int) -> int:
-        """Return how many positions of a prompt the KV cache holds from the last answer.
+        """Return how many positions of a prompt are in the KV cache from the last answer.
 
-        The last of the common tokens is read again: what a draft keeps of a position depends on the
-        token after it, too.
+        The last common token is read again: what a draft caches for a position also depends on the
+        next token.
         """
         if not self._continues:
             return 0
@@ -273,8 +273,8 @@ class Decoder:
 
     @torch.inference_mode()
     def capture(self, positions: int, rule: AcceptanceRule = Greedy()) -> None:
-        """After a first answer, capture the steps by `rule` of all with up to `positions` tokens,
-        the prompt's included.
+        """Capture the steps by `rule` for texts of up to `positions` tokens, prompt included. Does
+        nothing before a first answer.
         """
         if self._steps is not None:
             self._cached_text = []
@@ -291,27 +291,33 @@ def step_single(
     rule: AcceptanceRule,
     generators: Sequence[torch.Generator] | None,
 ) -> Accepted:
-    """Run a step of a single row; a longrope model reads its text again where its angles change.
+    """Run a step of a single row. At the length where a longrope model changes its rotary angles,
+    run the whole text again instead.
 
     Args:
-        text: prompt and answer up to the last token, not included.
+        target_model: verifies the tokens.
+        steps: the steps of the row.
+        text: prompt and answer, without the last token.
+        last_token: accepted but not verified yet.
+        rule: acceptance rule.
+        generators: the row's generator, for `Sampling`.
     """
-    switch = target_model.rope_switch  # number of tokens from which on angles are others
+    switch = target_model.rope_switch  # longer texts use the other angles; None: not longrope
     length = len(text)
-    # 1. the last token is the first with longrope's other angles: all keys get them, as in transformers'
-    # `generate`
+    # 1. with the last token, the text becomes long enough for longrope's other angles: recompute
+    # all keys with them, as transformers' `generate` does
     if switch is not None and length == switch:
         steps.reset()
         (following,) = steps.prefill([[*text, last_token]], rule, generators)
         return Accepted([0], [last_token, following])
-    # 2. no draft tokens where deeper nodes would make the model switch before the last token does
+    # 2. no draft tokens if deeper nodes would switch the angles before the last token does
     straddles = switch is not None and length < switch <= length + steps.limits.depth
     (accepted,) = steps.step([last_token], rule, generators, skip_draft=straddles)
     return accepted
 
 
 def check_tree(target_model: TargetModel, draft: Proposer | None, tree: Tree | None) -> Tree:
-    """Return the tree on the target model's device, empty without a draft.
+    """Return the tree on the target model's device; the empty tree without a draft.
 
     Raises:
         MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
@@ -332,7 +338,7 @@ def check_tree(target_model: TargetModel, draft: Proposer | None, tree: Tree | N
 
 
 def stop_tokens(target_model: TargetModel, eos_ids: Collection[int] | None) -> frozenset[int]:
-    """Return the tokens that end an answer; None: the target model's."""
+    """Return the tokens that end an answer: `eos_ids`, or the target model's if it is None."""
     if eos_ids is None:
         eos_ids = target_model.eos_ids
     return frozenset(eos_ids)
@@ -341,7 +347,7 @@ def stop_tokens(target_model: TargetModel, eos_ids: Collection[int] | None) -> f
 def max_answer_length(
     target_model: TargetModel, prompt: list[int], max_new_tokens: int | None
 ) -> int:
-    """Return how many tokens fit, at most `max_new_tokens`: the last one is never read, so it may
+    """Return how many tokens fit, at most `max_new_tokens`. The last token is never read, so it may
     be one position past the context.
 
     Raises:
@@ -367,7 +373,7 @@ def max_answer_length(
 
 
 def truncate_at_stop(tokens: list[int], stops: Collection[int], limit: int) -> list[int]:
-    """Cut accepted tokens after the first end-of-text token and at `limit`."""
+    """Cut accepted tokens after the first end-of-text token and after `limit` tokens."""
     for i, token in enumerate(tokens[:limit]):
         if token in stops:
             return tokens[: i + 1]

@@ -1,4 +1,4 @@
-"""Generate text for text: chats and raw prompts, whole or streamed."""
+"""Generate text from chats or raw prompts, whole or streamed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
 
 
 class Piece(NamedTuple):
-    """Some text of an answer, and whether the token that completed it was an accepted draft token."""
+    """A piece of an answer's text, and whether the token that completed it was a draft token."""
 
     text: str
     drafted: bool
@@ -43,9 +43,9 @@ class Piece(NamedTuple):
 
 @dataclass
 class Reply:
-    """A streamed answer. Iterate over it for its pieces; the attributes grow with them.
+    """A streamed answer. Iterate over it for its pieces; each piece updates the attributes.
 
-    A loop that is left and begun again loses nothing.
+    A new loop over it continues where the last one stopped.
 
     Attributes:
         text: the text so far.
@@ -67,15 +67,15 @@ class Reply:
     finish: FinishReason | Literal["stop"] | None = None
 
     def __post_init__(self) -> None:
-        # This generator must not refer to the reply: a reply in a reference cycle that is dropped
-        # would keep other threads waiting until the garbage collector finds it.
+        # This generator must not refer to the reply: a dropped reply in a reference cycle would
+        # keep other threads waiting until the garbage collector finds it.
         self._remaining = _tokens_of(self._steps)
         self._started: float | None = None
         self._is_closed = False
 
     @property
     def tokens_per_step(self) -> float:
-        """Acceleration rate; 1.0 for plain decoding."""
+        """Mean acceptance length (tokens per step); 1.0 for plain decoding."""
         if not self.steps:
             return 1.0
         return (len(self.tokens) - 1) / self.steps
@@ -99,8 +99,8 @@ class Reply:
         raise StopIteration
 
     def _take_token(self) -> Piece:
-        """Take one token, or what is left at the end; return the text that it completes, which may
-        be empty.
+        """Take one token, or at the end the text that was held back; return the text that it
+        completes, which may be empty.
         """
         taken = next(self._remaining, None)
         if self._is_closed:  # by another thread, during the pass
@@ -108,7 +108,7 @@ class Reply:
         if taken is None:
             self._is_closed = True
             self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
-            # what was held back as the possible beginning of a stop string
+            # text that was held back as the possible beginning of a stop string
             piece = Piece(self._stream.finish(), drafted=False)
         else:
             self.steps, token, drafted = taken
@@ -122,16 +122,16 @@ class Reply:
         return piece
 
     def close(self) -> None:
-        """End the answer where it is, which lets other threads use the model.
+        """End the answer now, so that other threads can use the model.
 
-        A thread that reads it ends it after the pass that is under way.
+        If another thread is reading it, the answer ends after the current pass.
         """
         self._is_closed = True
         with suppress(ValueError):  # the generator is running in another thread
             self._steps.close()
 
     def read(self) -> str:
-        """Generate the rest and return the whole text."""
+        """Generate the rest of the answer and return the whole text."""
         for _ in self:
             pass
         return self.text
@@ -147,13 +147,13 @@ def _tokens_of(steps: Iterator[Step]) -> Iterator[tuple[int, int, bool]]:
 
 
 class Model:
-    """A target model with its draft and tree that takes and returns text.
+    """A target model with its draft and tree; takes and returns text.
 
     Threads may share a model: it answers one prompt after the other.
 
     Args:
         target_model: the language model.
-        draft, tree: for speculative decoding; without them decoding is plain.
+        draft, tree: draft and tree of speculative decoding; without them, decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
     """
@@ -167,7 +167,7 @@ class Model:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.target_model = target_model
-        # turns of a chat: the text so far is not read again
+        # `continues`: the next turn of a chat does not read the earlier turns again
         self._decoder = Decoder(target_model, draft, tree, continues=True)
         self._template = chat_template
         self._template_kwargs = chat_template_kwargs
@@ -196,12 +196,12 @@ class Model:
         raw: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Reply:
-        """Stream the answer piece by piece. Numbers may be those of numpy or torch; None means
-        the default of an option.
+        """Stream the answer piece by piece. Numbers may be numpy's or torch's; None means the
+        default of an option.
 
-        A model streams one answer at a time. The next one waits until it is complete, closed or
-        dropped. If nobody reads it on for 10 seconds, or for a moment in the thread that starts the
-        next one, it ends with an error.
+        A model streams one answer at a time. The next call waits until this answer is complete,
+        closed or dropped. If nobody has read from it for 10 seconds (0.2 seconds if the thread that
+        read it makes the next call), the next answer starts and this one ends with an error.
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content (text, or
@@ -210,26 +210,27 @@ class Model:
             max_new_tokens: maximum length of the answer; None: up to the end of the context.
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
-            typical: typical acceptance at this temperature instead of sampling: longer steps, but
-                the tokens do not follow the model's distribution.
+            typical: use typical acceptance at this temperature instead of sampling: steps accept
+                more tokens, but the tokens do not follow the model's distribution.
             epsilon, delta: thresholds of typical acceptance, see `Typical`.
             stop: strings that end the answer; they are not part of it. None: no strings.
-            eos_ids: a token or tokens that end the answer; by default the model's.
-            seed: for sampling; None for a new one in every call.
-            raw: continue `prompt` as it is, without a chat template: a text, before which the
-                tokenizer's BOS token comes once, or token ids.
+            eos_ids: one or several token ids that end the answer; by default the model's.
+            seed: random seed for sampling; None for a new seed in every call.
+            raw: continue `prompt` as it is, without a chat template. It is a text, which gets the
+                tokenizer's BOS token unless it begins with it, or token ids.
             tools: functions that the model may call, as OpenAI's clients describe them. Calls are
-                text of the answer, in the markup of the model; nothing is executed.
+                part of the answer's text, in the model's markup; nothing is executed.
 
         Raises:
-            DataError: a message has no text, or holds what is not text, or the last one is the
-                assistant's; tools are no list of functions, or the chat template has none.
+            DataError: a message has no text, or contains something else, or the last message is the
+                assistant's; `tools` is not a list of functions, or the chat template does not
+                support tools.
             MedusaError: the prompt does not fit the model's context, an option is out of range or
-                of another type, or the model has no chat template.
+                has the wrong type, or the model has no chat template.
         """
         if max_new_tokens is not None:
             max_new_tokens = _integer("max_new_tokens", max_new_tokens)
-        # 1. the acceptance rule; greedy decoding is the limit of both others
+        # 1. the acceptance rule; at temperature 0, the other two rules become greedy decoding
         rule: AcceptanceRule = Greedy()
         temperature = _number("temperature", temperature, 0.0)
         if temperature and typical:
@@ -249,8 +250,8 @@ class Model:
             if not -(2**63) <= seed < 2**64:
                 raise MedusaError(f"seed: expected a number of 64 bits, got {seed}")
             generator.manual_seed(seed)
-        # 2. where the answer ends. A stop string that is a special token is found among the tokens,
-        # since the text is decoded without these
+        # 2. where the answer ends. A stop string that is a special token becomes a stop token,
+        # because the text is decoded without special tokens
         tokenizer = self.target_model.tokenizer
         stop_texts = _stop_strings(stop)
         ending = (
@@ -262,7 +263,7 @@ class Model:
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token.special and str(token) in stop_texts:
                 stops.add(token_id)
-        # 3. the stream of tokens, and its text
+        # 3. the stream of tokens, and the stream of text
         prompt_ids = self._ids(prompt, raw, tools)
         steps = self._decoder.stream(prompt_ids, max_new_tokens, stops, rule, generator)
         return Reply(steps, TextStream(tokenizer, stop_texts), frozenset(stops), max_new_tokens)
@@ -270,7 +271,7 @@ class Model:
     def _ids(
         self, prompt: Prompt, raw: bool, tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
-        """Return the token ids of a prompt, by the chat template unless it is `raw`."""
+        """Return the token ids of a prompt, rendered by the chat template unless it is `raw`."""
         if raw and tools:
             raise MedusaError("tools are written by the chat template, which raw=True leaves out")
         if raw:
@@ -301,9 +302,10 @@ class Model:
             return self._chat.prompt(messages, variables)
 
     def _raw_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, after what the tokenizer puts before every text (BOS).
+        """Return the token ids of a text, with the tokenizer's prefix of every text (BOS).
 
-        A text that a chat template rendered may begin with it already.
+        A text that a chat template rendered may begin with BOS already; then the prefix is not
+        repeated.
         """
         if SURROGATES.search(text):
             raise DataError("the prompt contains a lone surrogate, which UTF-8 cannot encode")
@@ -317,7 +319,7 @@ class Model:
 
 
 def _integer(name: str, value: Any) -> int:
-    """Return an integer of any library; raises MedusaError for anything else."""
+    """Return an integer of any library as an int; raises MedusaError for anything else."""
     try:
         return operator.index(value)
     except TypeError:
@@ -325,7 +327,9 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any, default: float) -> float:
-    """Return a number of any library, `default` for None; raises MedusaError for anything else."""
+    """Return a number of any library as a float, or `default` for None; raises MedusaError for
+    anything else.
+    """
     if value is None:
         return default
     try:
@@ -335,14 +339,14 @@ def _number(name: str, value: Any, default: float) -> float:
 
 
 def _token_ids(expected: str, ids: Any) -> list[int]:
-    """Return one token id or a flat collection of them, such as a list, an array or a tensor.
+    """Return the list of one token id or of a flat collection of them (list, array, tensor).
 
-    Raises MedusaError with what was `expected` for anything else.
+    Raises a MedusaError that begins with `expected` for anything else.
     """
     try:
-        if isinstance(ids, bytes):  # a text to others, but a collection of numbers in Python
+        if isinstance(ids, bytes):  # meant as text, but Python iterates over its numbers
             raise TypeError
-        if getattr(ids, "ndim", 1) and hasattr(ids, "__iter__"):  # a tensor of one number has both
+        if getattr(ids, "ndim", 1) and hasattr(ids, "__iter__"):  # a scalar tensor has __iter__ too
             return [operator.index(token) for token in ids]
         return [operator.index(ids)]
     except TypeError:
@@ -353,7 +357,7 @@ def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
     """Return the strings that end an answer.
 
     Raises:
-        MedusaError: one is empty, or no string.
+        MedusaError: one is empty or not a string.
     """
     if stop is None:
         return []

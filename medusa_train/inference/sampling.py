@@ -10,9 +10,9 @@ from torch import Tensor
 
 from medusa_train.errors import ConfigError
 
-#: Largest logits among which a nucleus is looked for first, and then where these are too few,
-#: before the whole vocabulary is sorted. On a CPU finding 1,024 of 50,000 logits takes four times
-#: as long as finding 128.
+#: The nucleus is searched for among the FEW_CANDIDATES largest logits, then among the
+#: NUCLEUS_CANDIDATES largest, and only then in the sorted vocabulary. On a CPU, the top 1,024 of
+#: 50,000 logits take four times as long as the top 128.
 FEW_CANDIDATES = 128
 NUCLEUS_CANDIDATES = 1024
 
@@ -52,12 +52,12 @@ class Sampling:
     def warp(self, logits: Tensor) -> Tensor:
         """Divide logits [..., V] by the temperature and set those outside top-k and top-p to -inf.
 
-        With top-p, the device is read once, or once more for rows with a large nucleus.
+        Top-p needs one transfer to the host, and another one if a row has a large nucleus.
         """
         vocab = logits.shape[-1]
         # 1. temperature
         logits = logits / self.temperature
-        # 2. the k most probable tokens, and those as probable as the last of them
+        # 2. the k most probable tokens, and all tokens that tie with the last of them
         candidates = min(FEW_CANDIDATES, vocab)
         if 0 < self.top_k < vocab:
             candidates = self.top_k
@@ -73,10 +73,10 @@ def keep_nucleus(logits: Tensor, top_p: float, num_candidates: int) -> Tensor:
     """Set logits [..., V] outside the smallest set of most probable tokens with total probability
     `top_p` to -inf.
 
-    The set is looked for among the `num_candidates` largest logits of each distribution, then among
-    `NUCLEUS_CANDIDATES` where these hold less than `top_p`; only where those hold less, too, all
-    are sorted. Of equal logits at the edge of the set those with the highest token ids are kept, as
-    by sorting.
+    The set is searched for among the `num_candidates` largest logits of each distribution. If their
+    probability is below `top_p`, it is searched for among `NUCLEUS_CANDIDATES`. Only if that is too
+    few as well, all logits are sorted. Of tied logits at the edge of the set, those with the
+    highest token ids are kept, as sorting would do.
     """
     flat = logits.reshape(-1, logits.shape[-1])  # [N, V]
     vocab = flat.shape[-1]
@@ -84,11 +84,11 @@ def keep_nucleus(logits: Tensor, top_p: float, num_candidates: int) -> Tensor:
     candidates, tokens = flat.topk(num_candidates)  # [N, c]
     mass = flat.softmax(-1).gather(-1, tokens).cumsum(-1)  # [N, c]
     count = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True)  # [N, 1]
-    # 2. cut what is less probable than the last of them
+    # 2. cut the tokens that are less probable than the last one in the set
     smallest = candidates.gather(-1, count - 1)  # [N, 1]
     cut = flat < smallest  # [N, V]
-    # 3. tokens as probable as the last of them that are too many, and distributions whose
-    # candidates are too few: one transfer from the device
+    # 3. one transfer from the device: whether too many tokens tie with the last one in the set, and
+    # whether a distribution has too few candidates
     surplus = vocab - cut.sum(-1, keepdim=True) - count  # [N, 1]
     short = mass[:, -1] < top_p  # [N]
     any_tied, any_short = torch.stack([(surplus > 0).any(), short.any()]).tolist()
@@ -96,7 +96,7 @@ def keep_nucleus(logits: Tensor, top_p: float, num_candidates: int) -> Tensor:
         tied = flat == smallest  # [N, V]
         cut |= tied & (tied.cumsum(-1, dtype=torch.int32) <= surplus)
     nucleus = flat.masked_fill(cut, float("-inf"))
-    # 4. look further where candidates were too few
+    # 4. search further in distributions with too few candidates
     if any_short:
         rest = flat[short]
         if num_candidates < NUCLEUS_CANDIDATES < vocab:
@@ -109,7 +109,7 @@ def keep_nucleus(logits: Tensor, top_p: float, num_candidates: int) -> Tensor:
 def keep_nucleus_by_sorting(logits: Tensor, top_p: float) -> Tensor:
     """Compute `keep_nucleus` by sorting all logits [..., V]."""
     ascending, tokens = logits.sort(dim=-1, stable=True)  # [..., V]
-    # the least probable tokens with at most 1 - top_p together, but never the most probable one
+    # the least probable tokens, with at most 1 - top_p in total; never the most probable token
     tail = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     tail[..., -1] = False
     cut = tail.scatter(-1, tokens, tail)  # by token id
@@ -119,9 +119,9 @@ def keep_nucleus_by_sorting(logits: Tensor, top_p: float) -> Tensor:
 def uniforms(
     generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Draw `counts[b]` numbers in [0, 1) for each row, float64 [B, max(counts)], padded with 0.
+    """Draw `counts[b]` numbers in [0, 1) for row b; float64 [B, max(counts)], right-padded with 0.
 
-    Each row draws from its generator as many numbers as it would alone, whatever else is in the
+    Each row draws as many numbers from its generator as it would alone, whatever else is in the
     batch.
     """
     rows: list[Tensor] = []
@@ -137,19 +137,19 @@ def uniforms(
 def draw(logits: Tensor, u: Tensor) -> Tensor:
     """Draw a token from softmax(logits) by inverse transform sampling at `u`, long [...].
 
-    The cumulative sum runs over token ids rather than sorted probabilities, so that rounding, which
-    may swap two nearly equal ones, hardly ever changes the result. A token of probability zero is
-    never drawn.
+    The cumulative sum runs in the order of token ids, not of sorted probabilities. Rounding can
+    swap two nearly equal probabilities in a sorted order; in this order it hardly ever changes the
+    result. A token of probability zero is never drawn.
 
     Args:
         logits: [..., V] in float32 (or float64, for tests), -inf for excluded tokens.
         u: float64 [...], in [0, 1).
     """
-    # 1. the cumulative distribution: float32 sums would lose tokens below 3e-8; in place, since a
-    # vocabulary for each is a large allocation
+    # 1. the cumulative distribution in float64: float32 sums would lose tokens below 3e-8. The sum
+    # is in place, since a vocabulary per distribution is a large allocation
     cumulative = logits.softmax(-1).double().cumsum_(-1)  # [..., V]
     total = cumulative[..., -1:]  # [..., 1], 1 up to rounding
-    # 2. where u falls: below the total, since for no u below 1 does u * total round up to it
+    # 2. where u falls: always below the total, since u * total never rounds up to it for u < 1
     place = u[..., None] * total  # [..., 1]
     # 3. the first token whose cumulative probability exceeds it
     return torch.searchsorted(cumulative, place, right=True)[..., 0]

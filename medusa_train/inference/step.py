@@ -1,36 +1,41 @@
-"""One decoding step of one or several rows: what happens between two tokens.
+"""One decoding step of one or several rows.
 
     host                          device
     ----                          ------
-    last tokens, paths     --->   1. compact: accepted nodes move behind the committed positions
-                                  2. draft:   it reads them, and guesses a tree below the last tokens
+    last tokens, paths     --->   1. compact: move accepted nodes next to the committed positions
+                                  2. draft:   extend by them, propose a tree below the last tokens
                                   3. verify:  one pass of the target model over all nodes
                                   4. keep:    states and tokens of the nodes, for the next step
     paths, last tokens     <---   5. accept:  by the target model's logits at the nodes
 
-A row, by the columns of its keys and values (`trees.kv_cache`), = being committed ones. L was the
-last token, and a, b, c the nodes below it; of these b was accepted, and N is the target model's
+The columns of a row in the KV cache (`trees.kv_cache`); = is a committed position. L was the last
+token, and a, b, c were the nodes below it. Of these, b was accepted, and N is the target model's
 token after b. N is the new *last token*: accepted, but not verified yet. It is the root, node 0, of
 the next tree:
 
     before      = = = L a b c        L in column 3, path 0 2
     1. compact  = = = L b            L and b are committed
-    2. draft                         L and b are read; x, y, z are guessed
+    2. draft                         reads L and b; proposes x, y, z
     3. verify   = = = L b N x y z    the last token N, and the nodes below it
     5. accept                        a path from N down, and the target model's token after it
 
-Plain decoding is the empty tree. The column of the last token is also the number of positions before
-it, the row's *length*. Steps run in one of two ways:
+Plain decoding uses the empty tree. The column of the last token is also the number of positions
+before it, the row's *length*. Steps run in one of two ways:
 
-- in exact sizes: the device gets no needless work, by what the host knows of the rows. Compiled
-  passes read whole blocks of columns.
-- in fixed shapes, which `inference.cuda_graphs` replays: no size or address depends on the rows, and
-  the device is never waited for. Passes have 2, 4, 8, ... rows, paths of the tree's depth and whole
-  blocks of columns, so that few graphs are captured.
+- In exact sizes: sizes follow from what the host knows about the rows, so the device does no
+  needless work. Compiled passes read whole blocks of columns.
+- In fixed shapes, which `inference.cuda_graphs` replays: no size or address depends on the rows,
+  and the host never waits for the device. Passes have 2, 4, 8, ... rows, paths of the tree's depth
+  and whole blocks of columns, so that few graphs are captured.
 
-Letters: B rows of a pass, n nodes of the tree below its root, m branch tokens next to it
-(`trees.lookahead_branch`), D depth of the deepest node; P nodes that accepted paths are padded to,
-the longest of them, and in fixed shapes D + 1; d the width of states, V tokens.
+Shapes:
+    B: rows of a pass.
+    n: nodes of the tree below its root.
+    m: branch tokens next to the tree (`trees.lookahead_branch`).
+    D: depth of the deepest node.
+    P: nodes that accepted paths are padded to: the longest path, or D + 1 in fixed shapes.
+    d: width of hidden states.
+    V: vocabulary size.
 """
 
 from __future__ import annotations
@@ -79,18 +84,18 @@ _log = logging.getLogger(__name__)
 
 
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
-    """Return the limits of what `draft` proposes for `tree`; of size 0 without a draft."""
+    """Return the limits of what `draft` proposes for `tree`; (0, 0) without a draft."""
     return Limits(0, 0) if draft is None else draft.limits(tree)
 
 
 @dataclass
 class _Row:
-    """What the host keeps of an active row between two steps.
+    """What the host keeps about an active row between two steps.
 
     Attributes:
         start: position of the root of the last verified tree.
-        path: the nodes of that tree that were accepted, in order, the root (0) first.
-        request_state: what the draft keeps, see `Proposer.new_request_state`.
+        path: accepted nodes of that tree in order, the root (0) first.
+        request_state: the draft's request state, see `Proposer.new_request_state`.
     """
 
     start: int
@@ -99,18 +104,18 @@ class _Row:
 
     @property
     def length(self) -> int:
-        """Position of the last token: right behind the accepted nodes, once they are compacted."""
+        """Position of the last token: right after the accepted nodes, once they are compacted."""
         return self.start + len(self.path)
 
 
 class _Inputs(NamedTuple):
-    """What the device gets in a step of B rows: one upload, [B, 3 + P].
+    """Inputs of the device in a step of B rows: one upload, [B, 3 + P].
 
     Attributes:
-        last_tokens: long [B].
+        last_tokens: last token of each row, long [B].
         starts: positions of the roots of the last trees, long [B].
-        counts: how many nodes of the last trees were accepted, long [B].
-        path: these nodes, long [B, P], padded at the end.
+        counts: number of accepted nodes of the last trees, long [B].
+        path: the accepted nodes, long [B, P], right-padded.
     """
 
     last_tokens: Tensor
@@ -121,14 +126,14 @@ class _Inputs(NamedTuple):
 
 @dataclass
 class _FixedBuffers:
-    """What steps of fixed shape read and write, at addresses that stay the same.
+    """Tensors that steps of fixed shape read and write, at fixed addresses.
 
     Attributes:
-        pinned: the packed inputs on the host, long [rows, 3 + D + 1]; pinned for a GPU, so that the
-            upload is asynchronous.
-        packed: the same on the device.
-        choices: what a greedy rule reads, long [rows, 2, n + 1], see `accept_matching`.
-        logits: what other rules read, [rows, n + 1, V]; None until there is such a rule.
+        pinned: packed inputs on the host, long [rows, 3 + D + 1]; in pinned memory for a GPU, so
+            that the upload is asynchronous.
+        packed: packed inputs on the device.
+        choices: what the greedy rule reads, long [rows, 2, n + 1], see `accept_matching`.
+        logits: what other rules read, [rows, n + 1, V]; None until such a rule is used.
     """
 
     pinned: Tensor
@@ -138,7 +143,7 @@ class _FixedBuffers:
 
 
 class _Prefilled(NamedTuple):
-    """Prompts that the target model has read and the draft has not, see `Steps.add_rows`."""
+    """Prompts that the target model has read but the draft has not, see `Steps.add_rows`."""
 
     hidden_states: HiddenStates
     tokens: Tensor
@@ -149,40 +154,41 @@ class _Prefilled(NamedTuple):
 class Steps:
     """The steps of one or several rows with one tree, on memory that is kept between answers.
 
-    The active rows are the first ones of all buffers. `prefill` adds rows, `select_rows` removes
-    some, `step` extends all.
+    The active rows are the first rows of all buffers. `prefill` adds rows, `select_rows` removes
+    rows, `step` extends all rows.
 
     Args:
+        target_model: verifies the nodes.
         draft: proposes the nodes; None for plain decoding.
-        tree: what the draft fills, with its tensors on the target model's device.
-        kv_cache: for the keys and values of the target model.
+        tree: tree that the draft fills, with its tensors on the target model's device.
+        kv_cache: KV cache of the target model.
 
     Attributes:
-        limits: of what the draft proposes.
+        limits: largest size and depth of what the draft proposes.
     """
 
     def __init__(
         self, target_model: TargetModel, draft: Proposer | None, tree: Tree, kv_cache: KVCache
     ) -> None:
         self._target_model = target_model
-        # 1. the draft and its tree; without anything to propose no head is computed
-        self._empty_tree = Tree.empty().to(target_model.device)  # of plain decoding
+        # 1. the draft and its tree; a draft that can propose nothing is not run
+        self._empty_tree = Tree.empty().to(target_model.device)  # for plain decoding
         self.limits = proposal_limits(draft, tree)
         if self.limits.size == 0:
             draft, tree, self.limits = None, self._empty_tree, Limits(0, 0)
         self._draft = draft
         self._tree = tree
         self._aux_layers: tuple[int, ...] = () if draft is None else draft.aux_layers
-        # 2. keys and values: of the target model's layers, and of each layer of the draft on its own
+        # 2. KV caches: one for all layers of the target model, and one for each layer of the draft
         num_caches = 0 if draft is None else draft.num_caches
         self.kv_cache = kv_cache
         self._draft_caches = [kv_cache.like(1) for _ in range(num_caches)]
         self._all_caches = [kv_cache, *self._draft_caches]
-        self._resets = kv_cache.resets  # others may share and reset it, see `committed`
-        # 3. what copies from the host is computed here: in a CUDA graph it is not possible
+        self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
+        # 3. compute here what copies from the host, because a CUDA graph can't do that
         tree.prepare_levels()
         self._masks = target_model.node_masks(tree.ancestors, tree.depths)
-        # 4. whether steps have fixed shapes, and what was captured of them
+        # 4. whether steps have fixed shapes, and the captured steps
         self._has_fixed_tree = draft is None or draft.fixed_shape
         self._runner: FixedShapeRunner | None = target_model.step_runner
         if self._runner is not None and not self._has_fixed_tree:
@@ -191,20 +197,20 @@ class Steps:
             _log.info("%s chooses the shape of its trees: its steps run without CUDA graphs", name)
         self._graphs: dict[Hashable, Replayable] = {}
         self._weights: list[int] = []  # addresses that the graphs read
-        # 5. the active rows, and what a step leaves on the device for the next one
+        # 5. the active rows, and what a step keeps on the device for the next step
         self._rows: list[_Row] = []
         self._prefilled: _Prefilled | None = None
         self._allocate(kv_cache.rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate what a step reads of the step before, for `rows` rows, and the buffers of steps of
-        fixed shape.
+        """Allocate for `rows` rows: what a step keeps for the next step, and the buffers of steps
+        of fixed shape.
         """
         target_model = self._target_model
         nodes = self.limits.size + 1  # n + 1
         new = partial(torch.zeros, device=target_model.device)
         self._allocated_rows = rows
-        # 1. of the nodes of the last tree: their states, those of auxiliary layers, and their tokens
+        # 1. hidden states, auxiliary hidden states and tokens of the nodes of the last tree
         width = target_model.hidden_size
         self._hidden = new(rows, nodes, width, dtype=target_model.dtype)
         self._aux: Tensor | None = None
@@ -224,7 +230,7 @@ class Steps:
 
     @property
     def _row_states(self) -> list[Tensor]:
-        """What a step reads of the step before, by row."""
+        """Tensors that a step reads from the step before; the first dimension is the row."""
         states = [self._hidden, self._tokens]
         if self._aux is not None:
             states.append(self._aux)
@@ -243,15 +249,15 @@ class Steps:
         """Verify a tree below the last token of each row, and accept a path of it.
 
         Args:
-            last_tokens: of each row: what `prefill` returned, then the last token of what was
-                accepted.
-            rule: by which a path is accepted, see `accept`.
+            last_tokens: last token of each row: the token that `prefill` returned, later the last
+                of the accepted tokens.
+            rule: acceptance rule, see `accept`.
             generators: one for each row, for rules that sample.
-            skip_draft: verify no draft tokens; steps of fixed shape verify their tree all the same.
+            skip_draft: verify no draft tokens. Steps of fixed shape ignore this.
 
         Returns:
-            For each row the accepted nodes, the root (0) first, and the tokens: the root's, those of
-            the accepted nodes below it, and the target model's own next one, the new last token.
+            For each row, the accepted nodes, the root (0) first; and the tokens of these nodes,
+            followed by the target model's next token, which is the new last token.
         """
         self._add_prefilled_rows()
         # 0. on the host: the inputs, and how many columns the rows and their trees need
@@ -268,13 +274,13 @@ class Steps:
                 last_tokens,
                 skip_draft=skip_draft,
             )
-            active = len(self._rows)  # a compiled pass may have further rows
+            active = len(self._rows)  # a compiled pass may have more rows
             accepted = accept(
                 rule, proposal.tokens[:active], logits[:active], proposal.tree, generators
             )
-        # 6. on the host: what the next step begins with
+        # 6. on the host: prepare the next step
         for row, (path, tokens) in zip(self._rows, accepted, strict=True):
-            row.start = row.length  # by the old path, so before it is replaced
+            row.start = row.length  # uses the old path, so do this before replacing it
             row.path = path
             if self._draft is not None:
                 self._draft.extend_request_state(row.request_state, tokens[:-1])
@@ -292,8 +298,9 @@ class Steps:
 
         Args:
             packed: inputs, long [B, 3 + P], see `_pack`.
-            num_columns: for the rows and the largest tree that may be proposed.
-            last_token_list: the last tokens on the host, in exact sizes.
+            num_columns: number of columns for the rows and the largest tree that may be proposed.
+            last_token_list: the last tokens on the host; only for exact sizes.
+            skip_draft: verify no draft tokens.
 
         Returns:
             The proposal, and the logits of its nodes, [B, n + 1, V].
@@ -309,8 +316,8 @@ class Steps:
         if self._may_have_gaps(inputs.path):
             compact(storage, starts, inputs.path)
 
-        # 2. draft. It may run the target model's first layers over the nodes of a tree that it is
-        # given, so it gets their inputs
+        # 2. draft. A draft with a fixed tree may run the target model's first layers over its
+        # nodes, so it gets their inputs
         nodes: NodeInputs | None = None
         if draft is not None:
             if draft.fixed_shape and not skip_draft:
@@ -332,7 +339,7 @@ class Steps:
                 longest = max(row.length for row in self._rows)
                 key_length = self._key_length(longest + tree.size + 1)
             nodes = self._place_nodes(tree, lengths, storage, key_length)
-        elif tree.size < self._tree.size:  # the draft stopped early, at some level
+        elif tree.size < self._tree.size:  # the draft stopped early, at a level above the last
             nodes = nodes.first_nodes(tree.size + 1)
         hidden_states, logits = self._target_model.run_nodes(
             tokens, nodes, self._aux_layers, proposal.aux
@@ -360,7 +367,7 @@ class Steps:
         if self._runner is not None:
             count = _power_of_two(count)
             path_length = self.limits.depth + 1
-        # single rows need memory for a single row, which compiled programs expect
+        # graphs and compiled programs run at least 2 rows, unless memory is allocated for one row
         if self._runner is not None or (self._is_compiled and self._has_fixed_tree):
             count = min(max(count, 2), self._allocated_rows)
         packed: list[list[int]] = []
@@ -373,10 +380,10 @@ class Steps:
         return packed
 
     def _may_have_gaps(self, path: Tensor) -> bool:
-        """Return whether an accepted node may be elsewhere than right behind the one before."""
+        """Return whether an accepted node may not be right after the previous one."""
         if self._runner is not None:
             return path.shape[1] > 1
-        # paths begin with 0 and increase: without a gap the last node is the number of those before
+        # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
         return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
 
     def _draft_step(
@@ -386,13 +393,13 @@ class Steps:
         last_token_list: Sequence[int],
         nodes: NodeInputs | None,
     ) -> DraftStep:
-        """Return what the draft gets: the accepted nodes of B rows with what was kept of them, its
-        caches, and the inputs of the `nodes` of a tree that it is given.
+        """Return the draft's inputs: the accepted nodes of B rows with their states and tokens, the
+        draft's caches, and the inputs of the `nodes` of a fixed tree.
         """
         rows = len(inputs.path)  # B
         aux = self._aux
         if aux is not None:
-            aux = aux[:rows]  # [B, n + 1, d of auxiliary layers]
+            aux = aux[:rows]  # [B, n + 1, d * number of auxiliary layers]
         accepted = AcceptedPath(
             hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
@@ -417,7 +424,7 @@ class Steps:
 
     @property
     def _request_states(self) -> list[Any]:
-        """What the draft keeps of each active row; a pass may have further rows, without a state."""
+        """The draft's request state of each active row; other rows of a pass have none."""
         return [row.request_state for row in self._rows]
 
     def _place_nodes(
@@ -429,16 +436,16 @@ class Steps:
     ) -> NodeInputs:
         """Return the inputs of a pass over the nodes of a tree, see `TargetModel.place_nodes`."""
         target_model = self._target_model
-        # 1. a single row in memory for one writes slices, at a column that the host knows. A root
-        # that sees all columns needs no mask
+        # 1. a single row in a single-row cache writes a slice, at a column that the host knows. A
+        # root that sees all columns needs no mask
         first_column: int | None = None
         if self._runner is None and len(lengths) == 1 and storage.shape[ROWS] == 1:
             first_column = self._rows[0].length
             in_window = target_model.window is None or key_length <= target_model.window
             if tree.size == 0 and in_window and not self._is_compiled:
-                column = lengths[:, None]  # [1, 1]: also its position, which is in the context
+                column = lengths[:, None]  # [1, 1]; also its position, within the context
                 return NodeInputs(column, None, column, first_column, storage, key_length)
-        # 2. others get the mask of their tree
+        # 2. all other passes get the mask of their tree
         masks = self._masks
         if tree is not self._tree:
             masks = target_model.node_masks(tree.ancestors, tree.depths)
@@ -451,7 +458,7 @@ class Steps:
         return self._target_model.compiled is not None
 
     def _key_length(self, positions: int) -> int:
-        """Return how many columns attention reads where `positions` are needed."""
+        """Return how many columns attention reads if `positions` columns are needed."""
         if self._runner is not None:
             return ceil_div(positions, self.kv_cache.block) * self.kv_cache.block
         return round_up_to_block(positions) if self._is_compiled else positions
@@ -467,11 +474,11 @@ class Steps:
         generators: Sequence[torch.Generator] | None,
     ) -> list[Accepted]:
         """Run a step from fixed buffers to fixed buffers, and return the accepted paths."""
-        # 1.-4. A greedy rule needs no logits: those of 16 rows of 64 nodes over 152,000 tokens are
-        # 311 MB, which each step would copy
+        # 1.-4. The greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of
+        # 64 nodes and a vocabulary of 152,000 tokens
         keep_logits = not isinstance(rule, Greedy)
         self._run_fixed(fixed, packed_rows, num_columns, keep_logits=keep_logits)
-        # 5. accept; a pass may have further rows after the active ones
+        # 5. accept; a pass may have more rows after the active ones
         active = len(self._rows)
         choices = fixed.choices[:active]  # [active, 2, n + 1]
         if fixed.logits is None or not keep_logits:
@@ -486,21 +493,21 @@ class Steps:
         *,
         keep_logits: bool,
     ) -> None:
-        """Run 1. to 4., and leave the results in the first rows of `choices` and `logits`."""
+        """Run stages 1 to 4, and leave the results in the first rows of `choices` and `logits`."""
         assert self._runner is not None
         count = len(packed_rows)  # B
         if keep_logits and fixed.logits is None:
             shape = (*self._tokens.shape, self._target_model.vocab_size)
             fixed.logits = self._hidden.new_zeros(shape)
-        # 1. the upload, by way of a tensor that is not pinned. The last upload from the pinned one
-        # is over, since accepting that step waited for the device
+        # 1. the upload, by way of pinned memory. The previous upload from it is complete, because
+        # accepting that step waited for the device
         fixed.pinned[:count].copy_(torch.tensor(packed_rows))
         packed = fixed.packed[:count]  # [B, 3 + D + 1]
         packed.copy_(fixed.pinned[:count], non_blocking=True)
-        # 2. buffers of keys and values with enough columns, now: a step must not enlarge them
+        # 2. give the KV caches enough columns now, because a captured step must not enlarge them
         buffers = [cache.storage(num_columns) for cache in self._all_caches]
 
-        # 3. the step; a graph belongs to addresses, which change with the columns of a buffer
+        # 3. the step. A graph is bound to addresses, which change with the columns of a buffer
         def step() -> None:
             proposal, logits = self._device_step(packed, num_columns)
             if keep_logits and fixed.logits is not None:
@@ -517,7 +524,8 @@ class Steps:
         """Drop all rows, and keep the memory.
 
         Args:
-            num_cached: positions of the first row, at most `committed`, that a `prefill` continues.
+            num_cached: number of positions of the first row to keep for the next `prefill`, at most
+                `committed`.
         """
         self._rows = []
         self._prefilled = None
@@ -528,13 +536,13 @@ class Steps:
         self._resets = self.kv_cache.resets
 
     def make_room(self, rows: int, positions: int) -> None:
-        """Allocate memory for `rows` active rows of up to `positions` positions, and move what
-        there is.
+        """Allocate memory for `rows` active rows of up to `positions` positions, and copy the
+        present rows to it.
         """
         self._add_prefilled_rows()
         allocated = self._allocated_rows
         if self._rows and rows > allocated:
-            rows = _power_of_two(rows)  # rows that join one by one move the others a few times only
+            rows = _power_of_two(rows)  # rows that join one by one cause few copies
         for cache in self._all_caches:
             cache.make_room(rows, self._key_length(positions))
         if rows <= allocated:
@@ -552,19 +560,22 @@ class Steps:
         generators: Sequence[torch.Generator] | None = None,
         num_cached: int = 0,
     ) -> list[int]:
-        """Run the prompts of further rows in one causal pass, padded behind, and return the first
-        token of each answer.
+        """Run the right-padded prompts of new rows in one causal pass, and return the first token
+        of each answer.
 
-        There must be room for them. The draft reads the prompts later, before the next step, so that
-        the first token does not wait for it.
+        There must be room for the rows. The draft reads the prompts later, before the next step, so
+        that the first token does not wait for it.
 
         Args:
-            num_cached: positions of a single prompt that the KV cache holds already.
+            prompts: token ids of each row.
+            rule: acceptance rule.
+            generators: one for each row, for rules that sample.
+            num_cached: number of positions that are already in the KV cache, for a single prompt.
         """
         assert num_cached == 0 or len(prompts) == 1
         self._add_prefilled_rows()
         self._drop_stale_graphs()
-        # 1. the tokens, padded behind
+        # 1. the right-padded tokens
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt[num_cached:], *[0] * (longest - len(prompt))] for prompt in prompts]
         tokens = torch.tensor(padded, device=self._target_model.device)  # [B, T]
@@ -593,12 +604,15 @@ class Steps:
     ) -> None:
         """Add rows whose prompts are in the KV cache, and let the draft read them.
 
-        The last token of a prompt counts as a verified tree without nodes, of which the root was
-        accepted, so that the first step is like all others.
+        The last token of a prompt is treated as a verified empty tree whose root was accepted, so
+        that the first step is like all others.
 
         Args:
-            hidden_states: of the prompts behind their first `num_cached` positions, [B, T, d].
-            tokens: the same, long [B, T], padded behind.
+            hidden_states: states of the prompts after their first `num_cached` positions, [B, T,
+                d].
+            tokens: tokens of the same positions, long [B, T], right-padded.
+            prompts: token ids of each row.
+            num_cached: number of positions that the caches held before the prefill.
         """
         first = len(self._rows)
         count = len(prompts)
@@ -617,8 +631,9 @@ class Steps:
             self._rows.append(_Row(len(prompt) - 1, [0], state))
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows only: row i becomes the former row `rows[i]` >= i, so that no row is
-        overwritten before it is copied.
+        """Keep only these rows: row i becomes the former row `rows[i]`.
+
+        `rows[i] >= i` must hold, so that no row is overwritten before it is copied.
         """
         self._add_prefilled_rows()
         for row, source in enumerate(rows):
@@ -626,7 +641,7 @@ class Steps:
                 continue
             for state in self._row_states:
                 state[row] = state[source]
-            # the nodes of the last tree are not compacted yet, so all of its columns
+            # copy all columns of the last tree, because its nodes are not compacted yet
             positions = self._rows[source].start + self.limits.size + 1
             for cache in self._all_caches:
                 cache.copy_row(source, row, positions)
@@ -634,8 +649,9 @@ class Steps:
 
     @property
     def committed(self) -> int:
-        """Positions of the first row that its KV cache and the draft's hold permanently: up to the
-        root of its last tree, which the draft has not read; 0 after other steps used the same KV cache.
+        """Number of positions of the first row that are final in the KV caches of target model and
+        draft: those before the root of its last tree, which the draft has not read yet. It is 0 if
+        other steps have used the same KV cache since.
         """
         if not self._rows or self.kv_cache.resets != self._resets:
             return 0
@@ -649,9 +665,9 @@ class Steps:
         return self._runner is not None
 
     def _drop_stale_graphs(self) -> None:
-        """Forget what was captured if a weight has moved since: a replay would read freed memory.
+        """Drop the captured graphs if a weight has moved since: a replay would read freed memory.
 
-        Weights move by `.to()`, by merging an adapter, and if others are assigned.
+        Weights move by `.to()`, by merging an adapter, or by assigning new ones.
         """
         if self._runner is None:
             return
@@ -666,22 +682,24 @@ class Steps:
         """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer
         waits for it.
 
-        Drops all rows. Does nothing before a first answer, which allocates the memory, nor for
-        steps that are not replayed.
+        Drops all rows. Does nothing before a first answer, which allocates the memory, or if steps
+        are not replayed.
 
         Args:
-            keep_logits: for a rule that reads them; the greedy one does not.
+            rows: largest number of rows.
+            positions: largest number of positions of a row.
+            keep_logits: copy the logits out of the graph, for all rules except the greedy one.
         """
         fixed = self._fixed
         if fixed is None or not all(cache.is_allocated for cache in self._all_caches):
             return
-        # 1. one buffer for all lengths; graphs of other buffers are of no use
+        # 1. one buffer for all lengths; graphs that were captured for other buffers are useless
         end = min(self._key_length(positions), self.kv_cache.capacity)
         for cache in self._all_caches:
             cache.settle(end)
         self._graphs.clear()
-        # 2. a step of each size, the trees at the end of the columns; the largest first, since a
-        # smaller step fits into the memory of a larger one
+        # 2. a step of each size, with the trees in the last columns. The largest comes first,
+        # because a smaller step fits into the memory of a larger one
         nodes = self._tree.size + 1
         key_lengths = range(self._key_length(nodes + 1), end + 1, self.kv_cache.block)
         counts = {min(_power_of_two(max(count, 2)), rows) for count in range(1, rows + 1)}

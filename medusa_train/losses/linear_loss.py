@@ -1,4 +1,4 @@
-"""Cross-entropy and distillation losses of an lm_head's logits, of which only a chunk is in memory.
+"""Cross-entropy and distillation losses that keep only one chunk of an lm_head's logits in memory.
 
 Logits are computed a chunk of positions at a time, and used while the chunk is in memory (as in
 Liger Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989):
@@ -6,28 +6,33 @@ Liger Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989):
     hidden [N, d] -- positions with a target --> states [C, d] of a chunk
         |  1. one product W h
     products [C, V]
-        |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient, which replaces the products
+        |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient
+        |     (the gradient overwrites the products)
     gradient [C, V]
         |  3. two products
-    gradients over W [V, d] and over states [C, d]
+    gradients with respect to W [V, d] and states [C, d]
 
-A block of logits fits the caches, and only blocks are float32: chunks have the products' dtype.
+A block of logits fits into the caches. Only blocks are float32: chunks have the products' dtype.
 
 Gradients are computed in one of two ways:
 
-- with `grad_scale`, together with the loss. The factor that the caller will apply to the loss is
-  given beforehand, so gradients of trained matrices are added to their `.grad` without a copy of
-  that size, and the logits are computed once. For training in one process.
-- without it, by autograd's backward pass, from logits that are computed a second time. A matrix's
-  gradient then exists only while that pass visits its loss, and hooks on the matrix see it, as
-  DeepSpeed needs.
+- With `grad_scale`, together with the loss. The caller gives the factor on the loss beforehand, so
+  the logits are computed once, and gradients of trained matrices are added to their `.grad` without
+  a temporary of that size. For training in one process.
+- Without it, in autograd's backward pass, which computes the logits again. A matrix's gradient then
+  exists only while the pass visits its loss, and hooks on the matrix see it, as DeepSpeed needs.
 
 Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a
 cross-entropy up to a constant, and its gradient with respect to the logits is softmax minus target.
 
-Letters: N positions (the B x T of a micro-batch, flattened), M of them with a target, C of a chunk,
-b of a block; V tokens, d the width of states, r of a low-rank part (LoRA, or a bias of the token
-before).
+Shapes:
+    N: positions (B x T of a micro-batch, flattened).
+    M: positions with a target.
+    C: positions of a chunk.
+    b: positions of a block.
+    V: vocabulary size.
+    d: width of hidden states.
+    r: rank of a low-rank part (LoRA, or a bias that depends on the previous token).
 """
 
 from __future__ import annotations
@@ -46,12 +51,12 @@ from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype
 
-#: Bytes of a chunk's logits; a teacher has a buffer of its own for as many.
+#: Bytes of a chunk's logits; a teacher needs a second buffer of this size.
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-#: Chunks of a GPU grow up to so many bytes, or to this fraction of its memory: the smaller of both.
+#: On a GPU, chunks grow up to this many bytes or this share of its memory, whichever is smaller.
 _MAX_CHUNK_BYTES = 2 << 30
 _MEMORY_SHARE = 1 / 32
-#: Positions of the smallest chunk.
+#: Fewest positions of a chunk.
 _LEAST_CHUNK = 512
 #: Bytes of a block's float32 logits.
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
@@ -61,11 +66,13 @@ class Teacher(NamedTuple):
     """The teacher's part of the target; it gets no gradients.
 
     Attributes:
-        hidden: [N, d'], aligned with the student's positions.
-        lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        shift: position n of the student is compared with position n + shift of the teacher, which
-            is in the same row for every position with a target.
-        teacher_weight: weight of the teacher in the target; the label has the rest.
+        hidden: the teacher's hidden states [N, d'], at the same positions as the student's.
+        lm_head: the teacher's lm_head over the same V tokens; its LoRA branch is applied without
+            dropout.
+        shift: position n of the student is compared with position n + shift of the teacher. For
+            every position with a target, both are in the same row.
+        teacher_weight: weight of the teacher in the target; the label has weight 1 -
+            teacher_weight.
         divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same
             gradient.
     """
@@ -81,8 +88,9 @@ class LossSums(NamedTuple):
     """Sums over the supervised positions of one call, float32 (float64 for float64 weights).
 
     Attributes:
-        loss_sum: the loss in nats; the only differentiable one, without `grad_scale`.
-        correct: long scalar, positions whose argmax is the label.
+        loss_sum: the loss in nats. Without `grad_scale` it is differentiable; the other sums are
+            not.
+        correct: number of positions whose argmax is the label, long scalar.
         ce_sum: cross-entropy against the labels, in nats.
         kl_sum: KL(teacher || student) in nats; 0 without a teacher.
     """
@@ -102,26 +110,26 @@ def linear_loss(
     chunk: int | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
-    """Sum over positions of the cross-entropy (or divergence) between the target distribution and
-    the student's.
+    """Sum the cross-entropy (or divergence) between the target distribution and the student's over
+    all positions with a target.
 
     Positions with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and
-    low-rank matrices get gradients in their own dtype if they require them, the teacher gets none.
+    low-rank matrices get gradients in their own dtype if they require them; the teacher gets none.
     Products run in the weight's dtype or autocast's (a float32 master weight is cast once per
-    pass); softmax and loss are float32. A divergence from a teacher whose distribution equals the
-    student's bit for bit, and its gradients, are exactly 0.
+    pass); softmax and loss are float32. If the teacher's distribution equals the student's bit for
+    bit, the divergence and its gradients are exactly 0.
 
     Args:
-        hidden: [N, d].
-        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is
-            then [N, d + r]).
-        targets: long [N], indices of logits (token ids, unless there is a token_map) or
-            IGNORE_INDEX.
-        teacher: its part of the target distribution; None for labels only.
-        chunk: positions per chunk; default `chunk_size`.
+        hidden: the student's hidden states, [N, d].
+        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (then
+            `hidden` is [N, d + r]).
+        targets: indices of logits (token ids, unless there is a token_map) or IGNORE_INDEX, long
+            [N].
+        teacher: the teacher's part of the target distribution; None for labels only.
+        chunk: positions per chunk; by default `chunk_size`.
         grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned
             loss has no graph. Gradients of leaf matrices in the softmax's dtype are added to
-            `.grad` directly, without running hooks; the other gradients go through the tensors'
+            `.grad` directly, without running hooks. The other gradients flow through the tensors'
             graphs, which are freed.
 
     Raises:
@@ -135,14 +143,14 @@ def linear_loss(
         low, high = torch.stack(labels.aminmax()).tolist()  # one transfer from the device
         if low < 0 or high >= vocab:
             raise IndexError(f"targets from {low} to {high} do not fit a vocabulary of {vocab}")
-    # 2. what student and teacher compute logits from
+    # 2. the tensors from which student and teacher compute logits
     tensors = _tensors_of(lm_head, hidden, positions)
     teacher_tensors: _Tensors | None = None
     if teacher is not None:
         teacher_tensors = _teacher_tensors(teacher, positions)
     autocast = autocast_dtype(hidden.device.type)
     loss = _ChunkedLoss(lm_head, labels, positions, teacher, teacher_tensors, autocast, chunk)
-    # 3. the sums, with gradients at once or in autograd's backward pass
+    # 3. the sums, with gradients now or in autograd's backward pass
     if grad_scale is None:
         return LossSums(*_LinearLoss.apply(loss, *tensors))
     trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
@@ -164,8 +172,8 @@ def linear_loss(
 
 
 class GraphCut:
-    """States detached from their graphs, whose gradients are collected for one backward pass into
-    these graphs.
+    """Detaches states from their graphs and collects their gradients, for one backward pass through
+    these graphs later.
     """
 
     def __init__(self) -> None:
@@ -180,7 +188,7 @@ class GraphCut:
         return leaf
 
     def backward(self) -> None:
-        """Pass on the gradients that the leaves have got."""
+        """Run the backward pass with the gradients of the leaves."""
         pairs = [(state, leaf.grad) for state, leaf in self._pairs if leaf.grad is not None]
         self._pairs.clear()
         if pairs:
@@ -190,9 +198,7 @@ class GraphCut:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The sums, whose gradients are computed in the backward pass, from logits that are computed
-    again.
-    """
+    """Computes the sums; its backward pass computes the logits again, and their gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: _ChunkedLoss, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -208,8 +214,8 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tensors = _Tensors(*ctx.saved_tensors)
         grads = _zero_gradients(tensors, ctx.needs_input_grad[1:])
-        # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed
-        # float16's range
+        # apply the factor (1 / number of targets, loss scaling) before casting: unscaled sums may
+        # exceed the range of float16
         ctx.loss.sums(tensors, grads, float(grad_loss))
         cast: list[Tensor | None] = [None]
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -218,17 +224,20 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Tensors(NamedTuple):
-    """What logits are computed from, or the gradients of these tensors: None where there is none.
+    """The tensors from which logits are computed, or the gradients of these tensors; None if there
+    is no such tensor or gradient.
 
         raw logits = weight h + bias + up z
 
-    With LoRA z is scaling * A h and up is B; with a token bias z is the embedding of the token
-    before and up is R. Autograd handles what leads to z.
+    With LoRA, z is scaling * A h and up is B. With a token bias, z is the embedding of the previous
+    token and up is R. Autograd computes the gradients of everything before z.
 
     Attributes:
-        hidden: [N, d], of which the supervised positions are read.
-        weight: [V, d]. bias: [V].
-        z: [M, r], at the supervised positions. up: [V, r].
+        hidden: h at all positions, [N, d]; only the supervised ones are read.
+        weight: [V, d].
+        bias: [V].
+        z: z at the supervised positions, [M, r].
+        up: [V, r].
     """
 
     hidden: Any = None
@@ -242,9 +251,7 @@ _NO_GRADIENTS = _Tensors()
 
 
 def _tensors_of(lm_head: LMHead, hidden: Tensor, positions: Tensor) -> _Tensors:
-    """Return what an lm_head's logits at `positions` [M] of `hidden` [N, d] or [N, d + r] are
-    computed from.
-    """
+    """Return the tensors for an lm_head's logits at `positions` [M] of `hidden` [N, d (+ r)]."""
     weight, bias = lm_head.weight, lm_head.bias
     if lm_head.token_bias is not None:
         width = weight.shape[1]  # d
@@ -258,7 +265,7 @@ def _tensors_of(lm_head: LMHead, hidden: Tensor, positions: Tensor) -> _Tensors:
 
 @torch.no_grad()
 def _teacher_tensors(teacher: Teacher, positions: Tensor) -> _Tensors:
-    """Return what the teacher's logits for the student's `positions` are computed from."""
+    """Return the tensors for the teacher's logits at the student's `positions`."""
     lm_head = teacher.lm_head
     if lm_head.low_rank is not None:
         without_dropout = replace(lm_head.low_rank, dropout=lambda states: states)
@@ -273,9 +280,10 @@ def _zero_gradients(tensors: _Tensors, trained: Sequence[bool], in_place: bool =
     positions.
 
     Args:
-        trained: whether each of the tensors is trained.
-        in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is
-            none so far.
+        tensors: the tensors.
+        trained: for each tensor, whether it is trained.
+        in_place: for matrices whose `.grad` can be added to directly, return `.grad`; create it if
+            there is none.
     """
     dtype = _softmax_dtype(tensors.weight)
     grads: dict[str, Tensor] = {}
@@ -303,11 +311,13 @@ class _ChunkedLoss:
     """The loss at M supervised positions.
 
     Attributes:
-        lm_head: of the student.
-        labels: indices of logits, long [M]. positions: long [M], among N.
-        teacher: None for labels only. teacher_tensors: what its logits are computed from.
-        autocast: the products' dtype under autocast; None without autocast: the weights' own.
-        chunk: positions of a product; None: `chunk_size`.
+        lm_head: the student's lm_head.
+        labels: indices of logits, long [M].
+        positions: the supervised positions, indices into N, long [M].
+        teacher: the teacher; None for labels only.
+        teacher_tensors: the tensors for the teacher's logits.
+        autocast: dtype of products under autocast; None without autocast: the weights' own dtype.
+        chunk: positions per chunk; None: `chunk_size`.
     """
 
     lm_head: LMHead
@@ -321,14 +331,17 @@ class _ChunkedLoss:
     def sums(
         self, tensors: _Tensors, grads: _Tensors = _NO_GRADIENTS, scale: float = 1.0
     ) -> LossSums:
-        """Return the sums, and add `scale` times the gradients of the loss to `grads`; without
-        autograd and autocast.
+        """Return the sums, and add `scale` times the gradients of the loss to `grads`. Uses neither
+        autograd nor autocast.
 
         Args:
-            grads: those of states are zeros, of which each supervised position is assigned once.
-                That of `hidden` excludes what flows to hidden through z, which autograd adds.
+            tensors: the tensors for the student's logits.
+            grads: gradients to add to. Those of `hidden` and `z` must be zeros: each supervised
+                position is assigned once. The gradient of `hidden` excludes the part that flows
+                through z, which autograd adds.
+            scale: factor on the gradients.
         """
-        # 1. the logits of student and teacher, and positions of a chunk and of a block
+        # 1. the logits of student and teacher, and the sizes of chunks and blocks
         count = len(self.labels)  # M
         student = _Logits(tensors, self.lm_head, self.positions, self.autocast)
         vocab = student.weight.shape[0]
@@ -346,11 +359,12 @@ class _ChunkedLoss:
             )
             teacher.allocate(min(chunk, count))
         # 2. float16 gradients are scaled before the products that sum over positions, so that the
-        # sums stay in range for every loss scale; others after them, where there are fewer numbers
+        # sums stay in range for every loss scale. Other gradients are scaled after these products,
+        # because their results have fewer numbers
         scale_before, scale_after = 1.0, scale
         if student.weight.dtype == torch.float16:
             scale_before, scale_after = scale, 1.0
-        # 3. chunk by chunk, C of M positions, and block by block, b of C
+        # 3. chunk by chunk, C of the M positions, and block by block, b of the C positions
         zero = student.weight.new_zeros((), dtype=student.dtype)
         sums = LossSums(zero, self.labels.new_zeros(()), zero.clone(), zero.clone())
         any_grad = any(grad is not None for grad in grads)
@@ -362,7 +376,7 @@ class _ChunkedLoss:
                 logit_grad = self._add_block(sums, student, teacher, block, any_grad)  # [b, V]
                 if logit_grad is None:
                     continue
-                if grads.bias is not None:  # summed in the softmax's dtype
+                if grads.bias is not None:  # sum in the softmax's dtype
                     grads.bias.add_(logit_grad.sum(dim=0), alpha=scale)
                 if scale_before != 1.0:
                     logit_grad.mul_(scale_before)
@@ -380,8 +394,8 @@ class _ChunkedLoss:
         rows: slice,
         wants_gradient: bool,
     ) -> Tensor | None:
-        """Add a block, the b positions `rows` of M; return the gradient of its loss over the raw
-        logits, [b, V], if it is wanted.
+        """Add a block, the b positions `rows` of M, to `sums`; return the gradient of its loss with
+        respect to the raw logits, [b, V], if `wants_gradient`.
         """
         labels = self.labels[rows, None]  # [b, 1]
         # 1. the student's log-probabilities; scale and soft cap keep the order of the logits
@@ -391,7 +405,7 @@ class _ChunkedLoss:
         logits = student.transform_(raw_logits)  # [b, V]
         log_q = log_softmax(logits, dim=1)  # [b, V]
 
-        # 2. the sums; the loss is a mixture of two
+        # 2. the sums; the loss is a mixture of the teacher's part and the label's
         ce = -log_q.gather(1, labels).sum()
         sums.ce_sum.add_(ce)
         teacher_weight = 0.0
@@ -400,8 +414,8 @@ class _ChunkedLoss:
             log_p = log_softmax(teacher.transform_(teacher.raw_logits(rows)), dim=1)
             log_p = log_p.to(log_q.dtype)  # [b, V]
             p = log_p.exp()  # [b, V]
-            # sum p (log p - log q): a difference of two cross-entropies would cancel for a small
-            # one
+            # sum p (log p - log q); computed as the difference of two cross-entropies, a small KL
+            # would suffer from cancellation
             kl = log_p.sub_(log_q).mul_(p).sum()
             sums.kl_sum.add_(kl)
             soft = kl if self.teacher.divergence else -(p * log_q).sum()
@@ -410,12 +424,12 @@ class _ChunkedLoss:
         if not wants_gradient:
             return None
 
-        # 3. the gradient: softmax minus target, through soft cap and scale
+        # 3. the gradient: softmax minus target, passed back through soft cap and scale
         grad = log_q.exp_()  # [b, V]
         if teacher_weight > 0.0:
             grad.sub_(p.mul_(teacher_weight))
         if teacher_weight < 1.0:
-            # a tensor, since `scatter_add_` takes no number
+            # `scatter_add_` takes a tensor, not a number
             minus_weight = grad.new_full((1, 1), teacher_weight - 1.0).expand_as(labels)  # [b, 1]
             grad.scatter_add_(1, labels, minus_weight)
         return student.transform_grad_(grad, logits)
@@ -425,16 +439,17 @@ class _Logits:
     """The logits of an lm_head at M positions, a chunk at a time.
 
     Args:
-        tensors: what they are computed from.
-        positions: long [M], among N.
-        autocast: dtype of the products, if any.
-        shared: its cast weight is used again if it has the same source.
+        tensors: the tensors from which they are computed.
+        lm_head: gives soft cap and scale.
+        positions: indices into N, long [M].
+        autocast: dtype of products under autocast; None without autocast.
+        shared: logits whose cast weight is used again if both have the same weight.
 
     Attributes:
-        weight, up: [V, d] and [V, r] or None, in the dtype of their products.
-        products_dtype: the wider of the two, of the buffer for W h, which later holds the gradient
-            that goes through both matrices.
-        dtype: of logits, bias, softmax and loss.
+        weight, up: [V, d], and [V, r] or None, each in the dtype of its products.
+        products_dtype: dtype of the buffer for W h: the wider of these two dtypes, because the
+            buffer later holds the gradient for both matrices.
+        dtype: dtype of logits, bias, softmax and loss.
     """
 
     weight: Tensor
@@ -477,11 +492,11 @@ class _Logits:
             products.copy_(states @ self.weight.t())
 
     def products_at(self, rows: slice) -> Tensor:
-        """Return the buffer at the positions `rows` of M, which are in the chunk, [b, V]."""
+        """Return the buffer's part [b, V] for the positions `rows` of M, in the current chunk."""
         return self._products[rows.start - self._start : rows.stop - self._start]
 
     def raw_logits(self, rows: slice) -> Tensor:
-        """Return the logits before scale and soft cap at the positions `rows` of M, [b, V]; they
+        """Return the logits before scale and soft cap at the positions `rows` of M, [b, V]. This
         may overwrite the products there.
         """
         logits = self.products_at(rows).to(self.dtype)  # [b, V]
@@ -505,9 +520,10 @@ class _Logits:
         return logits
 
     def transform_grad_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of `logits` into that of the raw ones in place; overwrites `logits`.
+        """Convert the gradient of `logits` to the gradient of the raw logits in place; overwrites
+        `logits`.
 
-        Autograd's own derivative was 4 to 9 % slower, and needs the memory of four more blocks.
+        Autograd's derivative was 4 to 9 % slower, and needs memory for four more blocks.
         """
         if self.lm_head.softcap is not None:
             tanh = logits.div_(self.lm_head.softcap)
@@ -517,13 +533,13 @@ class _Logits:
         return grad
 
     def add_gradients(self, rows: slice, grads: _Tensors, scale: float) -> None:
-        """Add `scale` times the gradients of both matrices and their inputs, given the gradient of
-        the raw logits in place of the products at `rows`.
+        """Add `scale` times the gradients of both matrices and their inputs. At `rows`, the buffer
+        must hold the gradient of the raw logits instead of the products.
         """
         tensors = self.tensors
         if self.up is not None and tensors.z is not None:
             self._add_product(self.up, tensors.z, grads.z, grads.up, rows, rows, scale)
-        positions = self.positions[rows]  # [C] among N
+        positions = self.positions[rows]  # [C] indices into N
         self._add_product(
             self.weight, tensors.hidden, grads.hidden, grads.weight, rows, positions, scale
         )
@@ -538,8 +554,15 @@ class _Logits:
         at: slice | Tensor,
         scale: float,
     ) -> None:
-        """Add the gradients of a product of `matrix` [V, d], with `inputs` [.., d] that are read
-        `at` the chunk's positions; or of r in place of d.
+        """Add the gradients of one matrix product.
+
+        Args:
+            matrix: [V, d] or [V, r].
+            inputs: inputs of the product, [.., d] or [.., r].
+            input_grad, matrix_grad: gradients to add to; None if not needed.
+            rows: the chunk, positions of M.
+            at: indices of the chunk's positions in `inputs`.
+            scale: factor on the gradients.
         """
         grad = self.products_at(rows).to(matrix.dtype)  # [C, V]
         if input_grad is not None:
@@ -551,36 +574,40 @@ class _Logits:
         if matrix.dtype == matrix_grad.dtype:
             matrix_grad.addmm_(grad.t(), states, alpha=scale)
             return
-        # a product of lower precision needs a temporary: of a few tokens at a time, which stay in
-        # the caches
+        # a product of lower precision needs a temporary. Compute it for a few tokens at a time, so
+        # that it stays in the caches
         tokens = block_size(states.shape[1], states.device.type)
         for total, part in zip(matrix_grad.split(tokens), grad.split(tokens, dim=1), strict=True):
             total.add_(part.t() @ states, alpha=scale)
 
 
 def _cast(matrix: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return a matrix without its graph in the dtype of its products: autocast's, if any."""
+    """Return a detached matrix in the dtype of its products: autocast's, if there is autocast."""
     if autocast is None or matrix.dtype == torch.float64:
         return matrix.detach()
     return matrix.detach().to(autocast)
 
 
 def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Yield the parts of start .. stop - 1, each of `size` but the last."""
+    """Yield consecutive parts of start .. stop - 1 of length `size`; the last may be shorter."""
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
 
 
 def chunk_size(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> int:
-    """Return the positions of one chunk: its logits (`itemsize` bytes each) stay small compared
-    with the weights.
+    """Return the number of positions of a chunk, so that its logits stay small compared with the
+    weights.
 
-    At least `_LEAST_CHUNK`, since every chunk reads the whole weight and, if trained, its whole
-    gradient. On a GPU more, in powers of two. Its total memory decides, not its free memory: else
-    chunks, and so rounding, would differ next to other processes and after a resume.
+    It is at least `_LEAST_CHUNK`, because every chunk reads the whole weight and, if it is trained,
+    its whole gradient. On a GPU the bytes of a chunk are doubled while they fit. The total memory
+    decides, not the free memory: otherwise chunks, and so rounding, would depend on other processes
+    and change after a resume.
 
     Args:
-        device: its type. memory: its total bytes; 0, as for CPUs: the chunk does not grow.
+        vocab: number of logits per position, V.
+        device: type of device.
+        itemsize: bytes per logit.
+        memory: total bytes of the device. With 0, as for CPUs, the chunk does not grow.
     """
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
     while 2 * size <= min(_MAX_CHUNK_BYTES, _MEMORY_SHARE * memory):
@@ -592,7 +619,7 @@ def chunk_size(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> i
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU; 0 on a CPU, where chunks do not grow.
 
-    Kept, since this is asked for every loss of every micro-batch.
+    The result is cached, because every loss of every micro-batch needs it.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
@@ -600,8 +627,8 @@ def gpu_bytes(device: torch.device) -> int:
 
 
 def block_size(width: int, device: str) -> int:
-    """Return how many rows of `width` float32 numbers are computed at a time on a type of device:
-    few enough for the CPU's caches, many enough to fill a GPU.
+    """Return how many rows of `width` float32 numbers to compute at a time on a type of device: few
+    enough for a CPU's caches, many enough to use a GPU fully.
     """
     block_bytes = _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"])
     rows = block_bytes // (4 * width)

@@ -1,5 +1,5 @@
-"""The training objective: a weighted sum of the LM's and the draft heads' losses, and the schedule
-of lambda0.
+"""The training objective: a weighted sum of the losses of the language model and of the draft
+heads, and the schedule of lambda0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LMSums:
 
     Attributes:
         ce: cross-entropy against the labels in nats.
-        kl: KL to the teacher in nats, 0 without one.
-        count: valid targets.
+        kl: KL to the teacher in nats; 0 without a teacher.
+        count: number of valid targets.
     """
 
     ce: Tensor
@@ -38,12 +38,13 @@ class ObjectiveOutput:
     """One micro-batch's contribution to the loss of the global batch.
 
     Attributes:
-        loss: scalar, differentiable unless gradients were computed with it; the contributions of
+        loss: scalar, differentiable unless gradients were computed with it. The contributions of
             all micro-batches add up to the loss of the global batch.
-        head_correct: long [K], top-1 hits.
-        head_counts: long [K], valid targets in this micro-batch.
-        head_in_vocab: long [K], valid targets in the head's vocabulary; only these have a loss.
-        lm: sums of the language model, None if it is frozen.
+        head_correct: number of top-1 hits of each head, long [K].
+        head_counts: number of valid targets of each head, long [K].
+        head_in_vocab: number of valid targets in the head's vocabulary, long [K]; only these have a
+            loss.
+        lm: sums of the language model; None if it is frozen.
     """
 
     loss: Tensor
@@ -54,11 +55,11 @@ class ObjectiveOutput:
 
 
 class _Factors(NamedTuple):
-    """The factors on the terms' sums.
+    """The factors on the sums of the terms.
 
     Attributes:
-        lm: the language model's; None if it is frozen.
-        heads: one for each head.
+        lm: factor of the language model; None if it is frozen.
+        heads: factor of each head.
     """
 
     lm: float | None
@@ -69,21 +70,22 @@ class Objective:
     """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa,
     Training Strategies).
 
-    Means are over the global batch. Head k at position t predicts the label at t + k + 1, the
-    language model the one at t + 1; a position counts if that label is supervised, even if t itself
-    is in a prompt. Targets, and the teacher's position t + k before them, never cross a document
-    boundary.
+    Means are over the global batch. At position t, head k predicts the label at t + k + 1, and the
+    language model the label at t + 1. A position counts if that label is supervised, even if t
+    itself is in a prompt. The label and the teacher's position t + k are always in the document of
+    t.
 
     With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes
     L = sum_k c^k * L_k.
 
-    A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those
-    in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S.
-    With teacher weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) /
-    sum_{x' in S} p0(x')` for x in S is the teacher's distribution restricted to S.
+    A head over a reduced vocabulary S has no loss for targets y outside S, and averages over the
+    targets in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, where p_k,t is its
+    softmax over S. With teacher weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where
+    `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S is the teacher's distribution restricted
+    to S.
 
     Args:
-        draft: the heads.
+        draft: the draft whose heads are trained.
         decay: c, `medusa_decay_coefficient`.
         lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the
             teacher (`medusa_self_distillation`).
@@ -91,8 +93,8 @@ class Objective:
             unused by "kl".
         heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
         schedule: the schedule of lambda0, `medusa_scheduler`.
-        soft_targets: weight of the teacher in the heads' targets: head k at t against the
-            teacher at t + k.
+        soft_targets: weight of the teacher in the heads' targets. Head k at position t is compared
+            with the teacher at t + k.
         weight: factor on the heads' loss with a frozen target model, instead of lambda0.
 
     Attributes:
@@ -122,11 +124,11 @@ class Objective:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What is minimized, by name, as a checkpoint keeps it: losses before and after a change
-        do not compare.
+        """The settings that define the loss, for a checkpoint: losses before and after a change of
+        one of them are not comparable.
 
-        `weight` scales the whole loss, and `schedule` ends at `heads_coefficient`, with which
-        validation weights the heads: neither is among them.
+        `weight` is not included, because it scales the whole loss. `schedule` is not included
+        either: validation weights the heads with `heads_coefficient`, the schedule's final value.
         """
         return {
             "number of heads": self.draft.trained_heads,
@@ -147,11 +149,11 @@ class Objective:
         return self.decay**k
 
     def target_counts(self, batch: Batch) -> Tensor:
-        """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the
-        language model's.
+        """Count the targets of each term that have a loss: long [K], or [1 + K] with the language
+        model's first.
 
-        Their sum over the global batch (micro-batches and processes) is the argument `counts_total`
-        of `loss`.
+        The sum of these counts over the global batch (micro-batches and processes) is the argument
+        `counts_total` of `loss`.
         """
         targets: list[Tensor] = []
         if self.lm is not None:
@@ -173,32 +175,33 @@ class Objective:
     ) -> ObjectiveOutput:
         """Compute one micro-batch's contribution to L.
 
-        With `grad_scale` the gradients of each term are computed right after its value, so that at
-        any time there are the activations of one head and no gradients besides those in `.grad`.
+        With `grad_scale`, the gradients of each term are computed right after its value. Then only
+        the activations of one head are in memory at a time, and no gradients except those in
+        `.grad`.
 
         Args:
-            hidden_states: of the target model for this batch, with a graph if the target model is
-                trained. The language model's loss needs `final` [B, T, d].
-            batch: labels and segments [B, T], and what the draft reads besides.
+            hidden_states: the target model's hidden states for this batch, with a graph if the
+                target model is trained. The language model's loss needs `final` [B, T, d].
+            batch: labels and segments [B, T], and the other tensors that the draft reads.
             counts_total: `target_counts` summed over the global batch; a term without targets
                 contributes 0.
             progress: step / max_steps, for lambda0.
-            lm_head: of the target model, with its LoRA branch; required for the language model's
-                loss.
-            teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to
-                them; required if `needs_teacher`. In Medusa-1 the frozen target model is the
-                teacher.
+            lm_head: the target model's lm_head with its LoRA branch; required for the language
+                model's loss.
+            teacher: the teacher's hidden states [B, T, d'] for the same batch, and the lm_head to
+                apply to them; required if `needs_teacher`. In Medusa-1, the frozen target model is
+                the teacher.
             grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`,
-                and the returned loss has no graph. States in `hidden_states` must not have one
+                and the returned loss has no graph. States in `hidden_states` must not have a graph
                 either, see `GraphCut`.
         """
-        # 1. the factor on each term's sum; that on its gradients is `grad_scale` times as large
+        # 1. the factor on each term's sum; the factor on its gradients is `grad_scale` times larger
         factors = self._factors(counts_total, progress)
         counts = self.target_counts(batch)  # [K] or [1 + K]
         head_counts = counts
         contributions: list[Tensor] = []
 
-        # 2. the language model's term
+        # 2. the term of the language model
         lm: LMSums | None = None
         if factors.lm is not None:
             assert lm_head is not None
@@ -211,14 +214,14 @@ class Objective:
             lm = LMSums(term.ce_sum, term.kl_sum, counts[0])
             head_counts = counts[1:]
 
-        # 3. the heads' terms
+        # 3. the terms of the heads
         scales = [_scaled(factor, grad_scale) for factor in factors.heads]
         head_targets = self._head_targets(batch)
         heads = self._head_terms(hidden_states, batch, head_targets, teacher, scales)
         for head, factor in zip(heads, factors.heads, strict=True):
             contributions.append(head.loss_sum * factor)
 
-        # 4. their sum
+        # 4. the sum of all terms
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([head.correct for head in heads]),
@@ -235,18 +238,20 @@ class Objective:
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
-        """Return the sums of each head, and accumulate gradients where `scales` are numbers.
+        """Return the sums of each head, and accumulate gradients if `scales` are numbers.
 
         Args:
-            targets: of each head, long [B, T] each.
+            hidden_states, batch, teacher: see `loss`.
+            targets: targets of each head, long [B, T] each.
+            scales: factor on the gradients of each head, or None.
         """
-        # 1. the teacher over the heads' vocabulary
+        # 1. restrict the teacher to the heads' vocabulary
         tokens = self.draft.lm_head(1).token_map  # the same for all heads
         if teacher is not None and tokens is not None and self.soft_targets:
             hidden, teacher_head = teacher
             teacher = (hidden, teacher_head.restrict_to(tokens))
-        # 2. head by head; where heads share layers, gradients of all of them are collected before
-        # they pass through these
+        # 2. head by head. If heads share layers, the gradients of all heads are collected first,
+        # and then pass through the shared layers once
         terms: list[LossSums] = []
         cut = GraphCut()
         for k, states in enumerate(self.draft.head_states(hidden_states, batch), start=1):
@@ -265,7 +270,8 @@ class Objective:
         """Return the factor on each term's sum in L: its weight over its number of targets.
 
         Args:
-            totals: targets of each term in the global batch, long [K] or [1 + K].
+            totals: number of targets of each term in the global batch, long [K] or [1 + K].
+            progress: step / max_steps, for lambda0.
         """
         counts = totals.tolist()
         lm: float | None = None
@@ -282,8 +288,8 @@ class Objective:
         return _Factors(lm, heads)
 
     def _head_targets(self, batch: Batch) -> list[Tensor]:
-        """Return the targets of each head at the positions that the draft trains, K times long [B,
-        T].
+        """Return the targets of each head, long [B, T] each; IGNORE_INDEX at positions that the
+        draft does not train.
         """
         targets = [_targets(batch, k) for k in range(1, self.draft.trained_heads + 1)]
         positions = self.draft.loss_positions(batch)
@@ -292,8 +298,8 @@ class Objective:
         return [target.masked_fill(~positions, IGNORE_INDEX) for target in targets]
 
     def _indices_of(self, target: Tensor, k: int) -> Tensor:
-        """Return which logit of head k each position should predict, long [B, T]; IGNORE_INDEX
-        if its target is not in the head's vocabulary.
+        """Return the logit index of each position's target in head k, long [B, T]; IGNORE_INDEX if
+        the target is not in the head's vocabulary.
         """
         head = self.draft.lm_head(k)
         if head.token_map is None:
@@ -340,24 +346,24 @@ def _scaled(factor: float, grad_scale: float | None) -> float | None:
 
 
 def _targets(batch: Batch, k: int) -> Tensor:
-    """Return the token t + k + 1 of the same document at each position t, long [B, T]; IGNORE_INDEX
-    where there is none or it is not supervised.
+    """Return for each position t the token t + k + 1 of the same document, long [B, T];
+    IGNORE_INDEX if there is no such token or it is not supervised.
     """
     return shift_labels(batch.labels, k, batch.segments)
 
 
 def _count(targets: Sequence[Tensor]) -> Tensor:
-    """Return how many targets each of several [B, T] has, long [len(targets)]."""
+    """Count the valid targets in each of several tensors [B, T], long [len(targets)]."""
     return torch.stack([(target != IGNORE_INDEX).sum() for target in targets])
 
 
 def _teacher(
     teacher: tuple[Tensor, LMHead] | None, k: int, weight: float, *, divergence: bool = False
 ) -> Teacher | None:
-    """Return the teacher's part, `weight`, of the target of a predictor of token t + k + 1.
+    """Return the teacher for predicting the token t + k + 1; None without one or without weight.
 
-    Rows are flattened, so t + k can point into the next row. That happens only where t + k + 1 is
-    not a valid target, and such positions are ignored.
+    Rows are flattened, so t + k can point into the next row. That happens only if t + k + 1 is not
+    a valid target, and such positions are ignored.
     """
     if teacher is None or not weight:
         return None

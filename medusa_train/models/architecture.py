@@ -1,5 +1,5 @@
-"""Say from a model's config, before weights load, what it can be used for: training a draft, and
-verifying token trees.
+"""Decide from a model's config, before loading weights, whether drafts can be trained for it and
+whether it can verify token trees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _RECURRENT_KEYS = (
     "layers_block_type",
     "block_types",
 )
-#: Why no token tree can be verified with kinds of layers, which transformers names.
+#: Reasons why token trees cannot be verified, with the layer types (transformers' names) they apply
+#: to.
 _TREE_OBSTACLES = {
     "recurrent state: a layer's state summarizes one sequence, and cannot branch into a token tree": (
         "linear_attention",
@@ -48,8 +49,8 @@ _FAMILIES = (
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers' that loads a model: of one that also reads images, where
-    there is no class for its text alone.
+    """Return the transformers auto class that loads a model: the multimodal one only if there is no
+    causal-LM class for its config.
     """
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if not is_known and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
@@ -58,16 +59,17 @@ def auto_class(config: Any) -> Any:
 
 
 def attention_of(config: Any) -> str:
-    """Return the attention implementation to load a model with: sdpa, or eager for what sdpa lacks,
-    a cap on scores (Gemma 2) or sinks (gpt-oss).
+    """Return the attention implementation to load a model with: sdpa, or eager for soft-capped
+    scores (Gemma 2) and sinks (gpt-oss), which sdpa lacks.
     """
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if is_capped or not _class_flag(config, "_supports_sdpa", True) else "sdpa"
 
 
 def tree_obstacle(config: Any) -> str | None:
-    """Return why token trees of a model cannot be verified; None if they can. Drafts for it can be
-    trained on whole documents all the same.
+    """Return why token trees of a model cannot be verified; None if they can.
+
+    Drafts for such a model can still be trained, with one document per row.
     """
     text = config.get_text_config(decoder=True)
     types = set(layer_types(text))
@@ -77,7 +79,7 @@ def tree_obstacle(config: Any) -> str | None:
     is_recurrent = _class_flag(config, "_is_stateful", False) or any(
         getattr(text, key, None) for key in _RECURRENT_KEYS
     )
-    # Granite 4.0 has dense models of that class, which list their layers
+    # Granite 4.0's stateful class also has purely dense models; their `layer_types` say so
     if is_recurrent and not getattr(text, "layer_types", None):
         return next(iter(_TREE_OBSTACLES))
     unsupported = sorted(types - SUPPORTED_LAYER_TYPES)
@@ -85,7 +87,9 @@ def tree_obstacle(config: Any) -> str | None:
 
 
 def describe_without_trees(config: Any, name: str) -> str | None:
-    """Say that a draft for a model can be trained, but not decoded with here; None if it can."""
+    """Describe that a draft for a model can be trained but not decoded with here; None if decoding
+    works too.
+    """
     obstacle = tree_obstacle(config)
     if obstacle is None:
         return None
@@ -107,7 +111,7 @@ def check_architecture(config: Any, name: str) -> None:
     """Raise TargetModelError, with every reason, if drafts for a model cannot be trained."""
     try:
         reasons = list(_problems(config))
-    except Exception as error:  # a config of a kind that nobody has seen
+    except Exception as error:  # an unknown kind of config can fail anywhere
         reasons = [describe_exception(error)]
     if reasons:
         names = getattr(config, "architectures", None)
@@ -117,7 +121,7 @@ def check_architecture(config: Any, name: str) -> None:
 
 
 def describe_exception(error: Exception) -> str:
-    """Say that a model of an unknown kind fails."""
+    """Describe an error that an unknown kind of model raised."""
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__} in transformers or in a check of this model: {first_line}"
 
@@ -145,7 +149,7 @@ def _problems(config: Any) -> Iterator[str]:
         yield "no max_position_embeddings in its config, so the length of its context is unknown"
     if getattr(text, "alibi", False):
         yield "ALiBi attention: distances within the row are wrong between the branches of a tree"
-    # "vision": only between the tokens of an image (Gemma 4)
+    # the value "vision" is fine: bidirectional only between the tokens of an image (Gemma 4)
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "bidirectional attention: a position attends to later tokens"
 

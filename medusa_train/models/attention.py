@@ -1,4 +1,4 @@
-"""Grouped-query attention with a mask, without copies of keys and values."""
+"""Grouped-query attention with a mask, without copying keys and values."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from medusa_train.models.rounding import ceil_div
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
 
-#: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
-#: rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
-#: product for each row and head, which in a batch of 32 with one query takes twice as long; with
-#: fewer rows or more queries it is faster.
+#: On a CPU, attention in bfloat16 is computed as two matrix products if the batch has at least this
+#: many rows, and at most this many queries per key head. torch's fused kernel calls a small product
+#: for each row and head, which takes twice as long in a batch of 32 with one query. With fewer rows
+#: or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
-#: On a GPU, attention of at most so many rows of scores is computed as two products where torch's
-#: memory-efficient kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a
-#: quarter of the multiprocessors idle.
+#: On a GPU, attention is computed as two matrix products if there are at most this many rows of
+#: scores, and torch's memory-efficient kernel would leave a quarter of the multiprocessors idle (it
+#: runs one block per head and `_BLOCK_QUERIES` queries).
 _GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
-_GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
+_GPU_SCORES = 2**26  # most scores of these products: 256 MB in float32, held twice
 
-# score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone
-# would make it NaN
+# score of keys that a bool mask hides. In transformers' `generate`, padding may attend to nothing:
+# with -inf its softmax would be NaN
 _HIDDEN = torch.finfo(torch.bfloat16).min
 
 # torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this
@@ -40,10 +40,10 @@ _MASK_ALIGNMENT = 8
 
 
 def use_folded_heads(model: Any) -> str:
-    """Switch a model from "sdpa" to `folded_head_forward` where that gains; return its attention's
-    name now.
+    """Switch a model from "sdpa" to `folded_head_forward` if that is faster; return the name of its
+    attention implementation.
 
-    It does with grouped query heads, and with 16-bit numbers.
+    It is faster with grouped query heads, and in 16 bits.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -70,8 +70,8 @@ def folded_head_forward(
     """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S,
     d] -> [B, q, H, d].
 
-    Decoding passes use `folded_head_attention`; all others (prompts, training, a mask per head)
-    transformers' "sdpa".
+    Decoding passes use `folded_head_attention`; all other passes (prompts, training, a mask per
+    head) use transformers' "sdpa".
     """
     unsupported = _is_unsupported(kwargs)
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
@@ -95,16 +95,18 @@ def folded_head_attention(
         query   H = 6 heads, q rows each     ->   H_kv = 2 heads, 3 q rows each
         mask    q rows                       ->   the same q rows, 3 times
 
-    The query heads that share a key head become rows of one product. transformers' "sdpa" copies
-    keys and values for each of them if there is a mask, since torch's masked kernels for GPUs take
-    no groups (`enable_gqa` falls back to the one that stores all scores). What is copied here is
-    the mask, of q rows.
+    The query heads that share a key head become rows of one product. With a mask, transformers'
+    "sdpa" copies keys and values for each query head, because torch's masked GPU kernels do not
+    support groups (`enable_gqa` falls back to the kernel that stores all scores). Here only the q
+    rows of the mask are copied.
 
     Args:
+        query: [B, H, q, d].
         key: [B, H_kv, S, d].
         value: [B, H_kv, S, d_v].
         mask: additive or bool, [1 or B, 1, q, S]; None: every query attends to every key.
-        scaling: of the scores; by default 1 / sqrt(d).
+        scaling: factor on the scores; by default 1 / sqrt(d).
+        dropout: dropout probability of the attention weights.
     """
     # 1. the query heads of a key head as rows of one product
     kv_heads = key.shape[1]
@@ -112,7 +114,7 @@ def folded_head_attention(
     groups = query.shape[1] // kv_heads
     folded = query.reshape(len(query), kv_heads, groups * q, query.shape[3])
     rows = folded.shape[2]
-    # 2. by products, where they are faster
+    # 2. two matrix products, if they are faster
     if not dropout and _use_products(folded, key, mask):
         scale = _score_scale(query, scaling)
         if query.is_cuda and mask is not None:
@@ -120,7 +122,7 @@ def folded_head_attention(
         else:
             out = _attention_by_products(folded, key, value, mask, scale)
         return out.reshape(*query.shape[:3], value.shape[3])
-    # 3. or by torch's kernel, which takes longer for one row than for two in bfloat16 on a CPU
+    # 3. or torch's kernel. In bfloat16 on a CPU it is slower for one row than for two
     bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     if rows == 1 and bfloat16_on_cpu:
         folded = folded.expand(-1, -1, 2, -1)
@@ -135,7 +137,7 @@ def folded_head_attention(
 
 
 def _score_scale(query: Tensor, scaling: float | None) -> float:
-    """Return the factor of the scores: `scaling`, by default 1 / sqrt(d)."""
+    """Return the factor on the scores: `scaling`, by default 1 / sqrt(d)."""
     if scaling is not None:
         return scaling
     default: float = query.shape[3] ** -0.5
@@ -143,15 +145,15 @@ def _score_scale(query: Tensor, scaling: float | None) -> float:
 
 
 def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return whether products are faster than torch's kernel."""
+    """Return whether two matrix products are faster than torch's kernel."""
     if folded.device.type == "cpu":
         return _use_products_on_cpu(folded)
     return _use_products_on_gpu(folded, key, mask)
 
 
 def _use_products_on_cpu(folded: Tensor) -> bool:
-    """Return whether products are faster on a CPU; under torch.compile the same for all batches,
-    which one program serves.
+    """Return whether two matrix products are faster on a CPU. Under torch.compile one program
+    serves all batches, so the answer does not depend on their size.
     """
     batch, _, rows, _ = folded.shape
     if folded.dtype != torch.bfloat16:
@@ -162,10 +164,10 @@ def _use_products_on_cpu(folded: Tensor) -> bool:
 
 
 def _use_products_on_gpu(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return whether products are faster on a GPU: of NVIDIA, with a mask, in 16 bits, for few
-    scores.
+    """Return whether two matrix products are faster on a GPU: on NVIDIA's, with a mask, in 16 bits,
+    for few scores.
 
-    Compiled passes keep torch's kernel: traced products had not compiled after two minutes.
+    Compiled passes keep torch's kernel: the traced products had not compiled after two minutes.
     """
     if not folded.is_cuda or not torch.version.cuda:
         return False
@@ -185,11 +187,11 @@ def _use_products_on_gpu(folded: Tensor, key: Tensor, mask: Tensor | None) -> bo
 def _attention_by_products(
     folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Compute attention of folded queries [B, H_kv, G q, d] as one product of all scores and one of
-    all values.
+    """Compute attention of folded queries [B, H_kv, G q, d] as two matrix products, one for all
+    scores and one for all values.
 
-    Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are
-    computed as K Q^T, since for Q K^T oneDNN would transpose all keys first.
+    Scores are rounded to the dtype of the queries, as in transformers' "eager" attention. They are
+    computed as K Q^T, because oneDNN would transpose all keys for Q K^T.
     """
     queries = (folded * scale).transpose(2, 3).contiguous()  # [B, H_kv, d, G q]
     scores = torch.matmul(key, queries).transpose(2, 3).contiguous()  # [B, H_kv, G q, S]
@@ -205,8 +207,8 @@ def _attention_by_products(
 def _attention_in_float32(
     folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Compute attention of folded queries on a GPU by two products, with scores in float32 as
-    torch's kernels do.
+    """Compute attention of folded queries on a GPU as two matrix products, with scores in float32
+    as in torch's kernels.
     """
     queries = folded.flatten(0, 1)  # [B H_kv, G q, d]
     keys = key.flatten(0, 1).transpose(1, 2)  # [B H_kv, d, S]
@@ -222,7 +224,7 @@ def _attention_in_float32(
 def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
 
-    On a GPU its rows are aligned in memory, or torch would copy it once more.
+    On a GPU the rows of the result are aligned in memory; otherwise torch would copy it again.
     """
     if times == 1:
         return mask
@@ -235,18 +237,18 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
 
 
 def _is_unsupported(options: Mapping[str, Any]) -> bool:
-    """Return whether a layer asks for what these functions do not compute."""
+    """Return whether a layer asks for something that these functions do not compute."""
     if options.get("position_bias") is not None or options.get("softcap") is not None:
         return True
     return options.get("cache") is not None
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether there is neither gradient nor dropout, and few queries with one mask for all
-    heads or none needed.
+    """Return whether there are no gradients, no dropout, and few queries: with one mask for all
+    heads, or a single query without a mask.
 
     The mask of a prefill with a sliding window has as many queries as keys: repeating it would take
-    more than the keys.
+    more memory than copying the keys.
     """
     if torch.is_grad_enabled() or dropout:
         return False

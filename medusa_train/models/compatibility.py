@@ -1,4 +1,4 @@
-"""Probe a loaded model: its logits can be reproduced, and token trees verified in one pass."""
+"""Check a loaded model: can its logits be reproduced, and token trees verified in one pass?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medusa_train.models.target_states import Rows
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
-#: Sizes of the small copy of a mixture of experts that is probed, by config key.
+#: Sizes by config key. A mixture of experts is probed with a small copy of these sizes.
 _SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": 64,
@@ -42,7 +42,7 @@ def check_model(target_model: TargetModel) -> None:
             if problem is not None:
                 raise TargetModelError(f"base_model {target_model.name}: {problem}")
             reason = _model_problem(target_model)
-    except Exception as error:  # of a family that nobody has tried
+    except Exception as error:  # an untested model family can fail anywhere
         if isinstance(error, MedusaError) or is_out_of_memory(error):
             raise
         architecture = type(target_model.model).__name__
@@ -52,18 +52,18 @@ def check_model(target_model: TargetModel) -> None:
 
 
 def _forward_problem(target_model: TargetModel) -> str | None:
-    """Return which arguments a model's forward lacks, in words; None if it has all."""
+    """Describe the arguments that a model's forward lacks; None if it has all."""
     parameters = inspect.signature(type(target_model.body).forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     missing = [name for name in _FORWARD_ARGUMENTS if name not in parameters]
     if target_model.tree_obstacle is not None:
-        return None  # they get tokens alone
+        return None  # these models get only tokens
     return f"its forward takes no {', '.join(missing)}" if missing else None
 
 
 def _model_problem(target_model: TargetModel) -> str | None:
-    """Return what a model computes otherwise than drafts and trees need; None: nothing."""
+    """Describe what a model computes differently from what drafts and trees need; None: nothing."""
     if not _reproduces_logits(target_model):
         return (
             "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
@@ -71,8 +71,8 @@ def _model_problem(target_model: TargetModel) -> str | None:
         )
     if target_model.tree_obstacle is not None:
         return _padding_problem(target_model)
-    # in half precision rounding may route a token to another expert, so only a copy in float32 can
-    # be compared
+    # in half precision, rounding may route a token to another expert, so compare a small float32
+    # copy instead
     probed = (
         target_model
         if target_model.is_exact or not has_experts(target_model.config)
@@ -88,7 +88,7 @@ def _model_problem(target_model: TargetModel) -> str | None:
 
 @torch.no_grad()
 def _not_finite(target_model: TargetModel) -> str | None:
-    """Return what is wrong with a model whose logits are NaN or infinite; None if they are finite."""
+    """Describe why a model's logits are NaN or infinite; None if they are finite."""
     probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
     if bool(torch.isfinite(target_model.logits(target_model.run(probe).final)).all()):
         return None
@@ -113,7 +113,7 @@ def _reproduces_logits(target_model: TargetModel) -> bool:
 
 @torch.no_grad()
 def _padding_problem(target_model: TargetModel) -> str | None:
-    """Return what is wrong if padding behind a document changes its states; None: nothing.
+    """Describe the problem if right-padding a document changes its states; None: it does not.
 
     Models whose trees cannot be verified train on right-padded rows, without a mask.
     """
@@ -127,8 +127,8 @@ def _padding_problem(target_model: TargetModel) -> str | None:
 
 
 def _small_copy(target_model: TargetModel) -> TargetModel:
-    """Return a model of the same class and attention on the CPU, two layers of few experts, random
-    in float32.
+    """Return a small random model of the same class and attention, with two layers and few experts,
+    in float32 on the CPU.
     """
     config = copy.deepcopy(target_model.model.config)
     text = config.get_text_config()
@@ -142,7 +142,7 @@ def _small_copy(target_model: TargetModel) -> TargetModel:
         torch.manual_seed(0)
         model = type(target_model.model)(config).float()
         for parameter in model.parameters():
-            # as large as those of trained models, so that a token depends on the others
+            # as large as trained weights, so that a token depends on the others
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return TargetModel(
@@ -152,8 +152,7 @@ def _small_copy(target_model: TargetModel) -> TargetModel:
 
 @torch.no_grad()
 def _verifies_trees(target_model: TargetModel) -> bool:
-    """Return whether a tree node gets the hidden state that it has in a row with its ancestors
-    only.
+    """Return whether a tree node gets the same hidden state as in a row of only its ancestors.
 
     prefix 0 1 2 | root 3 | siblings 4, 5 | 6, a child of 5       row: 0 1 2 3 5 6
     """

@@ -1,12 +1,12 @@
 """Decoding passes of a target model compiled by torch.compile, with fixed memory and few shapes.
 
 A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
-operations and calls kernels without Python, but nothing may depend on the length of the prefix:
+operations and calls kernels without Python. But no shape may depend on the length of the prefix:
 keys and values are written to columns given by a tensor, and attention reads a part of the cache
 that grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
-decoding and another one trees of any size, and two more do so for batches of any number of rows.
-The tree that single rows verify in most steps can have a program of its own size: with 3 nodes and
-a model of 0.5B a step took 7 % less time on a CPU.
+decoding, another one serves trees of any size, and two more serve batches with any number of rows.
+The tree that single rows verify in most steps can have a program for exactly its size: with 3 nodes
+and a 0.5B model, a step took 7 % less time on a CPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_states import HiddenStates, capture_outputs
 from medusa_train.trees.transformers_adapters import NodeCache
 
-#: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
-#: nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
+#: The part of the cache that attention reads grows by this many positions. Larger blocks read more
+#: masked positions: with 128, a step of 32 rows of a 135M model took a fifth longer.
 BLOCK = 32
 _COUNTER = itertools.count()
 
@@ -42,14 +42,14 @@ def round_up_to_block(positions: int) -> int:
 def compiled_capacity(positions: int) -> int:
     """Return the cache capacity that compiled passes over up to `positions` positions need.
 
-    It is one more than they read, so that what they read is always a strict part of the memory:
-    torch.compile would otherwise build a second program for the whole memory.
+    It is one more than the passes read, so that they always read a strict part of the memory.
+    Otherwise torch.compile would build a second program for reading the whole memory.
     """
     return round_up_to_block(positions) + 1
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile finds what it needs: Triton for a GPU; a C++ compiler and
+    """Return whether torch.compile finds what it needs: Triton for a GPU, or a C++ compiler and
     Python.h for a CPU.
     """
     if device.type != "cpu":
@@ -67,11 +67,11 @@ def has_compiler(device: torch.device) -> bool:
 
 
 class Form(NamedTuple):
-    """What one program computes.
+    """Which passes one program runs.
 
     Attributes:
-        batched: passes of several rows, not of a single one.
-        tokens: of each row, the root and the nodes below it; None: any number of two or more.
+        batched: whether passes have several rows.
+        tokens: number of tokens of each row, the root included; None: any number from two up.
     """
 
     batched: bool
@@ -79,16 +79,18 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, count: int) -> Form:
-        """Return the form of a pass over `count` tokens in each of `rows` rows, of those that serve
+        """Return the form of a pass over `count` tokens in each of `rows` rows, among the forms for
         trees of any size.
         """
         return cls(rows > 1, 1 if count == 1 else None)
 
 
 def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
-    """Return the forms for decoding up to `rows` rows at a time, plain and, if `trees`, with trees.
+    """Return the forms for decoding up to `rows` rows at a time: plain decoding and, if `trees`,
+    with trees.
 
-    The last row of a batch alone is not compiled: it would need programs of its own.
+    With several rows there is no form for the last row that remains in a batch: it would need more
+    programs.
     """
     return tuple(Form(rows > 1, tokens) for tokens in ((1, None) if trees else (1,)))
 
@@ -98,8 +100,10 @@ class CompiledPass:
 
     Args:
         body: the decoder, whose weights must not change from now on.
+        logits: hidden states [..., d] -> logits [..., V].
+        on_cpu: whether passes run on a CPU.
         forms: the passes to compile, see `needed_forms`.
-        aux: layers after which states are returned too.
+        aux: layers whose output states are returned too.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class CompiledPass:
 
         self._capture = partial(capture_outputs, aux, captured)
         self._on_cpu = on_cpu
-        # Only shapes can change between calls. Skipping all other guards saves a tenth of a step.
+        # Only shapes can change between calls. Skipping all other guards saves 10 % of a step.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         if on_cpu:
             options["cpp_wrapper"] = True  # no Python between kernels
@@ -145,12 +149,12 @@ class CompiledPass:
             self.add(form)
 
     def add(self, form: Form) -> None:
-        """Add a program, which `warm_up` compiles; nothing where it is compiled already."""
+        """Add a program, which `warm_up` compiles. Does nothing if it is compiled already."""
         if form in self._ready:
             return
-        # Every form is a separate function: with so few guards torch.compile would use one program
-        # for several. Each gets a copy of the options, since torch.compile removes the filter from
-        # the dict it is given.
+        # Every form is a separate function: with so few guards, torch.compile would use one program
+        # for several forms. Each gets a copy of the options, because torch.compile removes the
+        # filter from the dict.
         self._programs[form] = torch.compile(
             with_unique_code(self._run), options=dict(self._options)
         )
@@ -160,8 +164,8 @@ class CompiledPass:
         return self._form(rows, count) in self._programs
 
     def _form(self, rows: int, count: int) -> Form:
-        """Return the form of a pass over `count` tokens in each of `rows` rows: the one of this
-        size, if its program is compiled.
+        """Return the form of a pass over `count` tokens in each of `rows` rows: the form for
+        exactly this size if its program is compiled, else the form for any size.
         """
         of_this_size = Form(rows > 1, count)
         if of_this_size in self._ready:
@@ -172,13 +176,15 @@ class CompiledPass:
     def warm_up(
         self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Compile all programs that are not compiled yet, with numbers of rows, tokens and
-        positions that all differ.
+        """Compile all programs that are not compiled yet.
 
-        torch.compile takes dimensions of the same size for the same dimension.
+        The example inputs have different numbers of rows, tokens and positions, because
+        torch.compile treats dimensions of equal size as the same dimension.
 
         Args:
-            shape: layers, key heads and size of a head.
+            shape: number of layers, number of key heads, and size of a head.
+            device: device of the model.
+            dtype: dtype of keys, values and masks.
         """
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
@@ -189,7 +195,7 @@ class CompiledPass:
                     continue
                 rows, memory_rows = (5, 7) if form.batched else (1, 1)
                 count = form.tokens or 3
-                # the fewest that hold a first token and those of the pass; more than `count`
+                # room for one committed token and the pass; larger than `count`
                 positions = round_up_to_block(1 + count)
                 storage = torch.zeros(
                     layers,
@@ -202,8 +208,8 @@ class CompiledPass:
                     device=device,
                 )
                 tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
-                # a slice of a larger mask, as in the decoding loop, or its strides would become
-                # constants
+                # a slice of a larger mask, as in the decoding loop; otherwise its strides would
+                # become constants
                 mask = torch.full(
                     (rows, 1, count, 2 * positions), float("-inf"), dtype=dtype, device=device
                 )
@@ -228,11 +234,11 @@ class CompiledPass:
         Args:
             tokens, positions: [B, q].
             mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For
-                a single row a slice of a larger one.
-            columns: positions at which the keys and values of the tokens are written, long [q] for
-                a single row, [B, q] for several.
-            storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with
-                capacity > S, of which the first B rows are used.
+                a single row, it is a slice of a larger mask.
+            columns: columns where the keys and values of the tokens are written, long [q] for a
+                single row, [B, q] for several.
+            storage: memory of the KV cache, [layers, 2, rows, kv_heads, capacity, head_dim] with
+                capacity > S. The first B rows are used.
         """
         inputs = (tokens, positions, mask, columns, storage.unbind())
         form = self._form(*tokens.shape)
@@ -249,7 +255,7 @@ class CompiledPass:
         columns: Tensor,
         storage: Sequence[Tensor],
     ) -> tuple[HiddenStates, Tensor]:
-        """Run the first pass of its form, with the dimensions marked that vary between passes."""
+        """Run the first pass of a form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
         from torch._dynamo import mark_dynamic
 
@@ -270,9 +276,9 @@ class CompiledPass:
                 (columns, columns.dim() - 1),
             ):
                 mark_dynamic(tensor, dim)
-        # On a CPU weights become constants, which can be prepacked, and projections with the same
-        # input become one product (from torch 2.12). As options of torch.compile both settings take
-        # effect too late.
+        # On a CPU, weights become constants, which can be prepacked, and projections with the same
+        # input become one product (from torch 2.12). As options of torch.compile, both settings
+        # would take effect too late.
         settings = {"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}
         with inductor.patch(settings), self._capture():  # hooks become part of the program
             out = self._programs[form](tokens, positions, mask, columns, storage)
@@ -281,26 +287,26 @@ class CompiledPass:
 
 
 def with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with a code object of its own, the key under which torch.compile finds
-    compiled programs.
+    """Copy a function with its own code object, which is torch.compile's key for compiled programs.
 
-    With few guards, the program of another model would be used otherwise.
+    Otherwise, with few guards, torch.compile would use the program of another model.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_COUNTER)}")
     return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
 def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager[None]]:
-    """Compile decoder layers by torch.compile, for passes without gradients.
+    """Compile decoder layers with torch.compile, for passes without gradients.
 
-    Sizes of batches are dynamic dimensions, so a kind of layer is compiled at most four times, when
-    it is first needed: for one row and for several, with a mask and without one.
+    Batch size and length are dynamic dimensions, so each kind of layer is compiled at most four
+    times, when it is first needed: for one or several rows, with or without a mask.
 
     Returns:
-        A context within which the layers run compiled. Decoding runs outside.
+        A context manager within which the layers run compiled. Decoding runs outside.
 
     Raises:
-        TargetModelError: there is no compiler on this machine; in the context, torch.compile fails.
+        TargetModelError: there is no compiler on this machine. The context raises it too, if
+            torch.compile fails.
     """
     device = next(layers[0].parameters()).device
     if not has_compiler(device):
@@ -314,7 +320,7 @@ def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager
         programs.append(layer._compiled_call_impl)
 
     def use(found: Sequence[Any]) -> None:
-        # `compile` sets this attribute; torch has no public way to switch back
+        # `compile` sets this attribute; torch has no public way to unset it
         for layer, program in zip(layers, found, strict=True):
             layer._compiled_call_impl = program
 

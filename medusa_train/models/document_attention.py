@@ -1,5 +1,5 @@
-"""Attention within the documents of packed rows: by a mask of T x T positions, or from their bounds
-without one.
+"""Attention within the documents of packed rows: with a mask of T x T positions, or with the bounds
+of the documents instead of a mask.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from medusa_train.trees.masks import additive_mask
 
 #: transformers' name of flash-attn's kernels.
 FLASH = "flash_attention_2"
-#: Name under which `document_attention_forward` is registered with transformers. It has no mask
-#: function there, so models build no mask of their own.
+#: Name under which `document_attention_forward` is registered with transformers. No mask function
+#: is registered for it, so models do not build their own mask.
 DOCUMENTS = "sdpa_documents"
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -36,15 +36,17 @@ def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
                                            . . x x .
                                            . . . . x
 
-    Models in transformers derive such masks from restarting position ids only under conditions that
-    differ between versions. Padding counts as a document, since a softmax over no keys is NaN.
+    transformers' models derive such masks from restarting position ids only under conditions that
+    differ between versions. Padding is treated as a document, since a softmax over no keys is NaN.
     `TargetModel.run` applies sliding windows.
 
     Args:
         segments: [B, T], index of the document within the row, contiguous; -1: padding.
+        dtype: dtype of the mask.
 
-    Returns: [B, 1, T, T]; None if no row holds two documents, where the model's own causal mask is
-        correct and faster.
+    Returns:
+        [B, 1, T, T]; None if no row holds two documents: the model's own causal mask is then
+        correct, and faster.
     """
     if int(segments.max()) <= 0:
         return None
@@ -62,8 +64,8 @@ def document_bounds(segments: Tensor) -> dict[str, Any]:
         segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows joined end to end
                    0 0 1 1 1      maximum length       3
 
-    Padding counts as a document. The bounds are passed explicitly, since transformers derives them
-    from restarting position ids only for a batch of one row.
+    Padding is treated as a document. The bounds are passed explicitly, because transformers derives
+    them from restarting position ids only for a batch of one row.
 
     Args:
         segments: [B, T], index of the document within the row, contiguous; -1: padding.
@@ -71,9 +73,9 @@ def document_bounds(segments: Tensor) -> dict[str, Any]:
     Returns:
         Cumulative lengths, int32 [documents + 1], and the maximum length, for queries and for keys.
     """
-    starts = torch.ones_like(segments, dtype=torch.bool)  # [B, T] first position of a document
+    starts = torch.ones_like(segments, dtype=torch.bool)  # [B, T], first positions of documents
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    firsts = starts.flatten().nonzero().squeeze(1)  # [documents] their places in the joined rows
+    firsts = starts.flatten().nonzero().squeeze(1)  # [documents], indices in the joined rows
     end = firsts.new_full((1,), segments.numel())
     bounds = torch.cat([firsts, end]).to(torch.int32)  # [documents + 1]
     longest = int(bounds.diff().max())
@@ -92,7 +94,7 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 
     Args:
         run: inputs, position ids [2, 5] and segments [2, 5] -> states [2, 5, d].
-        inputs: [2, 5, ...], whose rows differ at every position.
+        inputs: [2, 5, ...]; the two rows differ at every position.
     """
     segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=inputs.device)
     positions = torch.tensor([[0, 1, 2, 0, 1]], device=inputs.device).expand(2, -1)
@@ -110,10 +112,14 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 def flash_obstacle(
     device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool
 ) -> str | None:
-    """Return why flash-attn's varlen kernel cannot be used, or None if it can.
+    """Return why flash-attn's varlen kernel cannot be used; None if it can.
 
-    The model may cap its scores, the architecture not support flash attention, the package not be
-    installed.
+    Args:
+        device: "cpu" or "cuda".
+        dtype: dtype of the model.
+        capped: whether the model soft-caps its attention scores.
+        supported: whether the architecture supports flash attention.
+        installed: whether the flash-attn package is installed.
     """
     if device != "cuda":
         return f"flash-attn needs a GPU, the device is {device}"
@@ -131,8 +137,8 @@ def flash_obstacle(
 def register_document_attention() -> str:
     """Register `document_attention_forward` with transformers, and return its name there.
 
-    torch.compile leaves it out of the programs of layers that call it: the lengths of documents
-    differ in every batch.
+    It is excluded from torch.compile's programs of the layers that call it, because the lengths of
+    documents differ in every batch.
     """
     AttentionInterface.register(DOCUMENTS, torch.compiler.disable(document_attention_forward))
     return DOCUMENTS
@@ -156,12 +162,12 @@ def document_attention_forward(
     """Compute attention in transformers' interface: query [B, H, T, d], key and value [B, H_kv, T,
     d] -> [B, T, H, d].
 
-    Every document is causal in itself; the bounds are those of `document_bounds`. Without bounds
-    this is `folded_head_forward`.
+    Attention is causal within every document; `cu_seq_lens_q` comes from `document_bounds`. Without
+    bounds this is `folded_head_forward`.
 
     Raises:
         ValueError: the model needs something that this does not compute, or has a sliding window
-            and neither bounds nor a mask.
+            but neither bounds nor a mask.
     """
     # 1. without bounds there is one document per row
     if cu_seq_lens_q is None:
@@ -197,8 +203,8 @@ def _one_by_one(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """Compute each document with a call of its own, -> [B * T, H, d]."""
-    # split, not slices: the gradient of a slice is as long as the whole row
+    """Compute each document in a separate call, -> [B * T, H, d]."""
+    # split instead of slicing: the gradient of a slice is as long as the whole row
     queries, keys, values = (states.split(lengths, dim=1) for states in joined)
     outputs = []
     for query, key, value in zip(queries, keys, values, strict=True):  # [H, L, d] of one document
@@ -214,10 +220,11 @@ def _one_by_one(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Compute causal attention of one document, [1, H, L, d] and [1, H_kv, L, d] -> [1, H, L, d]."""
+    """Compute causal attention of one document, query [1, H, L, d] -> [1, H, L, d]."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type == "cuda" and query.dtype not in _HALF:
-        # torch's only kernel for GPUs that takes groups in float32 stores all scores (never run)
+        # torch's only GPU kernel for groups in float32 stores all scores, so copy the keys and
+        # values (this branch has never been run)
         key = repeat_kv(key, groups)
         value = repeat_kv(value, groups)
     return scaled_dot_product_attention(
@@ -240,8 +247,8 @@ def _windowed(
         window 3, blocks of 2     block 1   x . . .     block 2   x x x .     the same mask in all blocks,
         (keys from left)                    x x                     x x x     cut where the document begins
 
-    The mask has `_WINDOW_QUERIES` x (window + `_WINDOW_QUERIES`) positions, whatever the length of
-    the document.
+    The mask has `_WINDOW_QUERIES` x (window - 1 + `_WINDOW_QUERIES`) positions at most, for any
+    length of the document.
     """
     length = query.shape[2]
     size = min(_WINDOW_QUERIES, length)
@@ -253,7 +260,7 @@ def _windowed(
     for start in range(0, length, size):
         end = min(start + size, length)
         first_key = max(0, start - window + 1)
-        # cut the columns before the document, and what follows its end
+        # cut the mask's columns before the document, and its rows and columns after the end
         origin = start - window + 1
         mask = visible[: end - start, first_key - origin : end - origin]
         out = folded_head_attention(

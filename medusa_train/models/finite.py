@@ -1,4 +1,4 @@
-"""Find weights that are not numbers."""
+"""Find weights that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def describe_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Name the first tensor that holds NaN or infinity, with their number; None if there is none.
+    """Describe the first tensor that contains NaN or infinity, with the number of such values; None
+    if there is none.
 
-    Tensors of whole numbers, such as quantized weights, are always finite.
+    Integer tensors, such as quantized weights, are always finite.
     """
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:

@@ -1,5 +1,5 @@
-"""Read properties of a model from its transformers config, which families and versions name
-differently.
+"""Read properties of a model from its transformers config: their names differ between model
+families and versions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return how a checkpoint's weights are quantized, from its config.json; None if they are not."""
+    """Return a checkpoint's quantization settings from its config; None if it has none."""
     stored: Any = getattr(config, "quantization_config", None)
     if hasattr(stored, "to_dict"):
         stored = stored.to_dict()
@@ -22,11 +22,13 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return a model's decoder without lm_head; of a model that also reads images, the part for
-    text. TargetModelError: it has no such part (Qwen3-Omni, which also speaks).
+    """Return a model's decoder without lm_head; for a multimodal model, its text decoder.
+
+    Raises:
+        TargetModelError: it has no such part (Qwen3-Omni, which also speaks).
     """
     base = model.base_model
-    if base is model:  # Llama 4 names its decoder otherwise than its class says
+    if base is model:  # Llama 4's `base_model_prefix` is not the name of its decoder
         base = getattr(model, "model", None)
     if base is None:
         raise TargetModelError(
@@ -36,9 +38,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def final_norm(body: Any) -> Any:
-    """Return the norm after the last layer of a decoder; None if it has another name than in the
-    families that are known.
-    """
+    """Return the norm after the last layer of a decoder; None if it has none of the known names."""
     names = (
         "norm",
         "norm_f",
@@ -49,10 +49,13 @@ def final_norm(body: Any) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Return the number of positions; TargetModelError without max_position_embeddings (ALiBi,
-    state-space).
+    """Return the number of positions of a model's context.
 
-    Of linear and YaRN scaling configs usually name the length before it, as vLLM reads them.
+    With linear or YaRN scaling, `max_position_embeddings` is usually the length before scaling, so
+    it is multiplied by the factor, as in vLLM.
+
+    Raises:
+        TargetModelError: no max_position_embeddings (ALiBi, state-space models).
     """
     length = getattr(config, "max_position_embeddings", None)
     if not length:
@@ -70,8 +73,8 @@ def context_length(config: Any) -> int:
 def layer_types(config: Any) -> list[str]:
     """Return the kind of attention of each decoder layer.
 
-    transformers lists them in `layer_types`. Without the list every layer has a sliding window if
-    the config class declares `sliding_window` (Mistral, Phi-3); a stray `sliding_window` in the
+    transformers lists them in `layer_types`. Without this list, every layer has a sliding window if
+    the config class declares `sliding_window` (Mistral, Phi-3). A stray `sliding_window` in the
     config.json of another class is ignored.
     """
     count = config.num_hidden_layers
@@ -86,9 +89,10 @@ def layer_types(config: Any) -> list[str]:
 
 
 def largest(config: Any, key: str) -> int | None:
-    """Return a size of the layers, the largest if they differ: a list (Gemma 3n's
-    intermediate_size), or a configuration for each layer (Gemma 4's head_dim). None: the config has
-    no such key.
+    """Return a size of the layers, the largest if layers differ; None without this key.
+
+    Sizes of layers that differ are a list (Gemma 3n's intermediate_size), or are in a config per
+    layer (Gemma 4's head_dim).
     """
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes: list[int] = []
@@ -99,12 +103,12 @@ def largest(config: Any, key: str) -> int | None:
 
 
 def head_dim(config: Any) -> int:
-    """Return the size of an attention head, the largest of all layers."""
+    """Return the size of an attention head; the largest if layers differ."""
     return largest(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def key_value_heads(config: Any) -> int:
-    """Return the number of heads of keys and values in a layer, the largest of all layers."""
+    """Return the number of key-value heads of a layer; the largest if layers differ."""
     return largest(config, "num_key_value_heads") or config.num_attention_heads
 
 
@@ -125,7 +129,7 @@ def logit_scale(config: Any) -> float:
 def rope_switch(config: Any) -> int | None:
     """Return the position from which a longrope model uses its long factors; None for other models.
 
-    The largest position of a forward pass decides for the whole pass.
+    The largest position in a forward pass decides for the whole pass.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -140,7 +144,7 @@ def length_dependent_rope(config: Any) -> str | None:
     for other models.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    # models with windows name the parameters of each layer type
+    # models with sliding windows have rope parameters for each layer type
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in [rope, *by_layer_type]:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
@@ -149,7 +153,7 @@ def length_dependent_rope(config: Any) -> str | None:
 
 
 def has_experts(config: Any) -> bool:
-    """Return whether the model is a mixture of experts, where rounding may route a token to another
+    """Return whether the model is a mixture of experts. Rounding may then route a token to another
     expert.
     """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -157,9 +161,7 @@ def has_experts(config: Any) -> bool:
 
 
 def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
-    """Raise TargetModelError unless `layers`, the value of `key`, is between 1 and `num_layers` -
-    1.
-    """
+    """Raise TargetModelError unless 1 <= `layers` (the value of `key`) < `num_layers`."""
     if not 0 < layers < num_layers:
         raise TargetModelError(
             f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"

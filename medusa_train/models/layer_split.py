@@ -1,7 +1,7 @@
 """Run the first decoder layers of a transformers model separately from the remaining ones.
 
-A draft that exits early (Kangaroo) runs the first ones on one level of the tree after the other;
-verification continues from the same states, with the remaining layers on all nodes at once.
+A draft that exits early (Kangaroo) runs the first layers on one level of the tree after the other.
+Verification continues from the same states and runs the remaining layers on all nodes at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class LayerInputs:
     """Inputs that decoder layers take besides hidden states, for the T positions of a pass.
 
     Attributes:
-        positions: [B, T] position ids.
-        angles: rotary embedding, by layer type.
-        masks: additive, [B, 1, T, S] over the S columns that are read, by layer type.
+        positions: position ids [B, T].
+        angles: rotary embedding by layer type.
+        masks: additive masks by layer type, [B, 1, T, S] over the S columns that are read.
     """
 
     positions: Tensor
@@ -62,7 +62,7 @@ class LayerRunner:
             )
         self.body = body
         self.layer_types = list(layer_types)
-        # tells the rotary embedding device and dtype
+        # the rotary embedding takes device and dtype from this tensor
         self._weight: Tensor = next(body.parameters())
         # Gemma 3 has one rotary embedding per layer type
         self._angles_per_type = (
@@ -70,8 +70,8 @@ class LayerRunner:
         )
 
     def inputs(self, positions: Tensor, mask: Tensor | Mapping[str, Tensor]) -> LayerInputs:
-        """Build the inputs of a pass over `positions` [B, T] with one mask for all layers, or one
-        per layer type.
+        """Build the inputs of a pass over `positions` [B, T]; `mask` is one mask for all layers, or
+        one per layer type.
         """
         masks = dict.fromkeys(self.layer_types, mask) if isinstance(mask, Tensor) else dict(mask)
         return LayerInputs(positions, self._angles(positions), masks)
@@ -98,11 +98,14 @@ class LayerRunner:
 
 
 class LayerSplit:
-    """A model's decoder layers in two parts: 0 .. l - 1, and l .. with the final norm.
+    """A model's decoder layers in two parts: layers 0 .. l - 1, and the remaining layers with the
+    final norm.
 
     Args:
+        runner: runs the layers.
+        exit_layer: number of layers in the first part, l.
         embed: token ids [B, T] -> input of the first layer [B, T, d].
-        attention: context within which the layers take additive masks.
+        attention: returns a context manager within which the layers take additive masks.
     """
 
     def __init__(
@@ -136,8 +139,8 @@ class LayerSplit:
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
     def run_rest(self, aux: Tensor, inputs: LayerInputs, cache: NodeCache) -> HiddenStates:
-        """Run the remaining layers and the final norm on `aux` [B, T, d], the joined outputs of
-        `run_first`.
+        """Run the remaining layers and the final norm on `aux` [B, T, d], the concatenated outputs
+        of `run_first`.
         """
         with self._attention():
             states = self._runner.run(aux, self._rest, inputs, cache)

@@ -1,4 +1,4 @@
-"""lm_head as a value, with its LoRA branch and the transforms of logits; and the input embedding."""
+"""The lm_head as a value, with its LoRA branch and logit transforms; and the input embedding."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from torch.nn.functional import linear
 
 from medusa_train.errors import TargetModelError
 
-#: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks
-#: again.
+#: A head with a token bias first takes this many best tokens without the bias, then ranks them
+#: again with it.
 CANDIDATES = 64
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA branch that adds `scaling * B A dropout(h)` to the product of a matrix.
+    """A LoRA branch that adds `scaling * B A dropout(h)` to a matrix product W h.
 
     Attributes:
-        a: A, [r, d]. b: B, [V, r]. scaling: lora_alpha / r.
+        a: A, [r, d].
+        b: B, [V, r].
+        scaling: lora_alpha / r.
         dropout: applied to h in this branch only; the identity outside training.
     """
 
@@ -39,7 +41,8 @@ class LowRank:
 def low_rank_of(module: Any) -> LowRank | None:
     """Return the LoRA branch of a linear layer with an active PEFT adapter, else None.
 
-    Raises TargetModelError if it is of another kind, which only adapters of other programs are.
+    Raises:
+        TargetModelError: the adapter is DoRA or LoRA with a bias, which only other programs write.
     """
     if not getattr(module, "lora_A", None):
         return None
@@ -68,7 +71,7 @@ class LMHead:
         logits     = scale * raw                                    without a soft cap
                    = softcap * tanh(scale * raw / softcap)          with one
 
-    A value, not a module: it holds the parameters of others and trains nothing itself.
+    A value, not a module: it refers to parameters of other modules and has none of its own.
 
     Attributes:
         weight: W, [V, d].
@@ -77,10 +80,10 @@ class LMHead:
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by
             `logit_scale`).
         low_rank: LoRA branch added to W h, or None.
-        token_map: in a reduced vocabulary the token id of each logit, long [V]; None: logit i is
-            token i's.
-        token_bias: R, [V, r], in place of `low_rank`: it adds R e to W h. The states are then [h ;
-            e], of d + r numbers, e being the embedding of the token before the predicted one.
+        token_map: token id of each logit of a reduced vocabulary, long [V]; None: logit i belongs
+            to token i.
+        token_bias: R, [V, r], instead of `low_rank`: it adds R e to W h. The hidden states are then
+            [h ; e] of width d + r, where e is the embedding of the token before the predicted one.
     """
 
     weight: Tensor
@@ -96,7 +99,7 @@ class LMHead:
         return self.transform(self.raw_logits(hidden))
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits before scale and soft cap, which keep their order, [..., d] -> [..., V]."""
+        """Compute logits before scale and soft cap (same order), [..., d] -> [..., V]."""
         if self.token_bias is None:
             return self._product(hidden)
         h, e = self._split(hidden)
@@ -104,16 +107,18 @@ class LMHead:
         return logits + linear(e, self.token_bias).to(logits.dtype)
 
     def guesses(self, hidden: Tensor, logits: Tensor, count: int) -> Tensor:
-        """Return which logits are the `count` best guesses as decoding ranks them, the best first,
-        long [N, count or V].
+        """Return the indices of the `count` best logits, ranked as in decoding, the best first,
+        long [N, min(count, V)].
 
         Args:
-            hidden: [N, d]. logits: of `hidden`, [N, V].
+            hidden: hidden states [N, d].
+            logits: logits of `hidden`, [N, V].
+            count: number of indices.
         """
         count = min(count, logits.shape[-1])
         if self.token_bias is None:
             return logits.topk(count).indices
-        # as decoding: candidates without the bias, which it ranks again
+        # as in decoding: candidates without the bias, then ranked again with it
         h, e = self._split(hidden)
         num_candidates = min(max(count, CANDIDATES), logits.shape[-1])
         best = self._product(h).topk(num_candidates)  # [N, c]
@@ -121,9 +126,7 @@ class LMHead:
         return ranked[:, 0, :count]
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [h ; e] into h and e, the latter in the dtype of R; [..., d + r] -> [..., d] and
-        [..., r].
-        """
+        """Split [h ; e] into h [..., d] and e [..., r], e in the dtype of R."""
         assert self.token_bias is not None
         size = self.weight.shape[1]  # d
         return hidden[..., :size], hidden[..., size:].to(self.token_bias.dtype)
@@ -131,7 +134,7 @@ class LMHead:
     def _product(self, hidden: Tensor) -> Tensor:
         """Compute `W h + b` with the LoRA branch, [..., d] -> [..., V]."""
         if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(self.weight.dtype)  # float32 heads that share a bfloat16 matrix
+            hidden = hidden.to(self.weight.dtype)  # a float32 head may share a bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
         if self.low_rank is not None:
             down = self.low_rank.project_down(hidden)  # [..., r]
@@ -148,7 +151,8 @@ class LMHead:
 
     @torch.no_grad()
     def restrict_to(self, tokens: Tensor) -> LMHead:
-        """Return a copy without gradients for the logits of `tokens` (long [N]) only, in that order.
+        """Return a copy, without gradients, for only the logits of `tokens` (long [N]), in that
+        order.
 
         Its softmax is the original one restricted to `tokens`: `exp(l_i) / sum_j exp(l_j)`.
         """
@@ -172,8 +176,8 @@ class LMHead:
         )
 
     def indices_of(self, tokens: Tensor) -> Tensor:
-        """Return which logit belongs to each token id (any shape), long; -1 for tokens
-        outside a reduced vocabulary.
+        """Return the index of the logit of each token id (any shape), long; -1 for tokens outside a
+        reduced vocabulary.
         """
         if self.token_map is None:
             return tokens
@@ -182,7 +186,7 @@ class LMHead:
         return torch.where(ids[nearest] == tokens, logit_of_id[nearest], -1)
 
     def tokens_of(self, indices: Tensor) -> Tensor:
-        """Return the token id that each logit belongs to (any shape), long."""
+        """Return the token id of each logit index (any shape), long."""
         if self.token_map is None:
             return indices
         return self.token_map[indices]
@@ -191,13 +195,14 @@ class LMHead:
 def rank_candidates(
     scores: Tensor, candidates: Tensor, token_bias: Tensor, embedded: Tensor
 ) -> Tensor:
-    """Rank the candidates of a head again, once for each token that may come before; equal ones
-    keep their order.
+    """Rank the candidates of a head again, once for each possible previous token; ties keep their
+    order.
 
     Args:
-        scores: [B, c], the candidates' raw logits without the bias, the greatest first.
-        candidates: long [B, c], which logits these are.
-        token_bias: R, [V, r]. embedded: [B, m, r], embeddings of m tokens.
+        scores: raw logits of the candidates without the bias, the greatest first, [B, c].
+        candidates: indices of these logits, long [B, c].
+        token_bias: R, [V, r].
+        embedded: embeddings of m possible previous tokens, [B, m, r].
 
     Returns:
         The candidates, the best first, long [B, m, c].
@@ -211,10 +216,10 @@ def rank_candidates(
 
 @dataclass(frozen=True)
 class Embedding:
-    """The target model's input embedding, frozen: drafts that use it neither train nor save it.
+    """The target model's frozen input embedding: drafts that use it neither train nor save it.
 
     Attributes:
-        table: the target model's module, token ids [...] -> vectors [..., d].
+        table: the target model's embedding module, token ids [...] -> vectors [..., d].
         scale: factor that the target model applies before its first layer (Granite's
             `embedding_multiplier`).
     """

@@ -1,5 +1,5 @@
 """Load a causal language model from a directory or the Hugging Face hub as a `TargetModel`,
-quantized on demand.
+optionally quantized.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from medusa_train.models.stop_tokens import GENERATION_CONFIG
 from medusa_train.models.target_model import TargetModel
 from medusa_train.network import check_network
 
-#: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
-#: `special_tokens` may name it, cannot occur in a text.
+#: Special tokens that no model reads, so the vocabulary may lack them: padding is masked, and no
+#: text contains an unknown token.
 _NOT_READ = ("pad_token", "unk_token")
-#: What transformers and tokenizers raise for files that are not what they should be.
+#: Errors that transformers and tokenizers raise for files with unexpected content.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -59,8 +59,8 @@ UNREADABLE = (
     RecursionError,
     StrictDataclassError,
 )
-#: How transformers names the repository of the code, where that is not the model's. For code of a
-#: config, transformers 5.16 gives the bare name in place of the sentence.
+#: Finds the repository of the code in transformers' message, if it is not the model's repository.
+#: For the code of a config, transformers 5.16 writes the bare name instead of the sentence.
 _CODE_OF_ANOTHER = re.compile(r"(?:custom code contained in|\A) ?(\S+) (?:which|You can inspect)")
 
 
@@ -77,15 +77,18 @@ def load_target_model(
     """Load a model and its tokenizer, frozen and in eval mode, and check what it computes.
 
     Args:
-        name: a directory or the name of a model on the hub.
-        dtype: "auto" included; with `quantization` that of the matrix products.
-        special_tokens: for the tokenizer, see `load_tokenizer`.
-        only_trains: whether a model whose token trees cannot be verified will do, too.
+        name: a directory, or the name of a model on the hub.
+        dtype: dtype of the weights, or "auto"; with `quantization`, of the matrix products.
+        device: device to load to; by default the GPU if there is one.
+        quantization: quantize the weights while loading.
+        trust_remote_code: allow Python code of the model's repository to run.
+        special_tokens: special tokens of the tokenizer, see `load_tokenizer`.
+        only_trains: accept a model whose token trees cannot be verified.
 
     Raises:
         TargetModelError: the model cannot be found or read, or its architecture is not supported.
     """
-    # 1. where it is, and what it is computed with
+    # 1. its files, device and dtype
     source, config = resolve_target_model(name, trust_remote_code=trust_remote_code)
     if not only_trains:
         check_decodes(config, name)
@@ -129,18 +132,18 @@ def load_target_model(
     if quantization is None:
         model = model.to(device)
 
-    # 3. what it can be used for
-    if quantization_of(model) in ("nf4", "fp4"):  # also where the checkpoint is stored so
+    # 3. check what it can be used for
+    if quantization_of(model) in ("nf4", "fp4"):  # the checkpoint may be stored in 4 bits
         keep_trainable_kernels(model)
     model.eval().requires_grad_(False)  # until a recipe trains it
     target_model = TargetModel(model, tokenizer, name)
-    with gathering_modules(model):  # training may load it partitioned
+    with gathering_modules(model):  # in training it may be partitioned
         check_model(target_model)
     return target_model
 
 
 def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """Build a model of this config whose parameters have shapes, but neither memory nor values."""
+    """Build a model of this config on the meta device: parameters with shapes but no values."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
@@ -151,18 +154,19 @@ def load_tokenizer(
     trust_remote_code: bool,
     special_tokens: Mapping[str, str] | None = None,
 ) -> Any:
-    """Load the target model's tokenizer from `resolved`, the path or hub name returned by
-    `resolve_target_model`.
+    """Load the target model's tokenizer.
 
     Args:
+        resolved: the path or hub name returned by `resolve_target_model`.
+        trust_remote_code: allow Python code of the model's repository to run.
         special_tokens: tokens of its vocabulary to use as its `eos_token`, `bos_token` and so on.
 
     Raises:
         TargetModelError: it cannot be read.
         ConfigError: it has no such token.
     """
-    # unless `mistral_format` is off, a tekken.json next to tokenizer.json wins, whose tokenizer has
-    # no offsets
+    # with `mistral_format`, transformers prefers a tekken.json to tokenizer.json, and that
+    # tokenizer has no offsets
     options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -183,8 +187,8 @@ def load_tokenizer(
 
 
 def describe_unreadable(error: Exception) -> str:
-    """Return the message of an error of a library; short ones, such as a name alone, after its
-    type.
+    """Return the message of a library's error. The type comes first if the message alone may be
+    unclear, such as a bare name.
     """
     text = str(error).strip()
     if isinstance(error, RecursionError):
@@ -195,7 +199,9 @@ def describe_unreadable(error: Exception) -> str:
 
 
 def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name: str) -> None:
-    """Give tokens of the vocabulary the role that `special_tokens` names; others have no embedding."""
+    """Give tokens the roles in `special_tokens`. They must be in the vocabulary: others have no
+    embedding.
+    """
     if not special_tokens:
         return
     vocabulary = tokenizer.get_vocab()
@@ -215,8 +221,8 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name:
 
 
 def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | None) -> str | None:
-    """Name the configured tokens that the vocabulary lacks and that nothing here reads; None
-    without any.
+    """Describe the configured special tokens that are not in the vocabulary but not needed either;
+    None if there are none.
     """
     vocabulary = tokenizer.get_vocab()
     unneeded = []
@@ -232,7 +238,7 @@ def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | 
 
 
 def _describe_index(source: str) -> str | None:
-    """Name an index of weight files that is not what transformers writes; None without one."""
+    """Describe a damaged index of weight files; None if there is none."""
     for path in sorted(model_directory(source).glob("*.index.json")):
         try:
             index = parse_json(path.read_text(encoding="utf-8"))
@@ -250,8 +256,8 @@ def _describe_index(source: str) -> str | None:
 
 
 def _damaged_file(source: str) -> Path | None:
-    """Return the first file of weights that cannot be opened; the messages of safetensors and torch
-    do not name it.
+    """Return the first weight file that cannot be opened. The messages of safetensors and torch do
+    not name it.
     """
     directory = model_directory(source)
     for path in sorted(directory.glob("*.safetensors")):
@@ -300,8 +306,8 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
 
 
 def _check_generation_config(name: str, source: str) -> None:
-    """Raise TargetModelError for a damaged generation_config.json, which transformers takes for
-    none: answers would end at other tokens.
+    """Raise TargetModelError for a damaged generation_config.json. transformers would ignore it,
+    and answers would end at other tokens.
     """
     path = model_directory(source) / GENERATION_CONFIG
     if not os.path.lexists(path):
@@ -319,7 +325,7 @@ def _check_generation_config(name: str, source: str) -> None:
 
 def _refuse_remote_code(error: Exception, name: str) -> None:
     """Raise TargetModelError if `error` is transformers' refusal to run a repository's Python code;
-    return otherwise.
+    otherwise do nothing.
     """
     if "`trust_remote_code=True`" not in str(error):
         return
@@ -354,12 +360,13 @@ def auto_dtype_that_fits(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return what `auto` means for a model: `auto_dtype`, but "bfloat16" on a CPU on which the
-    weights fit into the free memory in no other dtype; `report` then gets a line about it.
+    """Return the dtype that `auto` means for a model: `auto_dtype`, or "bfloat16" if the weights
+    fit into the free memory of a CPU only in bfloat16.
 
     Args:
-        name, quantization, trust_remote_code: as in `load_target_model`. float16: as in
-            `auto_dtype`.
+        name, quantization, trust_remote_code: as in `load_target_model`.
+        report: receives a line if memory made the choice.
+        float16: as in `auto_dtype`.
 
     Raises:
         TargetModelError: the model cannot be found, or its architecture is not supported.
@@ -385,13 +392,16 @@ def auto_dtype_that_fits(
 def loading_options(
     quantization: Quantization | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Return the arguments for `from_pretrained` that read weights straight to a GPU, and quantize
+    """Return the arguments of `from_pretrained` that load weights directly to a GPU, and quantize
     them.
 
-    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products.
-    lm_head is not quantized. Raises TargetModelError if bitsandbytes cannot be used.
+    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is the dtype of the matrix
+    products. lm_head is not quantized.
+
+    Raises:
+        TargetModelError: bitsandbytes cannot be used.
     """
-    # else the host's memory holds a copy of the model in every process
+    # otherwise every process would hold a copy of the model in host memory
     on_device = {"device_map": {"": device}}
     if quantization is None:
         if device.type == "cpu" or is_deepspeed_zero3_enabled():
@@ -414,8 +424,8 @@ def loading_options(
 
 
 def bitsandbytes_obstacle(device: torch.device) -> str | None:
-    """Return why bitsandbytes cannot be used on a device, or None if it can; its own error comes at
-    the first call.
+    """Return why bitsandbytes cannot be used on a device; None if it can. Its own error would come
+    only at the first call.
     """
     try:
         import bitsandbytes
@@ -449,20 +459,20 @@ def choose_attention(
 ) -> str:
     """Choose the fastest attention that keeps packed conversations separate.
 
-    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows
-    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, or by
-    one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
-    sdpa from its flash kernel; only soft-capped scores need it. The same holds for sliding windows,
-    which need a mask even in rows of one conversation.
+    Rows with one conversation need no mask, so torch's sdpa can use its flash kernel. In packed
+    rows, each conversation is computed separately, from its bounds: with flash-attn's varlen
+    kernel, or with one sdpa call per conversation. The alternative is a block-diagonal mask. It
+    takes T x T positions and prevents sdpa's flash kernel; only soft-capped scores and sinks need
+    it. Sliding windows are handled in the same way, even in rows with one conversation.
 
     Args:
-        target_model: as loaded, before any part of it is converted for training. Switched to varlen
-            attention if possible.
+        target_model: as loaded, before any part of it is converted for training. It is switched to
+            varlen attention if possible.
         wanted: the key `flash_attention`.
         packed: whether rows hold several conversations (`sample_packing`).
 
     Returns:
-        One line that names the kernel, and the reason where it is not flash-attn's.
+        One line with the kernel, and the reason if it is not flash-attn's.
     """
     if target_model.tree_obstacle is not None or (
         not packed and "sliding_attention" not in target_model.layer_types
@@ -472,7 +482,7 @@ def choose_attention(
             " mask)"
         )
     which = "packed rows" if packed else "rows with sliding windows"
-    reasons: list[str] = []  # why what would be faster is not used
+    reasons: list[str] = []  # why faster kernels are not used
     for implementation, kernel in _varlen_attentions(target_model, wanted, reasons):
         try:
             target_model.use_varlen(implementation)
@@ -491,8 +501,8 @@ def choose_attention(
 def _varlen_attentions(
     target_model: TargetModel, wanted: bool | Literal["auto"], reasons: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others
-    are left out.
+    """Yield the attention implementations to try, with descriptions, fastest first; append to
+    `reasons` why others are left out.
     """
     capped = target_model.attention == "eager"
     obstacle: str | None = "flash_attention: false"

@@ -28,9 +28,11 @@ class LoraSpec:
     """Hyperparameters of a LoRA adapter.
 
     Attributes:
-        r, alpha, dropout: as in LoRA; the branch is scaled by alpha / r.
+        r: rank of the branch.
+        alpha: the branch is scaled by alpha / r.
+        dropout: dropout probability on the branch's input.
         targets: names of linear layers (`q_proj`, `lm_head`, ...); None: all linear layers, lm_head
-            included.
+            included unless it is tied.
         modules_to_save: modules that are trained fully in addition to the adapter.
     """
 
@@ -41,22 +43,23 @@ class LoraSpec:
     modules_to_save: tuple[str, ...] = ()
 
 
-#: The weights of an adapter, as PEFT names the file.
+#: PEFT's file name for the weights of an adapter.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors that an adapter adds to a model."""
+    """Yield the names and parameters that an adapter adds to a model."""
     for name, parameter in peft.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             yield name, parameter
 
 
 class Adapter:
-    """A PEFT LoRA adapter in a target model's layers; `peft` is the PeftModel around its model.
+    """A PEFT LoRA adapter in a target model's layers; `peft` is the PeftModel around
+    `target_model.model`.
 
-    PEFT modifies the target model's model in place, so the target model is used as before. Draft
-    heads are not part of that model, or PEFT would freeze them and add adapters to them.
+    PEFT modifies the transformers model in place, so `target_model` is used as before. Draft heads
+    are not part of that model; otherwise PEFT would freeze them and add adapters to them.
     """
 
     def __init__(self, target_model: TargetModel, peft: Any) -> None:
@@ -65,13 +68,13 @@ class Adapter:
 
     @classmethod
     def attach(cls, target_model: TargetModel, spec: LoraSpec) -> Adapter:
-        """Add new LoRA layers to `target_model`, trainable and in float32; with B = 0 its outputs
-        do not change.
+        """Add new trainable LoRA layers in float32 to `target_model`. They start with B = 0, so its
+        outputs do not change.
 
         Raises:
             TargetModelError: a target is not a linear layer, or is an lm_head tied to the input
-                embeddings, which merging would corrupt; or there is no module of a name in
-                `modules_to_save`.
+                embeddings, which merging would corrupt; or a name in `modules_to_save` matches no
+                module.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -88,7 +91,7 @@ class Adapter:
             return cls(
                 target_model, _trainable_in_float32(get_peft_model(target_model.model, config))
             )
-        except ValueError as error:  # such as PEFT's of dropout on fused experts
+        except ValueError as error:  # such as PEFT's error for dropout on fused experts
             advice = "set lora_dropout: 0, or lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
             raise TargetModelError(f"adapter: {error} {advice}") from error
 
@@ -96,8 +99,10 @@ class Adapter:
     def load(
         cls, target_model: TargetModel, directory: Path, *, trainable: bool = False
     ) -> Adapter:
-        """Add the adapter saved in `directory`; CheckpointError if there is none, or it does not
-        fit the target model.
+        """Add the adapter saved in `directory`.
+
+        Raises:
+            CheckpointError: there is no adapter, or it does not fit the target model.
         """
         from peft import PeftModel
 
@@ -109,7 +114,7 @@ class Adapter:
             checksums.check(weights)
         try:
             with warnings.catch_warnings():
-                # the path of the target model may differ from the one in training
+                # PEFT warns if the path of the model differs from the path in training
                 warnings.simplefilter("ignore")
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 peft = PeftModel.from_pretrained(
@@ -123,7 +128,7 @@ class Adapter:
             raise CheckpointError(f"{weights}: cannot be read as safetensors: {error}") from error
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # PEFT passes on whatever its many kinds of adapters raise
+        except Exception as error:  # PEFT's many adapter types raise many types of errors
             raise CheckpointError(
                 f"{directory}: cannot load this adapter into {target_model.name}: {error}"
             ) from error
@@ -138,8 +143,8 @@ class Adapter:
         return adapter
 
     def save(self, directory: Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, without embedding matrices of
-        the target model.
+        """Write adapter_config.json and adapter_model.safetensors, without the target model's
+        embedding matrices.
         """
         self.peft.save_pretrained(directory, safe_serialization=True, save_embedding_layers=False)
         checksums.add_checksum(Path(directory) / ADAPTER_WEIGHTS)
@@ -150,10 +155,10 @@ class Adapter:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Run the original target model within this context: adapter and dropout disabled, no
+        """Within this context, run the original target model: adapter and dropout disabled, no
         gradients.
 
-        The original of a target model loaded in 4 bits is the 4-bit target model.
+        For a target model that was loaded in 4 bits, the original is the 4-bit model.
         """
         model = self.target_model.model
         was_training = model.training
@@ -164,22 +169,21 @@ class Adapter:
                 yield
         finally:
             model.train(was_training)
-            # PEFT makes all adapters trainable on exit, frozen ones too
+            # on exit, PEFT makes all adapters trainable, even frozen ones
             for parameter, requires_grad in was_trainable:
                 parameter.requires_grad_(requires_grad)
 
     def merge(self) -> None:
-        """Merge the adapter into the target model's weights; a quantized target model is
-        dequantized first.
+        """Merge the adapter into the target model's weights; dequantize a quantized model first.
 
-        Merging into 4 bits would round the merged weights again, and the adapter was not trained on
-        the original full-precision weights.
+        Merging into 4 bits would round the merged weights again. The original full-precision
+        weights are not used either, because the adapter was not trained on them.
         """
         if getattr(self.target_model.model, "is_quantized", False):
             self._dequantize()
         try:
             self.target_model.model = self.peft.merge_and_unload()
-        except NotImplementedError as error:  # such as aLoRA's
+        except NotImplementedError as error:  # for example an aLoRA adapter
             raise CheckpointError(f"this adapter cannot be merged: {error}") from error
         self.target_model.model.eval().requires_grad_(False)
 
@@ -193,19 +197,19 @@ class Adapter:
 
 
 def _unknown_entries(config: Mapping[str, Any]) -> list[str]:
-    """Return the entries of adapter_config.json that the installed PEFT leaves out."""
+    """Return the entries of adapter_config.json that the installed PEFT ignores."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(config["peft_type"]))
-    if known is None:  # which PEFT refuses
+    if known is None:  # PEFT raises its own error
         return []
     names = {field.name for field in fields(known)}
     return sorted(name for name, value in config.items() if name not in names and value is not None)
 
 
 def linear_names(model: Any) -> list[str]:
-    """Return the last part of the names of all linear layers, quantized ones too, with lm_head
-    last; no routers.
+    """Return the last name components of all linear layers, including quantized ones and excluding
+    routers; lm_head comes last.
     """
     lm_head = model.get_output_embeddings()
     names: set[str] = set()
@@ -220,14 +224,14 @@ def linear_names(model: Any) -> list[str]:
 
 
 def default_targets(model: Any) -> list[str]:
-    """Return the names of the linear layers that get LoRA by default: all but a tied lm_head."""
+    """Return the names of the linear layers that get LoRA by default: all except a tied lm_head."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return [name for name in linear_names(model) if not (tied and name == LM_HEAD)]
 
 
 def layers_left_out(model: Any, directory: Path) -> list[str]:
-    """Return the names of the default targets that the LoRA adapter in `directory` does not train,
-    in some layers or all. `model` needs no weights.
+    """Return the default targets that the LoRA adapter in `directory` does not train in at least
+    one layer. `model` needs no weights.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -246,7 +250,7 @@ def layers_left_out(model: Any, directory: Path) -> list[str]:
 
 
 def _target_modules(target_model: TargetModel, targets: Sequence[str] | None) -> list[str]:
-    """Return the layers for LoRA, see `LoraSpec.targets`."""
+    """Return the names of the layers that get LoRA, see `LoraSpec.targets`."""
     model = target_model.model
     defaults = default_targets(model)
     if targets is None:
@@ -267,8 +271,8 @@ def _target_modules(target_model: TargetModel, targets: Sequence[str] | None) ->
 
 
 def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
-    """Raise TargetModelError unless every name ends the path of a module: PEFT ignores others
-    without a word.
+    """Raise TargetModelError unless every name is the end of a module's path: PEFT silently ignores
+    other names.
     """
     paths = [path for path, _ in target_model.model.named_modules()]
     unknown = []
@@ -282,10 +286,10 @@ def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
 
 
 def _trainable_in_float32(peft: Any) -> Any:
-    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the target
+    """Upcast all trainable parameters to float32: PEFT keeps `modules_to_save` in the target
     model's dtype.
 
-    In half precision the small updates of an optimizer round to nothing.
+    In half precision, an optimizer's small updates are lost to rounding.
     """
     for parameter in peft.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):

@@ -1,5 +1,5 @@
-"""Find a model by directory or hub name and read its JSON files, without the seconds that importing
-torch takes.
+"""Find a model by directory or hub name and read its JSON files, without importing torch, which
+takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.hub import hub_is_unreachable, offline_advice
 from medusa_train.io import parse_json
 
-#: Written by PEFT into the directory of an adapter.
+#: File that PEFT writes to the directory of an adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -24,12 +24,12 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
     """Find a model and read its config.json.
 
     Returns:
-        The argument for `from_pretrained`, and the content of config.json; empty for a model that
-        has to be fetched from the hub.
+        The argument for `from_pretrained`, and the content of config.json, which is empty for a
+        model that must be downloaded from the hub.
 
     Raises:
-        TargetModelError: no such directory, no config.json in it that can be read, or a hub name
-            that is not in the cache while the hub cannot be reached.
+        TargetModelError: there is no such directory, or no readable config.json in it; or the hub
+            cannot be reached and the model is not in its cache.
     """
     local = resolve_path(name)
     if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):
@@ -56,15 +56,15 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def missing_from_hub(name: str, reason: str) -> TargetModelError:
-    """Return the error for a name that is no directory, and that the hub does not give for a
+    """Return the error for a name that is not a directory, and that the hub does not deliver for a
     `reason`.
     """
-    # not rejected before: the hub may have models of an owner with a local directory
+    # checked only after the hub failed: a local directory may have the name of an owner on the hub
     if similar := nearest_path(name):
         reason = (
             f"no such directory, and no such model on the Hugging Face hub; did you mean {similar}?"
         )
-    # where the README and the shipped configurations keep models
+    # the README and the shipped configurations keep models here
     elif name.startswith("models/"):
         reason = (
             "no such directory. `make smollm2-model` writes the model of configs/smollm2_*.yaml;"
@@ -74,7 +74,7 @@ def missing_from_hub(name: str, reason: str) -> TargetModelError:
 
 
 def model_directory(source: str) -> Path:
-    """Return the directory of a model that is named by it, or by its name in the hub's cache."""
+    """Return a model's directory, given its path or its hub name in the hub's cache."""
     directory = Path(source)
     if directory.is_dir():
         return directory
@@ -93,8 +93,10 @@ def _may_be_on_hub(name: str) -> bool:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
-    JSON.
+    """Read PEFT's adapter_config.json.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or not the configuration of an adapter.
     """
     path = directory / ADAPTER_CONFIG
     if not path.is_file():

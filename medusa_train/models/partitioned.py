@@ -1,9 +1,9 @@
-"""Read and change weights that DeepSpeed's ZeRO-3 has partitioned: gathered for as long as a block
+"""Read and change weights that DeepSpeed's ZeRO-3 has partitioned, by gathering them while a block
 of code runs.
 
 Everything here is a collective operation: all processes call it for the same parameters in the same
-order. Parameters that are not partitioned, or are gathered already, are left alone, so that one
-process needs no other code.
+order. Parameters that are not partitioned, or already gathered, are left unchanged, so the same
+code works without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """Return a parameter's shape, partitioned or not."""
+    """Return the full shape of a parameter, partitioned or not."""
     shape: torch.Size = tensor.ds_shape if is_partitioned(tensor) else tensor.shape  # type: ignore[attr-defined]
     return shape
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[None]:
-    """Make partitioned `parameters` whole in all processes; with `modify`, rank 0's values are kept
-    afterwards.
+    """Within this context, gather partitioned `parameters` in all processes. With `modify`, rank
+    0's values are kept afterwards.
     """
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
@@ -45,13 +45,13 @@ def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[
 
 @contextmanager
 def gathering_modules(model: nn.Module) -> Iterator[None]:
-    """Gather each module's weights while its forward pass runs, before DeepSpeed's engine does so;
-    no gradients.
+    """Within this context, gather each module's weights while its forward pass runs. For passes
+    without gradients, before there is a DeepSpeed engine that does it.
     """
     running: dict[nn.Module, ExitStack] = {}
 
     def enter(module: nn.Module, args: Any) -> None:
-        # otherwise an earlier pass raised in it, and it is gathered still
+        # it may still be gathered if an earlier pass raised an error in it
         if module not in running:
             running[module] = ExitStack()
             running[module].enter_context(gathered(module.parameters(recurse=False)))
@@ -67,19 +67,19 @@ def gathering_modules(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for stack in reversed(running.values()):  # of a forward pass that raised
+            for stack in reversed(running.values()):  # of a pass that raised an error
                 stack.close()
 
 
 def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return tensors by name, whole; partitioned ones are gathered one at a time and copied to CPU
+    """Return full tensors by name; partitioned ones are gathered one at a time and copied to CPU
     memory.
 
-    Where `keep` is False the process only takes part in gathering, and gets an empty dict.
+    With `keep` False, the process only takes part in gathering, and gets an empty dict.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        to_copy = is_partitioned(tensor)  # before it is gathered
+        to_copy = is_partitioned(tensor)  # check before it is gathered
         with gathered([tensor]):
             if keep:
                 whole[name] = tensor.detach().to("cpu", copy=True) if to_copy else tensor.detach()
@@ -87,9 +87,10 @@ def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tens
 
 
 def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
-    """End partitioning, once nothing is computed with these parameters any more.
+    """End the partitioning of parameters that are no longer used for computation.
 
-    Where `keep` is True they are whole afterwards, in CPU memory; elsewhere they are empty.
+    With `keep` True, the process holds the full parameters in CPU memory afterwards; in other
+    processes they are empty.
     """
     for parameter in parameters:
         if not is_partitioned(parameter):
@@ -102,7 +103,7 @@ def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
 
 
 def to_float32(module: nn.Module) -> None:
-    """Convert a module's weights to float32, each process its part of them."""
+    """Upcast a module's weights to float32; each process converts its own part."""
     for parameter in module.parameters():
         if is_partitioned(parameter):
             part = parameter.ds_tensor  # type: ignore[attr-defined]

@@ -27,7 +27,9 @@ def default_device() -> torch.device:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype of products under the autocast that is active on a type of device, or None."""
+    """Return the dtype of matrix products under the active autocast of a device type; None without
+    autocast.
+    """
     if not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
@@ -41,8 +43,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_info(key: str) -> str:
-    """Return the first value of a key of /proc/cpuinfo; where there is none, what Python says of
-    the processor.
+    """Return the first value of a key of /proc/cpuinfo; if there is none,
+    `platform.processor()`.
     """
     with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -55,10 +57,10 @@ def has_fast_bf16(device: torch.device) -> bool:
     """Return whether the device multiplies bfloat16 faster than float32, judged by its instruction
     sets.
 
-    On a CPU that takes AMX, or AVX512-BF16 by AMD: Intel's AVX512-BF16 alone was measured at half
-    the rate of float32.
+    A CPU needs AMX, or AMD's AVX512-BF16. Intel's AVX512-BF16 without AMX was measured at half the
+    speed of float32.
     """
-    if emulates(device, torch.bfloat16):  # `ONEDNN_MAX_CPU_ISA` may forbid what the CPU has
+    if emulates(device, torch.bfloat16):  # `ONEDNN_MAX_CPU_ISA` may disable instructions of the CPU
         return False
     if device.type == "cpu":
         # torch has no public API for this on CPUs
@@ -70,10 +72,10 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device has no instructions for products in `dtype`.
+    """Return whether the device has no instructions for matrix products in `dtype`.
 
-    On a CPU they then take up to 100 times as long as in float32: oneDNN leaves them to a loop of
-    torch. Most CPUs emulate float16, and those without AVX512 emulate bfloat16 as well.
+    On a CPU they then take up to 100 times as long as in float32, because torch uses its own loop
+    instead of oneDNN. Most CPUs emulate float16; CPUs without AVX512 emulate bfloat16 as well.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         # torch has no public API for this; builds without oneDNN (macOS) lack the operators
@@ -88,12 +90,13 @@ def emulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:
-    """Return what `auto` means: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU,
+    """Return the dtype that `auto` means: "bfloat16" if `has_fast_bf16`, else "float16" on a GPU,
     else "float32".
 
     Args:
-        float16: whether a GPU without bfloat16 may use it. Not in training: gradients need loss
-            scaling (`fp16: true`).
+        device: device to compute on; by default the GPU if there is one.
+        float16: whether a GPU without bfloat16 may use float16. Training passes False, because
+            float16 gradients need loss scaling (`fp16: true`).
     """
     device = device or default_device()
     if has_fast_bf16(device):
@@ -116,13 +119,13 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) ->
 
 @contextmanager
 def exact_buffers(module: nn.Module) -> Iterator[None]:
-    """Within this context `.to()` moves the buffers of `module` to another device, but does not
+    """Within this context, `.to()` moves the buffers of `module` to another device, but does not
     change their dtype.
 
-    transformers keeps rotary frequencies in float32 buffers. In bfloat16 the angles of late
-    positions are off by radians.
+    transformers keeps rotary frequencies in float32 buffers. In bfloat16, the angles of late
+    positions would be off by radians.
     """
-    # a tensor may be registered under two names
+    # keep duplicates: a tensor may be registered under two names
     exact = dict(module.named_buffers(remove_duplicate=False))
     yield
     for name, moved in list(module.named_buffers(remove_duplicate=False)):
@@ -134,7 +137,7 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
 class Precision:
     """Precision of a training run.
 
-    The target model is loaded in `dtype`; heads keep float32 master weights and run under autocast
+    The target model is loaded in `dtype`. Drafts keep float32 master weights and run under autocast
     to `dtype`.
     """
 
@@ -142,7 +145,7 @@ class Precision:
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the autocast context for the heads; it does nothing in float32."""
+        """Return the autocast context for drafts; it does nothing in float32."""
         return torch.autocast(
             self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
         )
@@ -154,8 +157,8 @@ class Precision:
 def choose_precision(
     bf16: bool | Literal["auto"], device: torch.device, *, fp16: bool = False
 ) -> Precision:
-    """Return the precision for the keys `bf16` and `fp16`; float16 becomes float32 on a CPU, where
-    it is slow.
+    """Return the precision for the keys `bf16` and `fp16`. On a CPU, float16 is slow and becomes
+    float32.
     """
     if fp16:
         dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -166,11 +169,11 @@ def choose_precision(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory available on the device; None where the system does not report it."""
+    """Return the bytes of memory available on the device; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        # Linux overcommits memory: a process that exceeds it is killed without an exception, so
+        # Linux overcommits memory, and kills a process that exceeds it without an exception, so
         # check beforehand.
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -196,8 +199,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def catch_out_of_memory() -> Iterator[list[str]]:
-    """Suppress an error for which `is_out_of_memory`; the list then holds its message, but no frame
-    with tensors.
+    """Suppress an out-of-memory error (see `is_out_of_memory`) and append its message to the
+    yielded list.
+
+    The message, unlike the error, keeps no frames with tensors alive.
     """
     caught: list[str] = []
     try:
@@ -209,7 +214,7 @@ def catch_out_of_memory() -> Iterator[list[str]]:
 
 
 def release_memory() -> None:
-    """Free the memory of objects without references, for the next model."""
+    """Free the memory of unreferenced objects, for the next model."""
     gc.collect()  # modules and hooks refer to each other
     return_free_memory()
     if torch.cuda.is_available():
@@ -217,40 +222,45 @@ def release_memory() -> None:
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Set which kernels this process takes on `device`: called once before a model is loaded, by
-    what trains or decodes, since it holds for the whole process.
+    """Set which kernels this process uses on `device`.
+
+    Training and decoding call it once before they load a model: the setting is global.
     """
     if device.type == "cuda":
-        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape:
-        # trees and unpacked batches have a new one every step, which took 0.4 s each on a B200
+        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape.
+        # Trees and unpacked batches have a new shape every step, and a plan took 0.4 s on a B200
         # (FunASR issue 3704; not measured here)
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN cache 64 kernels with their buffers; its default, 1,024, takes gigabytes where
-    shapes vary.
+    """Let oneDNN cache 64 kernels with their buffers. Its default, 1,024, takes gigabytes if shapes
+    vary.
 
-    It reads the variable once, when the process runs its first kernel.
+    oneDNN reads the variable once, when the process runs its first kernel.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 def return_free_memory() -> None:
-    """Return to Linux what its C library keeps of freed tensors, which grows with every new shape
-    of a batch.
+    """Return the memory of freed tensors from the C library to Linux. Otherwise the library keeps
+    more with every new batch shape.
     """
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other C libraries than glibc have none
+    if trim is not None:  # only glibc has it
         trim(0)
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Memory of a model's weights: `numbers` are stored in the dtype, `quantized` bytes are the
-    same in every dtype.
+    """Memory of a model's weights.
+
+    Attributes:
+        device: device of the weights.
+        numbers: how many weights are stored in the model's dtype.
+        quantized: bytes of quantized weights, which do not depend on the dtype.
     """
 
     device: torch.device
@@ -270,9 +280,7 @@ class WeightMemory:
         return cls(device, numbers, quantized)
 
     def fit(self, dtype: str) -> bool:
-        """Return whether the weights alone, loaded once more in `dtype`, fit into the memory that
-        is free now.
-        """
+        """Return whether one more copy of the weights in `dtype` fits into the free memory."""
         free = free_memory(self.device)
         if free is None:
             return True

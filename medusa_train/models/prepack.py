@@ -1,8 +1,8 @@
 """Prepack the weights of linear layers for matrix products of few rows on a CPU.
 
-Otherwise oneDNN reorders a weight in every call, or torch uses a slower kernel. With weights
-reordered once, products of few rows (plain decoding, or the nodes of a tree) are faster. Other
-devices are not affected.
+Without prepacking, oneDNN reorders a weight in every call, or torch uses a slower kernel. Weights
+that are reordered once make products of few rows (plain decoding, or the nodes of a tree) faster.
+Other devices are not affected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from medusa_train.models.precision import free_memory
 from medusa_train.models.rounding import ceil_div
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MEMORY_SHARE = 0.4  # of the free memory that prepacked copies may use
-_TIMED_WEIGHTS = 16  # spread over the model
+_MEMORY_SHARE = 0.4  # share of the free memory that prepacked copies may use
+_TIMED_WEIGHTS = 16  # number of timed weights, spread over the model
 _TRIALS = 40
 
 
@@ -37,10 +37,10 @@ class PrepackedWeight:
 
 
 class PrepackedLinear(nn.Linear):
-    """A linear layer with the parameters of `layer`, and a prepacked copy that is used without
+    """A linear layer with the parameters of `layer`, and a prepacked copy for passes without
     gradients.
 
-    Under torch.compile the parameters are used, since it prepacks weights itself. Moving or
+    Under torch.compile the parameters are used, because it prepacks weights itself. Moving or
     converting the layer drops the copy.
     """
 
@@ -57,7 +57,7 @@ class PrepackedLinear(nn.Linear):
         return self._prepacked.linear(input, self.bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PrepackedLinear:
-        self._prepacked = None  # of the old weights
+        self._prepacked = None  # it is a copy of the old weights
         super()._apply(fn, recurse)
         return self
 
@@ -89,7 +89,7 @@ def is_prepacked(module: nn.Module) -> bool:
 
 
 def copies_fit(weights: Iterable[Tensor]) -> bool:
-    """Return whether prepacked copies of the weights leave enough of the free memory."""
+    """Return whether prepacked copies of the weights leave enough free memory."""
     total = 0
     device = torch.device("cpu")
     for weight in weights:
@@ -100,8 +100,8 @@ def copies_fit(weights: Iterable[Tensor]) -> bool:
 
 
 def worth_prepacking(weights: Sequence[Tensor]) -> bool:
-    """Return whether copies of the weights are supported, fit into free memory, and make products
-    of one row faster.
+    """Return whether prepacked copies of the weights are supported, fit into free memory, and make
+    products of one row faster.
     """
     if not weights:
         return False
@@ -116,8 +116,8 @@ def worth_prepacking(weights: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def _is_faster(weights: Sequence[Tensor]) -> bool:
-    """Time products of one row with and without prepacking, alternately over several weights, and
-    compare medians.
+    """Time products of one row over several weights, alternately with and without prepacking, and
+    compare the medians.
     """
     rows = [torch.ones(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
     try:

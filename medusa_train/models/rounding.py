@@ -2,5 +2,5 @@
 
 
 def ceil_div(size: int, part: int) -> int:
-    """Return how many parts of `part` cover `size`: their quotient, rounded up."""
+    """Return `size / part`, rounded up."""
     return -(-size // part)

@@ -1,5 +1,5 @@
-"""At which tokens an answer ends: said here once, for training, decoding, baselines, servers and
-exports.
+"""Find the tokens at which an answer ends, for training, decoding, baselines, servers and exports
+alike.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The tokens that end an answer, by who names them; each a tuple of ids, possibly empty.
+    """The tokens that end an answer, by their source; each a tuple of ids, possibly empty.
 
-    A base model's generation config names the end of a text, its ChatML tokenizer or template the
-    end of a turn: an answer may end with either.
+    In a base model, the generation config may name the end of a text while its ChatML tokenizer or
+    template names the end of a turn. An answer may end with either.
 
     Attributes:
-        generation_config: the model's `eos_token_id`.
-        tokenizer: its EOS token.
-        template: the token that the chat template writes after an answer's content.
+        generation_config: `eos_token_id` of the model's generation config.
+        tokenizer: the tokenizer's EOS token.
+        template: the token that the chat template writes after the content of an answer.
     """
 
     generation_config: tuple[int, ...] = ()
@@ -33,17 +33,17 @@ class StopTokens:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All of them, those of the generation config first."""
+        """All stop tokens without duplicates, those of the generation config first."""
         return tuple(dict.fromkeys(self.generation_config + self.tokenizer + self.template))
 
     @property
     def added(self) -> tuple[int, ...]:
-        """Those that the generation config does not name."""
+        """The stop tokens that are not in the generation config."""
         return tuple(token for token in self.ids if token not in self.generation_config)
 
     def describe(self, tokenizer: Any) -> str | None:
-        """Say at which tokens answers end, and who names them; None if it is the generation config
-        alone.
+        """Describe at which tokens answers end, with their sources; None if all of them are in the
+        generation config.
         """
         if not self.added:
             return None
@@ -66,9 +66,10 @@ def find_stop_tokens(
     """Collect the tokens that end an answer.
 
     Args:
-        generation_config: the model's, or None.
-        vocab_size: V; a token without an embedding is never generated, so it ends nothing.
-        chat: with the template of the chats; None: raw text only.
+        generation_config: the model's generation config, or None.
+        tokenizer: the model's tokenizer.
+        vocab_size: V. Tokens without an embedding are never generated, so they are left out.
+        chat: encoder with the chat template; None: raw text only.
     """
     eos = getattr(generation_config, "eos_token_id", None)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
@@ -84,10 +85,12 @@ def chat_encoder_or_none(
     tokenizer: Any, template: str | None, template_kwargs: Mapping[str, Any] | None
 ) -> ChatEncoder | None:
     """Return the encoder of a model's chats; None for a model that only continues raw text: its
-    tokenizer has no chat template, or none that it can encode.
+    tokenizer has no chat template, or its template cannot be used.
 
-    Whoever sends it a chat gets the reason. Raises ConfigError for a named template that cannot be
-    read.
+    The reason is reported later, if a chat is encoded.
+
+    Raises:
+        ConfigError: a template that was asked for by name cannot be read.
     """
     try:
         return ChatEncoder(tokenizer, template, template_kwargs)
@@ -96,9 +99,10 @@ def chat_encoder_or_none(
 
 
 def _with_embedding(tokens: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return ids as a tuple: none, one, or a list; those outside of [0, V) are left out.
+    """Return `tokens` (None, one id, or a list of ids) as a tuple without ids outside [0, V).
 
-    Raises TargetModelError for anything else.
+    Raises:
+        TargetModelError: `tokens` is something else.
     """
     if tokens is None:
         return ()

@@ -1,5 +1,5 @@
-"""A causal language model of transformers, run to hidden states with explicit masks, positions and
-cache.
+"""Run a transformers causal language model up to its hidden states, with explicit masks, positions
+and KV cache.
 """
 
 from __future__ import annotations
@@ -58,28 +58,29 @@ from medusa_train.trees.tree import Tree
 class TargetModel:
     """The language model whose next tokens are drafted and verified.
 
-    The transformers model is used unchanged but for its attention function (`models.attention`):
-    its forward gets a 4-D additive mask, explicit position ids and a cache on `KVCache`. Logits are
-    computed here from the hidden states, so that heads can apply the same transforms.
-    `loading.load_target_model` builds a target model from a directory or the hub and checks that it
-    is supported.
+    The transformers model is used unchanged, except for its attention function
+    (`models.attention`): its forward gets a 4-D additive mask, explicit position ids and a cache
+    that writes to `KVCache`. Logits are computed here from the hidden states, so that drafts can
+    apply the same transforms. `loading.load_target_model` builds a target model from a directory or
+    the hub and checks that it is supported.
 
     Args:
-        model: a transformers causal language model; it is frozen and set to eval mode.
+        model: a transformers causal language model, frozen and in eval mode.
+        tokenizer: its tokenizer.
         name: directory or hub name, for messages.
 
     Attributes:
         max_context: number of positions that the model was trained for.
-        stop_tokens: at which tokens an answer ends, and who says so; see `end_answers_by`.
-        eos_ids: their ids, at which all decoders stop.
+        stop_tokens: tokens at which an answer ends, with their sources; see `end_answers_by`.
+        eos_ids: ids of the stop tokens, at which all decoders stop.
         tree_obstacle: why token trees cannot be verified with this model, see
             `architecture.tree_obstacle`; None if they can.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
-        decoding_aux_layers: hidden states that compiled passes return; set it before
+        decoding_aux_layers: layers whose hidden states compiled passes return; set it before
             `compile_passes`.
-        compiled: the compiled decoding passes, after `compile_passes`.
+        compiled: the compiled decoding passes; None before `compile_passes`.
         step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run
             eagerly, with exact sizes.
 
@@ -127,9 +128,11 @@ class TargetModel:
         """End answers also at the token that the chat template writes after them.
 
         Args:
-            chat_template: a name, a Jinja file, or None for the tokenizer's own, if it has any.
+            chat_template: a name, a Jinja file, or None for the tokenizer's own template, if any.
+            chat_template_kwargs: variables of the chat template.
 
-        Raises ConfigError for a template that cannot be read.
+        Raises:
+            ConfigError: the template cannot be read.
         """
         chat = chat_encoder_or_none(self.tokenizer, chat_template, chat_template_kwargs)
         self.stop_tokens = find_stop_tokens(
@@ -147,16 +150,18 @@ class TargetModel:
         segments: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> HiddenStates:
-        """Run the decoder layers once, without computing logits: in training, and over prompts.
+        """Run the decoder layers once, without computing logits. Used in training and for prompts.
 
         Args:
-            tokens, positions: [B, T]; position ids continue those in the cache by default.
+            tokens: token ids [B, T].
+            positions: position ids [B, T]; by default they continue after the cache.
             mask: additive mask [1 or B, 1, T, T], 0 or -inf, in the model's dtype; by default
                 causal. Sliding windows are applied to it here. Excludes `cache`.
             cache: keys and values before `tokens`; the T new ones are added.
-            segments: [B, T], index of the document in a packed row, -1: padding. Each document is
-                computed as in a row of its own, with positions that restart. Excludes `mask` and
-                `cache`. A model with a `tree_obstacle` takes one document a row.
+            segments: [B, T], index of the document in a packed row; -1: padding. Each document is
+                computed as in a separate row, with `positions` that restart. Excludes `mask` and
+                `cache`. A model with a `tree_obstacle` takes one document per row.
+            aux_layers: layers whose outputs are returned as auxiliary hidden states.
 
         Returns:
             Hidden states after the final norm, and after the layers of `aux_layers`.
@@ -168,7 +173,7 @@ class TargetModel:
             raise ValueError("an explicit mask needs position ids")
         bounds: dict[str, Any] = {}
         if segments is not None and self.tree_obstacle is not None:
-            positions = None  # rows are padded behind, and no layer reads what follows
+            positions = None  # rows are right-padded, and no layer reads later positions
         elif segments is not None and self.varlen:
             bounds = document_bounds(segments)
         elif segments is not None:
@@ -202,24 +207,26 @@ class TargetModel:
         """Run one pass over the nodes of a tree: the verification of a decoding step.
 
         Args:
-            tokens: long [B, n + 1].
-            aux: [B, n + 1, d], states after the layers of `aux_layers`, which have written their
-                keys and values already; only the remaining layers run.
+            tokens: tokens of the nodes, long [B, n + 1].
+            nodes: the other inputs of the pass.
+            aux_layers: layers whose outputs are returned as auxiliary hidden states.
+            aux: states [B, n + 1, d] after layer `aux_layers`, if the layers up to it have run and
+                written their keys and values already. Only the remaining layers run.
 
         Returns:
             States [B, n + 1, d] and logits [B, n + 1, V].
         """
-        # 1. the whole pass by a compiled program, if there is one for it
+        # 1. the whole pass in a compiled program, if there is one for it
         compiled = self._compiled_pass(tokens, nodes, aux_layers, aux)
         if compiled is not None:
             return self._run_compiled(compiled, tokens, nodes)
-        # 2. only the layers after those that a self-draft ran
+        # 2. only the layers after those that the draft (Kangaroo) ran
         if aux is not None:
             split = self.split_at(*aux_layers)
             inputs = split.inputs(nodes.positions, nodes.masks)
             hidden_states = split.run_rest(aux, inputs, nodes.cache())
             return hidden_states, self.logits(hidden_states.final)
-        # 3. all layers, with one mask or one for each type of layer
+        # 3. all layers, with one mask or a mask for each layer type
         mask: Any = None
         if nodes.masks is not None:
             mask = dict(nodes.masks)
@@ -239,25 +246,27 @@ class TargetModel:
         return HiddenStates(out.last_hidden_state, states), self.logits(out.last_hidden_state)
 
     def _has_one_mask(self, nodes: NodeInputs) -> bool:
-        """Return whether all layers read the same mask, or none."""
+        """Return whether all layers use the same mask, or no mask."""
         return nodes.masks is None or len(nodes.masks) == 1 or self.window is None
 
     def _compiled_pass(
         self, tokens: Tensor, nodes: NodeInputs, aux_layers: tuple[int, ...], aux: Tensor | None
     ) -> CompiledPass | None:
         """Return the compiled program that runs this pass of `run_nodes`; None if there is none."""
-        # 1. programs take one mask
+        # 1. programs take a single mask
         if nodes.masks is None or not self._has_one_mask(nodes):
             return None
-        # 2. they are compiled for these hidden states, rows and nodes, or not at all
+        # 2. there must be a program for these auxiliary layers, rows and nodes
         compiled = self.compiled_for(aux_layers)
         if compiled is None or not compiled.covers(*tokens.shape):
             return None
-        # 3. a program repeats the layers that a self-draft ran. On a CPU that costs less than the
-        # other layers uncompiled; replayed steps run only the others
+        # 3. a program runs all layers, also those that the draft (Kangaroo) ran. On a CPU, that
+        # costs less than running the remaining layers uncompiled. Replayed steps run only the
+        # remaining ones
         if aux is not None and self.step_runner is not None:
             return None
-        # 4. memory of several rows needs the programs for several
+        # 4. the program for a single row needs single-row memory, the others memory for several
+        # rows
         has_single_row = len(tokens) == 1
         has_memory_of_one = nodes.storage.shape[ROWS] == 1
         if has_single_row != has_memory_of_one:
@@ -275,7 +284,7 @@ class TargetModel:
             columns = columns[0]
         else:
             mask = mask.contiguous()
-        # a view of the inputs has strides that the program was not compiled for
+        # a view of the packed inputs has strides that the program was not compiled for
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         return compiled(tokens, nodes.positions, mask, columns, nodes.storage)
 
@@ -296,17 +305,20 @@ class TargetModel:
         key_length: int,
         first_column: int | None = None,
     ) -> NodeInputs:
-        """Return where the nodes of a tree are: node i of a row in column length + i.
+        """Return the inputs of a pass over the nodes of a tree: node i of a row goes to column
+        length + i.
 
         Args:
-            depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
-            lengths: position of the root, long [B]. storage, first_column: see `NodeInputs`.
+            depths: depths of the nodes, long [n + 1], or [B, n + 1] if rows differ.
+            masks: masks of the tree, from `node_masks`.
+            lengths: positions of the roots, long [B].
+            storage, key_length, first_column: see `NodeInputs`.
         """
         starts = lengths[:, None]  # [B, 1]
         positions = starts + torch.atleast_2d(depths)  # [B, n + 1]
         columns = starts + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
-        # compiled passes and kernels of GPUs want the rows of a mask aligned, which they are not
-        # where the mask of a known length is a slice
+        # compiled passes and GPU kernels want masks with aligned rows; the slice for a known length
+        # is not aligned
         length = first_column
         if self.compiled is not None or lengths.is_cuda:
             length = None
@@ -317,8 +329,8 @@ class TargetModel:
             else:
                 node_masks[kind] = mask.at(lengths, key_length)
         return NodeInputs(
-            # nodes past the context are never accepted, but the model's position table must cover
-            # their ids
+            # nodes past the context are never accepted, but their position ids must be in the
+            # model's position table
             positions=positions.clamp(max=self.max_context - 1),
             masks=node_masks,
             columns=columns,
@@ -330,13 +342,13 @@ class TargetModel:
     def capture_aux_states(
         self, aux_layers: tuple[int, ...]
     ) -> AbstractContextManager[list[Tensor]]:
-        """Within this context a pass appends the states after the layers of `aux_layers` to a list,
-        which it yields.
+        """Within this context, a pass appends the states after the layers of `aux_layers` to the
+        yielded list.
         """
         return capture_outputs([self.layer(count - 1) for count in aux_layers])
 
     def _with_windows(self, mask: Tensor, positions: Tensor) -> Any:
-        """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""
+        """Apply sliding windows to a mask; models with several layer types take a dict of masks."""
         masks = layer_masks(mask, positions, 0, self.layer_types, self.window)
         return masks if len(masks) > 1 and self.window is not None else masks.popitem()[1]
 
@@ -347,7 +359,7 @@ class TargetModel:
         return self.lm_head().transform(self.output_embeddings(hidden))
 
     def lm_head(self) -> LMHead:
-        """Return the weights of lm_head, an active LoRA branch included, with the transforms of its
+        """Return the weights of lm_head, with an active LoRA branch and the transforms of its
         logits.
         """
         head = self.output_embeddings
@@ -363,10 +375,10 @@ class TargetModel:
     @torch.no_grad()
     def embedding(self) -> Embedding:
         """Return the input embedding, with the factor that some models apply before the first
-        layer.
+        layer. The factor is measured on the first layer's input.
 
-        The factor is measured on the first layer's input. TargetModelError: the model changes
-        embeddings in another way.
+        Raises:
+            TargetModelError: the model changes embeddings in another way.
         """
         table = self.model.get_input_embeddings()
         if self.device.type == "meta":
@@ -403,15 +415,16 @@ class TargetModel:
         return layers[index]
 
     def new_kv_cache(self, capacity: int = 0) -> KVCache:
-        """Return an empty KV cache for rows up to the end of the context, or of `capacity`
-        positions if that is more.
+        """Return an empty KV cache for rows of the model's context, or of `capacity` positions if
+        that is more.
         """
         return KVCache(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     @torch.no_grad()
     def cached_shape(self) -> tuple[int, int, int]:
-        """Return the layers, heads and size of a head of the keys, and of the values, that a pass
-        stores for a position: latent attention (DeepSeek-V3) stores what both are computed from.
+        """Return the number of layers, the number of heads and the head size of the keys and values
+        that a pass stores per position. Latent attention (DeepSeek-V3) stores compressed states
+        instead of keys and values.
         """
         kv_cache = KVCache(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -429,11 +442,10 @@ class TargetModel:
         return converted
 
     def agrees(self, states: Tensor, expected: Tensor) -> bool:
-        """Return whether two results of the same computation agree up to the rounding of this
-        model.
+        """Return whether two results of the same computation agree up to rounding.
 
-        Half precision and quantized weights round differently in passes of different sizes, so only
-        a gross difference counts there. A mixture of experts always agrees there, since rounding
+        In half precision or with quantized weights, passes of different sizes round differently, so
+        only a large difference counts. A mixture of experts then always agrees, because rounding
         may route a token to another expert.
         """
         if not self.is_exact and has_experts(self.config):
@@ -445,7 +457,7 @@ class TargetModel:
 
     @property
     def is_exact(self) -> bool:
-        """Whether passes of different sizes give the same result up to rounding errors of float32."""
+        """Whether passes of different sizes give the same result up to float32 rounding errors."""
         return self.dtype in (torch.float32, torch.float64) and not getattr(
             self.model, "is_quantized", False
         )
@@ -453,8 +465,10 @@ class TargetModel:
     # Early exit
 
     def split_at(self, exit_layer: int) -> LayerSplit:
-        """Split the layers after the first `exit_layer`; TargetModelError: out of range, or they
-        cannot run separately.
+        """Split the decoder layers after the first `exit_layer` layers.
+
+        Raises:
+            TargetModelError: `exit_layer` is out of range, or the layers cannot run separately.
         """
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the target model")
@@ -468,8 +482,8 @@ class TargetModel:
 
     @torch.no_grad()
     def _check_split(self, split: LayerSplit) -> None:
-        """Run a small tree in two parts, the first of them in two passes, and compare with the
-        whole model.
+        """Run a small tree through both parts of the layers, the first part in two passes, and
+        compare with the whole model.
         """
         tree = Tree.cartesian([2])
         tokens = (
@@ -502,15 +516,14 @@ class TargetModel:
     # Packed documents
 
     def use_varlen(self, implementation: str) -> None:
-        """Separate packed documents by their bounds with an attention implementation that takes no
-        mask.
+        """Separate packed documents by their bounds, with attention that takes no mask.
 
-        It stays set on the model between passes, since activations may be recomputed in the
-        backward pass; passes without `segments` still run with the implementation that takes masks.
+        It stays set on the model between passes, because the backward pass may recompute
+        activations. Passes without `segments` still use the implementation that takes masks.
 
         Raises:
-            TargetModelError: documents attend to each other, since the model does not pass the
-                bounds on. The model is left unchanged, also by errors of the implementation.
+            TargetModelError: documents attend to each other, because the model does not pass the
+                bounds on. After this or any other error the model is unchanged.
         """
         self.model.set_attn_implementation(implementation)
         self.varlen = True
@@ -539,8 +552,8 @@ class TargetModel:
         if not (enabled and self.varlen):
             yield
             return
-        # on the config, which the layers read: the model's method visits all modules, and this is
-        # part of every step
+        # set it on the config, which the layers read: the model's own method visits all modules,
+        # too slow for every step
         self.config._attn_implementation = self.attention
         try:
             yield
@@ -548,8 +561,10 @@ class TargetModel:
             self.config._attn_implementation = varlen
 
     def save(self, directory: Path) -> None:
-        """Save the model and its tokenizer; its generation config with all tokens that end an
-        answer, and else as it is, which save_pretrained may find invalid.
+        """Save the model, its tokenizer and its generation config.
+
+        All stop tokens are added to the generation config. It is written separately, because
+        save_pretrained rejects some generation configs as invalid.
         """
         kept = self.model.generation_config
         self.model.generation_config = GenerationConfig()
@@ -576,12 +591,14 @@ class TargetModel:
         """Decode with passes compiled by torch.compile, which takes up to a minute.
 
         Args:
-            rows: decoded at a time: programs for a single row, or for two or more.
+            rows: number of rows decoded at a time; 1 compiles programs for a single row, more for
+                several rows.
             trees: whether passes verify trees too.
 
         Raises:
             TargetModelError: the model has sliding windows or longrope, or torch.compile fails on
-                this machine; not where steps are CUDA graphs, which are fast without it.
+                this machine. If steps are CUDA graphs, which are fast without it, a model or
+                machine that cannot compile is no error, and nothing is compiled.
         """
         if self.step_runner is not None and (
             self.compile_obstacle is not None or not has_compiler(self.device)
@@ -600,21 +617,21 @@ class TargetModel:
         self.compiled = compiled
 
     def can_compile_tree(self, nodes: int) -> bool:
-        """Return whether `compile_tree` compiles anything: where passes of single rows over trees
-        are compiled, but not on a GPU, where this was not measured.
+        """Return whether `compile_tree` compiles anything: only if passes of single rows over trees
+        are compiled, and not on a GPU, where this was not measured.
         """
         if self.compiled is None or self.device.type != "cpu":
             return False
         return self.compiled.covers(1, nodes + 1)
 
     def compile_tree(self, nodes: int) -> None:
-        """Compile passes of a single row over the root and `nodes` nodes, which are then faster
-        than those over any number of nodes.
+        """Compile passes of a single row over the root and exactly `nodes` nodes. They are faster
+        than passes over any number of nodes.
 
         Raises:
             TargetModelError: torch.compile fails, or the program would not fit into memory: it may
-                hold a prepacked copy of the weights. Trees of this size are then verified by the
-                program for any number of nodes.
+                hold a prepacked copy of the weights. Trees of this size then still use the program
+                for any number of nodes.
         """
         if self.compiled is None or not self.can_compile_tree(nodes):
             return
@@ -630,7 +647,7 @@ class TargetModel:
         compiled.warm_up(self.cached_shape(), self.device, self.dtype)
 
     def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:
-        """Return the compiled passes, if there are any and they return the hidden states of
-        `aux_layers`.
+        """Return the compiled passes if they return the hidden states of `aux_layers`; None if they
+        do not, or there are none.
         """
         return self.compiled if aux_layers in ((), self.decoding_aux_layers) else None

@@ -1,5 +1,5 @@
-"""Hidden states of the target model that drafts read, the tokens they belong to, and hooks that
-capture them.
+"""Hidden states of the target model that drafts read, the rows of tokens they belong to, and hooks
+that capture them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class HiddenStates:
     """Hidden states of the target model at T positions.
 
     Attributes:
-        final: [B, T, d], after the final norm: the input of lm_head. `final[:, t]` predicts token
-            t + 1.
-        aux: [B, T, n d], auxiliary hidden states: the outputs of n layers, side by side; None if
-            there are none. The layers are given by `aux_layers`, numbers of decoder layers (1 ..
-            num_layers) after which the states are read, ascending.
+        final: [B, T, d], states after the final norm: the input of lm_head. `final[:, t]` predicts
+            token t + 1.
+        aux: [B, T, n d], auxiliary hidden states: the concatenated outputs of n layers; None if
+            there are none. Arguments named `aux_layers` list these layers in ascending order, as
+            numbers 1 .. num_layers.
     """
 
     final: Tensor
@@ -73,8 +73,8 @@ class Rows:
 def capture_outputs(
     modules: Sequence[nn.Module], captured: list[Tensor] | None = None
 ) -> Iterator[list[Tensor]]:
-    """Yield a list, by default a new one, to which each call of one of `modules` appends the states
-    it returns.
+    """Yield a list (`captured`, or a new one) to which each call of one of `modules` appends the
+    states it returns.
     """
     if captured is None:
         captured = []
@@ -92,8 +92,8 @@ def capture_outputs(
 
 
 def _first_stream(states: Tensor) -> Tensor:
-    """Return states [B, T, d]; Gemma 3n's layers have several, [n, B, T, d], of which the first
-    predicts.
+    """Return states [B, T, d]. Gemma 3n's layers return several streams, [n, B, T, d], of which the
+    first one predicts tokens.
     """
     return states[0] if states.dim() == 4 else states
 

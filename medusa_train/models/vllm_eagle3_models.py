@@ -1,13 +1,13 @@
-"""Say for which target models vLLM cannot draft with EAGLE-3."""
+"""Warn of target models for which vLLM cannot draft with EAGLE-3."""
 
 from __future__ import annotations
 
 from typing import Any
 
 VLLM_VERSION = "0.32"
-#: Classes that this version has for models of transformers, and that are not `SupportsEagle3`: they
-#: do not give an EAGLE-3 draft the states of inner layers. Models for which vLLM has no class of
-#: its own (SmolLM3, OLMo 2) run by its Transformers backend, which gives them.
+#: This version's own model classes that are not `SupportsEagle3`: they do not pass the states of
+#: inner layers to an EAGLE-3 draft. Models without a class in vLLM (SmolLM3, OLMo 2) run on its
+#: Transformers backend, which does.
 WITHOUT_EAGLE3 = frozenset(
     (
         "Cohere2ForCausalLM",
@@ -46,7 +46,8 @@ WITHOUT_EAGLE3 = frozenset(
 
 
 def vllm_eagle3_warnings(config: Any) -> list[str]:
-    """Warn of a target model from which vLLM cannot take the states that an EAGLE-3 draft reads.
+    """Return a warning if vLLM cannot read the states that an EAGLE-3 draft needs from a target
+    model.
 
     Args:
         config: the target model's transformers configuration.

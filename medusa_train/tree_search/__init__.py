@@ -1,3 +1,3 @@
-"""Choose the tree that heads are decoded with: trace answers, fit trees, time steps, and show the
+"""Choose the tree for decoding with a draft: trace answers, fit trees, time steps, and show the
 choice.
 """

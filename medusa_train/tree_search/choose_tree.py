@@ -1,8 +1,8 @@
 """Choose the tree with the most tokens per second on this machine, and write tree.json.
 
-Trees are fitted to traces (`fit`) and rated on answers that they were not fitted to; `time_steps`
-says what their steps cost. All trees are timed side by side, and one rule chooses: the smallest
-within `NOISE` of the most tokens per second.
+Trees are fitted to traces (`fit`) and rated on answers that they were not fitted to. `time_steps`
+measures how long their steps take, all trees in turns. The smallest tree within `NOISE` of the most
+tokens per second is chosen.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from medusa_train.trees.tree import Tree
 
 #: Sizes of the trees that are timed; 0 is plain decoding. TensorRT-LLM accepts at most 63 nodes.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
-#: Sizes of which shallower trees are timed, too: if a level is expensive, all deep trees are slow.
+#: For these sizes, trees of smaller depth are timed too: if a level is expensive, all deep trees
+#: are slow.
 LEVEL_SIZES = (4, 8, 16)
-#: The same if there is too little time for all.
+#: `SIZES` and `LEVEL_SIZES` if there is too little time to time all trees.
 FEW_SIZES = (0, 1, 2, 4, 8, 16, 32, 63)
 FEW_LEVEL_SIZES = (4,)
-#: Longest calibration answer in tokens; shorter where the token budget is too small for eight of
-#: them.
+#: Longest calibration answer in tokens. Answers are shorter if the token budget is too small for
+#: eight of them.
 ANSWER_TOKENS = 256
-#: The last tokens of the prompt that are prefilled in every round, if the time is limited.
+#: If the time is limited, only this many last tokens of the prompt are prefilled in every round.
 QUICK_PROMPT = 64
 MIN_CONVERSATIONS = 3
 #: Relative differences in tokens per second below this are measurement noise.
 NOISE = 0.02
-#: Timing trees may take this share of the seconds that the run took before.
+#: Timing trees may take this share of the run's seconds so far.
 TIMING_SHARE = 0.1
-#: But these seconds in any case.
+#: Timing trees may always take this many seconds.
 LEAST_TIMING_SECONDS = 10.0
 
 
@@ -65,13 +66,13 @@ class TreeChoice:
     """The chosen tree and everything that it was chosen from.
 
     Attributes:
-        best: one of `sizes`, the smallest within `NOISE` of the most tokens per second; empty for
-            plain decoding, if no tree is clearly faster.
-        sizes: the fastest tree of each size, ascending, fitted to all traces and rated on
-            conversations that they were not fitted to.
+        best: one of `sizes`: the smallest tree within `NOISE` of the most tokens per second. It is
+            the empty tree (plain decoding) if no tree is clearly faster.
+        sizes: the fastest tree of each size, ascending. The trees are fitted to all traces; their
+            rates are cross-validated.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
-        about: number of conversations, answers and tokens that this is based on.
-        settings: with which the steps were timed.
+        about: number of conversations, answers and tokens that the choice is based on.
+        settings: decoding settings with which the steps were timed.
     """
 
     best: TreeCandidate
@@ -81,7 +82,7 @@ class TreeChoice:
     settings: DecodingSettings
 
     def describe(self) -> str:
-        """Say which tree was chosen and what it is expected to bring."""
+        """Describe the chosen tree and its expected acceptance and latency."""
         best = self.best
         nodes = best.tree.size
         step = f"{best.step_ms:.2f} ms per step in {self.settings.dtype}"
@@ -137,8 +138,8 @@ def answer_prompts(
     progress: RunProgress,
     max_new_tokens: int = ANSWER_TOKENS,
 ) -> TracedAnswers:
-    """Let the target model answer prompts greedily until there are `token_budget` tokens, and trace the
-    answers.
+    """Let the target model answer prompts greedily until there are `token_budget` tokens, and trace
+    the answers.
     """
     eighth = max(8, token_budget // 8)
     with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
@@ -162,11 +163,16 @@ def choose_tree(
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
-    Every rate is cross-validated: a conversation is decoded with trees that were fitted to others.
+    Every rate is cross-validated: decoding of a conversation is simulated with trees that were
+    fitted to other conversations.
 
     Args:
-        seconds: that timing may take. Fewer steps are timed then, of fewer trees if all would take
-            longer, and no round begins after these seconds. None: without a limit.
+        target_model: verifies the nodes.
+        draft: the draft to choose a tree for.
+        traced: the traced answers.
+        progress: reports the phases.
+        seconds: time limit for timing. With a limit, fewer steps are timed, and fewer trees if all
+            of them would take longer; no round starts after it. None: no limit.
 
     Raises:
         MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.
@@ -177,10 +183,11 @@ def choose_tree(
             f"choosing a tree needs {MIN_CONVERSATIONS} or more answered chats, got"
             f" {len(conversations)}"
         )
-    # 1. the trees that may be the fastest, with the tokens per step of each
+    # 1. candidate trees, with the tokens per step of each
     with progress.phase("fitting trees", ticking=True):
         rated = rated_trees(conversations, SIZES, LEVEL_SIZES)
-    # 2. how long their steps take, after the end of the prompt: what is timed must fit the context
+    # 2. how long their steps take after the prompt, which is cut so that the timed tokens fit the
+    # context
     longest = max(1, target_model.max_context - TIMED_TOKENS)
     prompt = traced.prompt[-longest:]
     effort = THOROUGH
@@ -191,7 +198,7 @@ def choose_tree(
         if not _all_fit(target_model, draft, prompt, progress, len(rated), seconds):
             rated = rated_trees(conversations, FEW_SIZES, FEW_LEVEL_SIZES)
     step_ms = time_steps(target_model, draft, list(rated), prompt, progress, effort, deadline)
-    # 3. the choice, by the table that is shown
+    # 3. the choice, from the same table that is reported
     candidates = [TreeCandidate(tree, rate, step_ms[tree]) for tree, rate in rated.items()]
     sizes = fastest_of_each_size(candidates)
     return TreeChoice(
@@ -215,15 +222,15 @@ def timing_budget(run_seconds: float) -> float:
 def rated_trees(
     conversations: Sequence[Sequence[Trace]], sizes: Sequence[int], level_sizes: Sequence[int]
 ) -> dict[Tree, float]:
-    """Return trees of these `sizes`, and shallower ones of `level_sizes`, with the tokens per step
-    of each on conversations that it was not fitted to.
+    """Return trees of these `sizes`, and trees of `level_sizes` with smaller depths, with the
+    cross-validated tokens per step of each.
     """
     traces = list(chain.from_iterable(conversations))
     rated: dict[Tree, float] = {}
 
     def add(some_sizes: Sequence[int], max_depth: int | None = None) -> None:
         rates = cross_validate(conversations, some_sizes, max_depth)
-        # trees of several sizes are equal if no other guess was ever right: the first rate counts
+        # trees of several sizes are equal if no further token was ever right; keep the first rate
         for size, tree in fit_trees(traces, some_sizes, max_depth).items():
             rated.setdefault(tree, rates[size])
 
@@ -242,7 +249,7 @@ def _all_fit(
     num_trees: int,
     seconds: float,
 ) -> bool:
-    """Return whether all trees can be timed within `seconds`; if not, say so.
+    """Return whether all trees can be timed within `seconds`; if not, print a message.
 
     The time is estimated from two plain continuations of `prompt`.
     """
@@ -261,7 +268,7 @@ def _all_fit(
 
 
 def fastest_of_each_size(candidates: Iterable[TreeCandidate]) -> list[TreeCandidate]:
-    """Return the candidate of each size with the most tokens per second, by ascending size."""
+    """Return for each size the candidate with the most tokens per second, by ascending size."""
 
     def size_and_speed(candidate: TreeCandidate) -> tuple[int, float]:
         return candidate.tree.size, candidate.tokens_per_s
@@ -275,9 +282,9 @@ def fastest_of_each_size(candidates: Iterable[TreeCandidate]) -> list[TreeCandid
 def smallest_of_the_fastest(candidates: Sequence[TreeCandidate]) -> TreeCandidate:
     """Return the smallest candidate within `NOISE` of the most tokens per second.
 
-    Latencies are accurate to a few percent at best, and the largest of several nearly equal results
-    is the luckiest one. Among equals a small tree loses least where text is harder or the machine
-    busier.
+    Latencies are accurate to a few percent at best, so the best of several nearly equal results is
+    partly luck. Among nearly equal trees, a small one loses least if text is harder to predict or
+    the machine is busier.
     """
     enough = (1 - NOISE) * max(candidate.tokens_per_s for candidate in candidates)
     fast = [candidate for candidate in candidates if candidate.tokens_per_s >= enough]

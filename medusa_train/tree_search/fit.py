@@ -1,5 +1,5 @@
-"""What a tree accepts along traced answers; the best tree of each size, and what it is worth on new
-text.
+"""Simulate what a tree accepts along traced answers, fit the best tree of each size, and estimate
+its tokens per step on new text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from medusa_train.trees.tree import Ranks, Tree
 
 #: Draft tokens ranked lower are never worth a node (published trees end at rank 9).
 MAX_RANK = 10
-#: Parts of cross-validation.
+#: Number of parts in cross-validation.
 _FOLDS = 3
 
 
@@ -24,28 +24,29 @@ _FOLDS = 3
 
 @dataclass(frozen=True)
 class Trace:
-    """The ranks of the heads' guesses along one greedy answer of the target model.
+    """The ranks of an answer's tokens among the heads' predictions; the answer is greedy, by the
+    target model.
 
     Attributes:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among
-            the guesses of head k when token p is the root; -1 past `MAX_RANK` or past the end of
+            the best tokens of head k if token p is the root; -1 past `MAX_RANK` or past the end of
             the answer.
-        confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early;
-            else empty, and not kept next to tree.json.
+        confidence: probability of head 1's best token, [tokens - 1], for drafts that stop early;
+            empty for other drafts. It is not kept next to tree.json.
     """
 
     ranks: list[list[int]]
     confidence: Sequence[float] = field(default=(), compare=False)
 
     def path(self, start: int) -> Ranks:
-        """The ranks of the following tokens up to the first miss: the path that an unlimited tree
-        would accept.
+        """Return the ranks of the tokens after `start`, up to the first miss: the path that an
+        unlimited tree would accept.
         """
         return self._paths[start]
 
     @cached_property
     def _paths(self) -> list[Ranks]:
-        """`path` of every position, cached because a tree search reads them hundreds of times."""
+        """The `path` of every position, cached because a tree search reads it hundreds of times."""
         paths: list[Ranks] = []
         for ranks in self.ranks:
             hits = itertools.takewhile(lambda rank: rank >= 0, ranks)
@@ -53,13 +54,13 @@ class Trace:
         return paths
 
     def stop_early(self, threshold: float) -> Trace:
-        """Return what chains accept that end with a token of at most this confidence, see
-        `KangarooDraft.threshold`.
+        """Return the trace for a draft that stops after a token of at most this confidence, see
+        `KangarooDraft`. Only for chains.
         """
         stopped: list[list[int]] = []
         for position, ranks in enumerate(self.ranks):
             heads = len(ranks)
-            # the first token with too little confidence is the last of its chain
+            # a chain ends with its first token of too little confidence
             end = heads
             for k, confidence in enumerate(self.confidence[position : position + heads], start=1):
                 if confidence <= threshold:
@@ -84,7 +85,7 @@ class Trace:
 
 
 class AcceptedLength(dict[Ranks, int]):
-    """How many tokens of a rank path a tree accepts; computed once per path."""
+    """How many tokens of a path of ranks a tree accepts; computed once per path."""
 
     def __init__(self, tree: Tree) -> None:
         super().__init__()
@@ -99,8 +100,8 @@ class AcceptedLength(dict[Ranks, int]):
 
 
 def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
-    """Return the acceleration rate of `tree` on `traces`; the first token comes from the prefill
-    and is not counted.
+    """Return the mean acceptance length of `tree` on `traces`. The first token of an answer comes
+    from the prefill and is not counted.
     """
     accepted = AcceptedLength(tree)
     steps = sum(len(trace.simulate(accepted)) for trace in traces)
@@ -112,9 +113,9 @@ def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
 
 def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
     """Simulate decoding the traced answers with `tree`; return the share of steps that accept each
-    node.
+    node, in the order of `tree.paths`.
 
-    The order is that of `tree.paths`. None without any step.
+    None if there are no steps.
     """
     steps = 0
     accepted: Counter[Ranks] = Counter()
@@ -138,8 +139,8 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
         return []
     table: list[list[float]] = []
     for k in range(len(traces[0].ranks[0])):
-        # head k + 1: how often the target has each rank. At the last k + 1 positions of an answer it
-        # has none
+        # head k + 1: how often the target has each rank. The last k + 1 positions of an answer have
+        # no target
         count = 0
         hits: Counter[int] = Counter()
         for trace in traces:
@@ -157,7 +158,8 @@ class TreeCandidate:
     """A fixed tree with its acceptance and its cost.
 
     Attributes:
-        tokens_per_step: simulated on answers that the tree was not fitted to.
+        tree: the tree.
+        tokens_per_step: mean acceptance length, cross-validated by simulation.
         step_ms: measured latency in milliseconds.
     """
 
@@ -180,11 +182,11 @@ def fit_trees(
     """Return sparse trees by size (Medusa, Searching for the Optimized Tree Construction), at most
     `max_depth` deep.
 
-    With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the
-    accuracies on their path, as if heads erred independently. There are fewer than `size` nodes
-    where no other guess was ever right.
+    Let a_k(i) be the accuracy of head k's i-th best token. Nodes are added greedily by the product
+    of the accuracies on their path, which assumes that heads err independently. A tree has fewer
+    than `size` nodes if no further token was ever right.
     """
-    # 1. the accuracy of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
+    # 1. a_k(i): the difference of neighboring top-1 .. top-10 accuracies
     accuracy: list[list[float]] = []
     for top in head_accuracy(traces)[:max_depth]:
         single = [later - earlier for earlier, later in itertools.pairwise(top)]
@@ -200,22 +202,23 @@ def fit_trees(
 
 
 def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple[float, Ranks]]:
-    """Yield paths with the product of the probabilities of their guesses, the largest first;
-    parents precede children.
+    """Yield paths and the product of the probabilities along each, the largest product first.
+    Parents precede children.
 
-    A product never exceeds its parent's, so the first n paths are a tree, and no tree of n nodes
-    has a larger sum.
+    A path's product is never larger than its parent's, so the first n paths form a tree, and no
+    tree of n nodes has a larger sum.
 
     Args:
-        probabilities: of every head's draft tokens by rank, each at most 1, in any order.
+        probabilities: for every head, the probability of its token of each rank, at most 1; it need
+            not decrease with the rank.
     """
-    # 1. the guesses of each head, the likeliest first: probability and rank
+    # 1. probability and rank of each head's tokens, the most probable first
     levels: list[list[tuple[float, int]]] = []
     for of_head in probabilities:
         guesses = [(probability, rank) for rank, probability in enumerate(of_head)]
         levels.append(sorted(guesses, key=lambda guess: -guess[0]))
-    # 2. the best path that is not yet yielded below each parent, the largest product first: minus
-    # the product, path, place in its level, parent's product
+    # 2. a heap with the best path below each parent that is not yielded yet. Entries: minus the
+    # product (the largest product first), the path, its place in `level`, the parent's product
     queue: list[tuple[float, Ranks, int, float]] = []
 
     def push(parent: Ranks, product: float, place: int) -> None:
@@ -243,7 +246,9 @@ def cross_validate(
     fitted to all others, and tokens and steps are summed over the parts.
 
     Args:
-        conversations: the traces of each conversation's answers, of two or more.
+        conversations: traces of each conversation's answers; two or more conversations.
+        sizes: sizes of the trees.
+        max_depth: largest depth of the trees; None: no limit.
     """
     # 1. every third conversation is one part
     folds = min(_FOLDS, len(conversations))

@@ -1,5 +1,5 @@
-"""Traces kept next to tree.json: what the tree was fitted to, for measurements that need no answers
-again.
+"""Keep the traces that a tree was fitted to next to tree.json, so that later measurements need not
+generate the answers again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from medusa_train.models.model_files import model_directory
 from medusa_train.tree_search.fit import Trace
 from medusa_train.tree_search.traces import TracedAnswers
 
-#: What traces depend on, see `weights_key`.
+#: Everything that traces depend on, see `weights_key`.
 Key = dict[str, Any]
 
 
 def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
-    """Return what traces depend on: heads, adapter and target model by hash, the form of the target model's
-    weights, and where answers end.
+    """Return what traces depend on: hashes of heads, adapter and target model, the quantization of
+    the target model's weights, whether the adapter is merged, and the stop tokens.
 
-    Its dtype and compilation change a guess's rank only where logits nearly tie.
+    The target model's dtype and compilation are left out: they change a token's rank only if logits
+    nearly tie.
     """
     target_model = model_directory(paths.base_model)
     weights = [*target_model.glob("config.json"), *target_model.glob("*.safetensors")]
@@ -49,7 +50,7 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
         "merged": settings.merged,
     }
     added = added_stop_tokens(paths)
-    if added:  # earlier versions did not stop there
+    if added:  # no entry without any, as in files of earlier versions, which did not stop at these
         key["stop_tokens"] = list(added)
     return key
 
@@ -73,7 +74,7 @@ def save_traces(path: Path, traced: TracedAnswers, key: Key) -> None:
 
 
 def load_traces(path: Path, key: Key) -> TracedAnswers | None:
-    """Read the traces that were written with an equal key; None if there are none, or the file is
+    """Read the traces; None if there are none, they were saved with a different key, or the file is
     damaged.
     """
     if not path.is_file():
@@ -83,8 +84,8 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
             if parse_json(str(arrays["key"])) != key:
                 return None
             ranks = arrays["ranks"]  # int8 [all tokens, K]
-            tokens = arrays["tokens"]  # of each answer
-            answers = arrays["answers"]  # of each conversation
+            tokens = arrays["tokens"]  # number of tokens of each answer
+            answers = arrays["answers"]  # number of answers of each conversation
             prompt = arrays["prompt"].tolist()
     except (
         OSError,

@@ -1,4 +1,4 @@
-"""What a decoding step with a tree costs: measured side by side with others."""
+"""Measure how long a decoding step takes with each of several trees."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 
-#: Tokens that the timed steps of a round give at most.
+#: Most tokens that the timed steps of a tree generate in a round.
 TIMED_TOKENS = 48
 
 
 class Effort(NamedTuple):
-    """How thoroughly steps are timed: rounds, and steps of each tree in each round."""
+    """How thoroughly steps are timed: number of rounds, and of steps of each tree in a round."""
 
     rounds: int
     steps: int
@@ -41,17 +41,18 @@ def time_steps(
 ) -> dict[Tree, float]:
     """Return the median milliseconds of a decoding step with each of `trees`.
 
-    After `deadline`, on the clock of `time.perf_counter`, no further round begins but the first.
+    After `deadline` (on the clock of `time.perf_counter`), no new round starts, except the first
+    timed one.
 
-    Trees take turns in rounds, so that drift affects all of them, and share one cache, so that a
-    large target model needs memory for one only. A draft's early exit is off: it makes steps faster,
-    but also accepts less than rank paths say.
+    Trees take turns in rounds, so that drift affects all of them equally. They share one KV cache,
+    so that a large target model needs memory for only one. A draft's early exit is off: it makes
+    steps faster, but also accepts fewer tokens than the simulation with traces assumes.
 
     Raises:
         MedusaError: `prompt` and the timed tokens exceed the model's context.
     """
     trees = list(dict.fromkeys(trees))
-    # 1. a decoder for each tree, all on the same memory
+    # 1. a decoder for each tree, all with the same KV cache
     if len(prompt) + TIMED_TOKENS > target_model.max_context:
         raise MedusaError(
             f"a prompt of {len(prompt)} tokens and {TIMED_TOKENS} timed tokens exceed the model's"
@@ -63,7 +64,7 @@ def time_steps(
     # 2. a warm-up, then rounds in which all trees take their turn
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     rounds = effort.rounds + 1
-    # not ticking: no thread next to the decoder
+    # not ticking: a second thread would disturb the timing
     with progress.phase("timing steps", rounds * len(trees), "continuations") as phase:
         for index in range(rounds):
             is_warm_up = index == 0
@@ -80,11 +81,11 @@ def time_steps(
 
 
 def _later_step_ms(decoder: Decoder, prompt: list[int], count: int) -> float:
-    """Return the mean milliseconds of `count` steps after the first, in which the draft also reads
-    the prompt.
+    """Return the mean milliseconds of `count` steps after the first step, which is not timed
+    because the draft also reads the prompt in it.
     """
     started = time.perf_counter()
-    steps = 0  # that were timed
+    steps = 0  # number of timed steps
     answer = decoder.stream(prompt, TIMED_TOKENS, eos_ids=())
     for index, _ in enumerate(islice(answer, count + 2)):
         if index == 1:  # 0 is the prefill, 1 the first step

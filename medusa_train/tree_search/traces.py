@@ -1,4 +1,4 @@
-"""Trace the heads' guesses along greedy answers of the target model."""
+"""Trace the heads' predictions along greedy answers of the target model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.fit import MAX_RANK, Trace
 
-#: Answers that are generated at once.
+#: Most answers that are generated in one batch.
 MAX_ROWS = 16
-#: Bytes of their keys and values.
+#: Most bytes of the batch's keys and values.
 MAX_CACHE_BYTES = 2**31
 
 #: The prompts of one conversation, one per turn of the assistant, as token ids.
@@ -32,8 +32,8 @@ class TracedAnswers:
     """Traced answers.
 
     Attributes:
-        conversations: the traces of each conversation's answers.
-        prompt: after which steps are timed: the median one by length.
+        conversations: traces of each conversation's answers.
+        prompt: the prompt of median length, after which steps are timed.
     """
 
     conversations: Sequence[Sequence[Trace]]
@@ -51,12 +51,12 @@ class TracedAnswers:
 
 
 def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) -> list[Prompts]:
-    """Return the tokens before assistant turns as prompts, by conversation, in random order. Those
-    that begin with the same prompt are one conversation.
+    """Return prompts, the tokens before each assistant turn, by conversation, in random order.
+    Examples with the same first prompt are one conversation.
 
-    Earlier turns keep the data's answers as history; only the next answer is generated. The prompts
-    suffice for `token_budget` tokens even if the target model's answers are a quarter as long as the
-    data's.
+    A prompt contains the data's answers of earlier turns; only the next answer is generated. There
+    are enough prompts for `token_budget` tokens, even if the target model's answers are only a
+    quarter as long as the data's.
     """
     conversations: dict[str, Prompts] = {}
     remaining = 4 * token_budget
@@ -85,21 +85,25 @@ def trace_conversations(
     """Answer prompts greedily with the target model until `token_budget` tokens are generated, and
     trace the answers.
 
-    Trees have to fit the target model's output, which differs from the text of a data set.
+    Trees must be fitted to the target model's own output, which differs from the text of a data
+    set.
 
     Args:
+        target_model: the model that answers.
+        draft: the draft whose predictions are traced.
+        conversations: prompts by conversation.
         max_new_tokens, token_budget, on_answer: see `greedy_answers`.
 
     Returns:
         The conversations that have an answer of two tokens or more.
     """
-    # 1. all prompts in a row, and the conversation of each
+    # 1. all prompts in one list, and the conversation of each
     prompts: list[list[int]] = []
     owners: list[int] = []
     for index, conversation in enumerate(conversations):
         prompts += conversation
         owners += [index] * len(conversation)
-    # 2. answers to the first of them, and their traces by conversation
+    # 2. answers to the first prompts, and the traces by conversation
     answers = greedy_answers(target_model, prompts, max_new_tokens, token_budget, on_answer)
     traced: dict[int, list[Trace]] = {}
     for i, answer in answers.items():
@@ -121,22 +125,25 @@ def greedy_answers(
     token_budget: int,
     on_answer: Callable[[int], None] | None = None,
 ) -> dict[int, list[int]]:
-    """Generate greedy answers in batches, to as many of the first prompts as it takes for
-    `token_budget` tokens.
+    """Answer as many of the first prompts greedily, in batches, as are needed for `token_budget`
+    tokens.
 
-    The prompts are those that would be answered one by one until the budget is reached: one joins
-    the batch only if the budget cannot be reached without it, even if all unfinished answers get
-    `max_new_tokens` tokens.
+    The answered prompts are the same as if they were answered one by one until the budget is
+    reached. So a prompt joins the batch only if the budget cannot be reached without it, even if
+    all unfinished answers get `max_new_tokens` tokens.
 
     Args:
-        prompts: token ids, each ending where an answer starts; those longer than the model's
+        target_model: the model that answers.
+        prompts: token ids, each ending where an answer starts. Prompts longer than the model's
             context are left out.
+        max_new_tokens: maximum length of an answer.
+        token_budget: number of tokens to generate.
         on_answer: called with the length of each answer.
 
     Returns:
         The answers by the index of their prompt, in the order of `prompts`.
     """
-    # 1. the prompts that fit, and how many rows of the longest one
+    # 1. the prompts that fit the context, and how many rows of the longest prompt fit into memory
     requests: list[PendingRequest] = []
     for i, prompt in enumerate(prompts):
         if len(prompt) <= target_model.max_context:
@@ -149,7 +156,7 @@ def greedy_answers(
     remaining = token_budget
     batch = BatchDecoder(target_model).begin(max_new_tokens)
     while True:
-        # even the longest answers of fewer rows would not reach the budget
+        # with fewer rows, even answers of full length would not reach the budget
         needed = min(rows, ceil_div(remaining, max_new_tokens))
         free = needed - len(batch.active)
         joining: list[PendingRequest] = []
@@ -186,8 +193,8 @@ def trace_answer(
     inputs = tokens[:, :-1]  # [1, T]
     hidden_states = target_model.run(inputs, aux_layers=draft.aux_layers)
     all_states = draft.teacher_forced_states(hidden_states, Rows.from_tokens(inputs))
-    # 2. head by head, the ranks of the tokens that follow; head k guesses answer[p + k] at position
-    # `first` + p, where answer[p] is the root
+    # 2. head by head, the ranks of the answer's tokens. At position `first` + p, where answer[p] is
+    # the root, head k predicts answer[p + k]
     count = len(answer)
     first = len(prompt) - 1
     heads = min(draft.num_heads, count - 1)
@@ -195,7 +202,7 @@ def trace_answer(
     confidence: list[float] = []
     for k, states in zip(range(1, heads + 1), all_states, strict=False):
         head = draft.lm_head(k)
-        known = count - k  # positions with a token to compare with
+        known = count - k  # number of positions that have a target
         read = states[0, first : first + known]  # [known, d]
         logits = head.logits(read)  # [known, V]
         if k == 1 and "threshold" in draft.setting_names:
@@ -208,13 +215,12 @@ def trace_answer(
 
 
 def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:
-    """Return the rank of each target among its row of guesses, long [N]; -1 where it is none of
-    them.
+    """Return the rank of each target in its row of `guesses`, long [N]; -1 if it is not in the row.
 
     Args:
-        guesses: long [N, c], from `LMHead.guesses`, so that equal logits (common in bfloat16) have
-            the ranks that they get in decoding.
-        targets: long [N]; -1 for a token that a reduced vocabulary lacks.
+        guesses: best logit indices, long [N, c], from `LMHead.guesses`, so that ties (common in
+            bfloat16) are ranked as in decoding.
+        targets: logit indices, long [N]; -1 for a token outside a reduced vocabulary.
     """
     hit = guesses == targets[:, None]  # [N, c]
     return torch.where(hit.any(1), hit.int().argmax(1), -1)

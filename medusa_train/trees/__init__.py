@@ -1,1 +1,1 @@
-"""Token trees, their attention masks, and the key-value caches in which they are verified."""
+"""Token trees, their attention masks, and the KV caches in which they are verified."""

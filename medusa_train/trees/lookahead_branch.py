@@ -1,5 +1,5 @@
-"""A lookahead branch: tokens below the root of every row that pass through the target model next to
-its tree, and are never accepted.
+"""A lookahead branch: tokens below the root of every row that run through the target model in the
+same pass as the tree, and are never accepted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ class BranchLayout(Nodes):
     Branch tokens are never accepted, and their keys and values are dropped after the pass.
 
     Args:
-        parents: of every branch token the index of its parent among them, or -1 for the root;
-            parents come first.
-        outputs: the draft reads the target model's logits at this many of them, the last ones.
+        parents: for every branch token, the index of its parent among the branch tokens, or -1 for
+            the root. Parents come before children.
+        outputs: number of branch tokens, the last ones, whose logits the draft reads.
+        device: device of the tensors.
 
     Attributes:
         size: number of branch tokens, m.
-        max_depth: of the deepest branch token; the root has depth 0.
-        depths: long [m].
+        outputs: as given.
+        max_depth: depth of the deepest branch token; the root has depth 0.
+        depths: depth of every branch token, long [m].
         ancestors: bool [m, m]: row i is true at branch token i and its ancestors, without the root.
     """
 
@@ -55,13 +57,13 @@ class LookaheadBranch(NamedTuple):
 
 
 class TreeAndBranch:
-    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one
-    pass computes.
+    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: the
+    queries of one pass.
 
     Attributes:
-        size: nodes and branch tokens without the root, n + m.
-        depths: long [1 or B, n + 1 + m].
-        ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true at what i attends to.
+        size: number of nodes and branch tokens without the root, n + m.
+        depths: depths of nodes and branch tokens, long [1 or B, n + 1 + m].
+        ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true where i attends.
     """
 
     def __init__(self, tree: Tree | RowTrees, branch: BranchLayout) -> None:
@@ -71,7 +73,7 @@ class TreeAndBranch:
         trees = len(tree_depths)
         branch_depths = branch.depths.expand(trees, -1)  # [1 or B, m]
         self.depths = torch.cat([tree_depths, branch_depths], dim=1)
-        # the tree's nodes see their ancestors, all see the root, branch tokens see theirs
+        # tree nodes and branch tokens attend to their own ancestors, and all attend to the root
         total = self.size + 1
         ancestors = branch.ancestors.new_zeros(trees, total, total)
         ancestors[:, :nodes, :nodes] = tree.ancestors

@@ -1,8 +1,8 @@
-"""Attention masks: of token trees over a cached prefix, and of sliding windows. Those of packed
+"""Attention masks for token trees over a cached prefix, and for sliding windows. Masks of packed
 documents are in `models.document_attention`.
 
 All masks are additive, 0 where a query attends to a key and -inf elsewhere, in the dtype of the
-model: attention in transformers' "eager" form adds bool masks as numbers.
+model: transformers' "eager" attention would add bool masks as numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: The table of a mask grows by so many committed columns.
+#: The table of a mask grows by this many committed columns.
 _TABLE_BLOCK = 256
 
-#: In memory the keys of a query are aligned by so many numbers: torch's memory-efficient kernel
-#: copies other masks.
+#: In memory, the row of each query starts at a multiple of this many numbers: torch's
+#: memory-efficient kernel copies masks that are not aligned.
 _ALIGNMENT = 8
 
 
@@ -31,31 +31,30 @@ class NodeMasks:
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 
-    Committed columns beyond the window, or all of them without one, are the same. So a small table is
-    made once, and the mask for given lengths is looked up in it: column j of a row is column
-    j - length + prefix of the table, or in its first or last one. For a single length that the host
-    knows it is a slice of the table, which is made wide enough.
+    Committed columns beyond the window have equal entries; without a window, all committed columns
+    do. So a small table is built once, and the mask for given lengths is looked up in it: column j
+    of a row is column j - length + prefix of the table, clamped to the first and last one. For a
+    single length that the host knows, the mask is a slice of the table, which is widened if needed.
 
-    Of the n + 1 nodes that are seen, q see: usually all of them, and without a window also the last
-    ones alone, where the others ran before.
+    The keys are n + 1 nodes, of which q are queries: usually all of them. Without a window, the
+    queries may be only the last nodes, if the others ran before.
 
     Args:
-        ancestors: which nodes each of the q sees, bool [q, n + 1], see `Tree.ancestors`, or [B, q,
-            n + 1] if rows differ.
-        depths: of all nodes, long [n + 1] or [B, n + 1]; only read with a window, else it may be
-            None.
+        ancestors: which nodes each query attends to, bool [q, n + 1], see `Tree.ancestors`, or [B,
+            q, n + 1] if rows differ.
+        depths: depths of all nodes, long [n + 1] or [B, n + 1]; may be None without a window.
         window: number of positions that a node attends to, itself included; None: all.
-        dtype: of the masks.
+        dtype: dtype of the masks.
     """
 
     def __init__(
         self, ancestors: Tensor, depths: Tensor | None, window: int | None, dtype: torch.dtype
     ) -> None:
-        self._prefix = window or 1  # committed columns in the table
-        visible = ancestors  # [1 or B, q, n + 1]: of the nodes
+        self._prefix = window or 1  # number of committed columns in the table
+        visible = ancestors  # [1 or B, q, n + 1]: which nodes are visible
         if visible.dim() == 2:
             visible = visible[None]
-        # 1. of the committed columns; the last one is right before the root, at depth -1
+        # 1. which committed columns are visible; the last one is right before the root, at depth -1
         if window is None:
             committed = visible.new_ones(*visible.shape[:2], self._prefix)
         else:
@@ -64,7 +63,7 @@ class NodeMasks:
             offsets = torch.arange(-self._prefix, 0, device=depths.device)
             committed = depths - offsets < window  # [1 or B, n + 1, prefix]
             visible = visible & (depths - depths.transpose(1, 2) < window)
-        # 2. nothing behind the nodes
+        # 2. nothing after the nodes is visible
         beyond = torch.zeros_like(visible[..., :1])  # [1 or B, q, 1]
         table = torch.cat([committed, visible, beyond], dim=2)
         self._table = additive_mask(table, dtype)  # [1 or B, q, prefix + n + 2]
@@ -74,16 +73,17 @@ class NodeMasks:
         positions, without a copy.
 
         Args:
-            key_length: at most one column behind the nodes.
+            length: number of committed positions.
+            key_length: number of columns; ends at most one column after the nodes.
         """
-        # 1. a table with so many committed columns
+        # 1. widen the table to `length` committed columns
         missing = length - self._prefix
         if missing > 0:
             missing = -(-missing // _TABLE_BLOCK) * _TABLE_BLOCK  # rounded up
             first = self._table[:, :, :1].expand(-1, -1, missing)
             self._table = torch.cat([first, self._table], dim=2)
             self._prefix += missing
-        # 2. of which the last ones precede the nodes
+        # 2. slice the last `length` committed columns, and the nodes after them
         start = self._prefix - length
         return self._table[:, None, :, start : start + key_length]
 
@@ -91,8 +91,8 @@ class NodeMasks:
         """Return the mask [B, 1, q, key_length] for nodes after `lengths` committed positions,
         long [B].
 
-        It is a slice of a larger one, as compiled passes expect it, whose rows are aligned as
-        kernels of GPUs do.
+        It is a slice of a larger mask, as compiled passes expect it, with rows aligned for GPU
+        kernels.
         """
         # 1. columns of the table, [B, key_length + 8]
         columns = torch.arange(key_length + _ALIGNMENT, device=lengths.device)
@@ -109,13 +109,17 @@ class NodeMasks:
 
 
 def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the mask of positions that are written to `columns` and see those up to their own.
+    """Return the causal mask of queries that are written to `columns`: each attends to the columns
+    up to its own.
 
     Args:
-        columns: long [B, q]. key_length: columns that are read.
-        window: number of positions that each attends to, itself included; None: all.
+        columns: long [B, q].
+        key_length: number of columns that are read.
+        window: number of positions that a query attends to, itself included; None: all.
+        dtype: dtype of the mask.
 
-    Returns: [B, 1, q, key_length], a slice whose rows are aligned in memory.
+    Returns:
+        [B, 1, q, key_length], a slice whose rows are aligned in memory.
     """
     keys = torch.arange(key_length + _ALIGNMENT, device=columns.device)
     own = columns[..., None]  # [B, q, 1]
@@ -131,9 +135,9 @@ def apply_sliding_window(
     """Mask the keys outside a sliding window, [1 or B, 1, T, prefix + T].
 
     Args:
-        mask: additive, of the same shape.
-        positions: [B, T] position ids of the queries, which are the last T keys; keys before are at
-            0 .. prefix - 1.
+        mask: additive mask of the same shape.
+        positions: position ids [B, T] of the queries, which are also the last T keys.
+        prefix: number of keys before them, at positions 0 .. prefix - 1.
         window: number of positions that a query attends to, itself included; None: all.
     """
     if window is None:
@@ -149,8 +153,8 @@ def layer_masks(
 ) -> dict[str, Tensor]:
     """Return the mask of each layer type, see `apply_sliding_window`.
 
-    A 4-D mask replaces the one that a model builds itself, sliding windows included, so these must
-    be applied again.
+    A 4-D mask replaces the one that a model builds itself, including its sliding windows, so they
+    must be applied here.
     """
     masks = dict.fromkeys(layer_types, mask)
     if "sliding_attention" in masks:

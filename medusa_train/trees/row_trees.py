@@ -1,4 +1,4 @@
-"""Trees that differ between rows and steps, as drafts that copy text propose them."""
+"""Trees that differ between rows and steps; drafts that copy text propose such trees."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from medusa_train.trees.tree import Nodes
 
 
 class RowTrees:
-    """One tree per row, padded to the nodes of the largest one.
+    """One tree per row, padded to the size of the largest one.
 
     Unlike `Tree`, which is built once, this is built in every step, so it holds only what
-    verification reads. Padding comes after a row's nodes and counts as children of the root that
-    `row` does not list, so it is never accepted.
+    verification reads. Padding nodes come after a row's nodes. They are children of the root that
+    `row` does not list, so they are never accepted.
 
     Args:
-        parents: per row the parent of every node; -1 for the root, which comes first. Parents come
-            before children.
+        parents: for each row, the parent of every node; -1 for the root, which comes first. Parents
+            come before children.
+        device: device of the tensors.
 
     Attributes:
-        size: nodes of the largest tree without the root, n.
-        max_depth: of the deepest tree.
-        parents, depths: long [B, n + 1].
+        size: number of nodes of the largest tree without the root, n.
+        max_depth: depth of the deepest tree.
+        parents, depths: parent and depth of every node, long [B, n + 1].
         ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root
             included.
     """
@@ -45,7 +46,8 @@ class RowTrees:
         self.parents = torch.tensor(padded_parents, device=device)
         self.depths = torch.tensor(padded_depths, device=device)
 
-        # 2. ancestors, on the host: a node sees itself, the root, and what its parent sees
+        # 2. ancestors, on the host: a node attends to itself, the root, and what its parent attends
+        # to
         nodes = self.size + 1
         ancestors = np.zeros((len(self._rows), nodes, nodes), dtype=np.bool_)
         ancestors[:, range(nodes), range(nodes)] = True
@@ -62,11 +64,12 @@ class RowTrees:
 
 @dataclass
 class TokenTree:
-    """Guessed tokens as a tree that grows: equal continuations share their nodes.
+    """Draft tokens as a growing tree (a trie): continuations with a common prefix share its nodes.
 
     Attributes:
-        tokens: of every node, the root's first. parents: of every node; -1 for the root.
-        counts: how many of the added continuations pass through a node.
+        tokens: token of every node, the root's first.
+        parents: parent of every node; -1 for the root.
+        counts: for every node, how many of the added continuations pass through it.
     """
 
     tokens: list[int]
@@ -91,7 +94,7 @@ class TokenTree:
         return self._children.get((parent, token))
 
     def child(self, parent: int, token: int) -> int:
-        """Return the child of `parent` with this token, added if there is none."""
+        """Return the child of `parent` with this token; add it if there is none."""
         new_node = len(self.tokens)
         node = self._children.setdefault((parent, token), new_node)
         if node == new_node:
@@ -101,17 +104,17 @@ class TokenTree:
         return node
 
     def add(self, continuation: Sequence[int]) -> None:
-        """Add a continuation of the root, and count its nodes."""
+        """Add a continuation of the root, and add 1 to the counts of its nodes."""
         node = 0
         for token in continuation:
             node = self.child(node, token)
             self.counts[node] += 1
 
     def most_frequent(self, size: int) -> TokenTree:
-        """Return the tree of the `size` most frequent nodes; ties go to the shallower, then to the
-        one added first.
+        """Return the tree of the `size` most frequent nodes; ties go to the shallower node, then to
+        the node added first.
 
-        A node is never more frequent than its parent, so parents are kept with their children.
+        A node is never more frequent than its parent, so the parents of kept nodes are kept too.
         """
         if self.size <= size:
             return self
@@ -137,7 +140,7 @@ class TokenTree:
         return TokenTree(tokens, parents, counts)
 
     def merge(self, other: TokenTree) -> None:
-        """Add the nodes of another tree below the same root; equal children are one node."""
-        nodes = [0]  # of this tree, for each node of the other one
+        """Add the nodes of another tree with the same root; equal paths share their nodes."""
+        nodes = [0]  # for each node of the other tree, its node in this tree
         for parent, token in zip(other.parents[1:], other.tokens[1:], strict=True):
             nodes.append(self.child(nodes[parent], token))

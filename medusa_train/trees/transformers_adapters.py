@@ -1,7 +1,7 @@
-"""The memory of `trees.kv_cache` as caches that transformers' models write to, one for each pass.
+"""Adapters that let transformers' models write to a `KVCache`; each pass gets its own adapter.
 
-`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree, whose other
-inputs are `NodeInputs`.
+`PromptCache` is for passes over prompts, `NodeCache` for passes over the nodes of a tree. The other
+inputs of a pass over nodes are in `NodeInputs`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from medusa_train.trees.kv_cache import HEADS, ROWS, WIDTH, KVCache
 
 
 class PromptCache(Cache):
-    """The cache of transformers' interface for a pass over prompts, on the memory of a `KVCache`.
+    """A transformers cache for a pass over prompts, on the memory of a `KVCache`.
 
-    The pass writes its q positions after those before it and reads exactly these, so that the
-    model's own causal mask applies. Shorter prompts of a pass are padded behind.
+    The pass writes its q positions after the `length` positions that the rows hold, and reads
+    exactly these length + q, so that the model's own causal mask applies. Shorter prompts of a pass
+    are right-padded.
 
     Args:
-        first, count: the rows of the prompts.
-        length: positions that these rows hold already and that the pass continues.
+        kv_cache: where keys and values are stored.
+        first: row of the first prompt.
+        count: number of prompts, in consecutive rows.
+        length: number of positions that these rows hold already.
     """
 
     def __init__(self, kv_cache: KVCache, first: int, count: int, length: int = 0) -> None:
         rows = slice(first, first + count)
-        # layers do not refer to this cache: in a circle, memory would stay until Python looks for
-        # circles
+        # layers do not refer to this cache: a reference cycle would hold the memory until Python's
+        # garbage collector runs
         layers = [
             _PromptLayer(kv_cache, index, rows, length) for index in range(kv_cache.num_layers)
         ]
@@ -42,7 +45,7 @@ class PromptCache(Cache):
 
 
 class _Layer(CacheLayerMixin, ABC):
-    """One layer of a cache, on memory whose heads may be wider or more than those of this layer."""
+    """One layer of a cache, on memory that may have wider heads, or more heads, than this layer."""
 
     is_sliding = False  # all positions are stored; masks apply sliding windows
 
@@ -56,15 +59,15 @@ class _Layer(CacheLayerMixin, ABC):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write q positions, and return the S that are read.
+        """Write q positions, and return the S positions that attention reads.
 
         Latent attention has values narrower than keys; layers of Gemma 4 differ in their heads.
 
         Args:
-            key_states, value_states: [B, kv_heads, q, head_dim]; head_dim may differ.
+            key_states, value_states: [B, kv_heads, q, head_dim]; head_dim may differ between them.
 
         Returns:
-            Keys and values, [B, kv_heads, S, head_dim], of the same heads.
+            Keys and values, [B, kv_heads, S, head_dim], with the heads of the arguments.
 
         Raises:
             MedusaError: the capacity is exceeded.
@@ -83,20 +86,20 @@ class _Layer(CacheLayerMixin, ABC):
     def _write(
         self, storage: Tensor, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write q positions, [B, kv_heads, q, head_dim] each, of the memory's heads; return those that
-        are read.
+        """Write q positions, [B, kv_heads, q, head_dim] each, padded to the memory's heads; return
+        the keys and values that attention reads.
         """
 
 
 def _padded(states: Tensor, storage: Tensor) -> Tensor:
-    """Pad states [B, kv_heads, q, head_dim] with zeros to the number and width of a storage's heads."""
+    """Zero-pad states [B, kv_heads, q, head_dim] to the number and width of the storage's heads."""
     heads = storage.shape[HEADS - 1] - states.shape[1]
     width = storage.shape[WIDTH - 1] - states.shape[3]
     return pad(states, (0, width, 0, 0, 0, heads)) if heads or width else states
 
 
 def _part_of(stored: Tensor, states: Tensor) -> Tensor:
-    """Return the part of stored [B, kv_heads, S, head_dim] that has the heads of `states`."""
+    """Cut `stored` [B, kv_heads, S, head_dim] to the number and width of the heads of `states`."""
     return stored[:, : states.shape[1], :, : states.shape[3]]
 
 
@@ -134,13 +137,13 @@ class _PromptLayer(_Layer):
 
 
 class NodeCache(Cache):
-    """The cache of transformers' interface for one pass that writes to given columns.
+    """A transformers cache for one pass that writes to given columns.
 
     Args:
-        storage: per layer [2, rows, kv_heads, columns, head_dim].
-        columns: where new keys and values are written, long [q] for a single row, [B, q] for the
-            first B rows; or the first of q columns of a single row.
-        key_length: columns that are read.
+        storage: memory of each layer, [2, rows, kv_heads, columns, head_dim].
+        columns: columns of the new keys and values, long [q] for a single row, [B, q] for the first
+            B rows. An int is the first of q columns of a single row.
+        key_length: number of columns that attention reads.
     """
 
     def __init__(self, storage: Sequence[Tensor], columns: Tensor | int, key_length: int) -> None:
@@ -150,8 +153,8 @@ class NodeCache(Cache):
 class _NodeLayer(_Layer):
     """One layer of a `NodeCache`.
 
-    Keys and values are written at once: if memory is written twice, torch.compile copies all of it
-    instead.
+    Keys and values are written by one operation: torch.compile copies all of the memory if it is
+    written twice.
     """
 
     def __init__(self, storage: Tensor, columns: Tensor | int, key_length: int) -> None:
@@ -176,17 +179,17 @@ class _NodeLayer(_Layer):
             keys[:, :, start:end] = key_states
             values[:, :, start:end] = value_states
             return keys, values
-        # 2. or columns that the device knows, the same in all rows of memory for one row
+        # 2. or columns in a tensor, for memory of a single row
         states = torch.stack([key_states, value_states])  # [2, B, kv_heads, q, head_dim]
         if self._columns.dim() == 1:
             storage.index_copy_(3, self._columns, states)
-        # 3. or others in each row
+        # 3. or different columns in each row
         else:
             rows = torch.arange(len(key_states), device=storage.device)[:, None]  # [B, 1]
             storage[:, rows, :, self._columns] = states.permute(1, 3, 0, 2, 4)
             storage = storage.narrow(1, 0, len(key_states))
-        # sliced here: strides of a slice made by the caller would become constants, different for
-        # each capacity
+        # slice here: torch.compile would make the strides of a caller's slice constants, which
+        # differ between capacities
         keys, values = storage.narrow(3, 0, self._key_length)
         return keys, values
 
@@ -194,7 +197,7 @@ class _NodeLayer(_Layer):
         return self._key_length, 0
 
     def get_seq_length(self) -> int:
-        # only read where no mask is given: for a single row that writes slices
+        # transformers reads it only without a mask: for a single row that writes slices
         return self._columns if isinstance(self._columns, int) else 0
 
     def get_max_length(self) -> int:
@@ -212,16 +215,16 @@ def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """What a verification pass over the n + 1 nodes of B rows gets in addition to their tokens.
+    """Inputs of a verification pass over the n + 1 nodes of B rows, in addition to their tokens.
 
     Attributes:
         positions: position ids, long [B, n + 1].
-        masks: by layer type, sliding windows applied, additive [B, 1, n + 1, key_length]; None: a
-            single row's root, which sees all columns that are read.
-        columns: that the nodes are written to, long [B, n + 1].
-        first_column: the first of them, where a single row writes slices; else None.
-        storage: of the target model's KV cache, [layers, 2, rows, kv_heads, columns, head_dim], with more
-            columns than key_length, of which the first B rows are used.
+        masks: additive mask of each layer type, sliding windows applied, [B, 1, n + 1, key_length].
+            None: the pass is a single row's root, which attends to all columns that are read.
+        columns: columns that the nodes are written to, long [B, n + 1].
+        first_column: the first of these columns if a single row writes slices; else None.
+        storage: memory of the target model's KV cache, [layers, 2, rows, kv_heads, columns,
+            head_dim], with more columns than key_length. The first B rows are used.
         key_length: number of columns that attention reads.
     """
 
@@ -233,7 +236,7 @@ class NodeInputs:
     key_length: int
 
     def first_nodes(self, count: int) -> NodeInputs:
-        """Return the first `count` nodes."""
+        """Return the inputs of the first `count` nodes."""
         masks = self.masks
         if masks is not None:
             masks = {kind: mask[:, :, :count] for kind, mask in masks.items()}

@@ -21,13 +21,13 @@ from medusa_train.trees.masks import NodeMasks
 #: A path from the root: the rank of each node among its siblings' top-k candidates.
 Ranks = tuple[int, ...]
 
-#: Of `TreeLevels.inner_nodes`, those that are not below the tree's root: the position before it, and
-#: the root itself.
+#: Number of nodes of `TreeLevels.inner_nodes` that are not below the tree's root: the position
+#: before the root, and the root itself.
 _TO_ROOT = 2
 
 
 class Nodes:
-    """A rooted tree given by the parent of every node.
+    """A rooted tree, given by the parent of every node.
 
     Attributes:
         parent_list: parent of every node, length n + 1; -1 for the root, node 0. Parents come
@@ -72,9 +72,9 @@ class Tree(Nodes):
     """A prefix-closed set of paths of top-k ranks (Medusa, "Tree Attention").
 
     The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of
-    head 2. The root (the target model's next token) is not listed in `paths` and has index 0 in every
-    tensor; node i >= 1 is `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents
-    come before their children.
+    head 2. The root (the last token) is not listed in `paths` and has index 0 in every tensor; node
+    i >= 1 is `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents come before
+    their children.
     """
 
     paths: tuple[Ranks, ...]
@@ -86,11 +86,11 @@ class Tree(Nodes):
         Raises:
             DataError: a path is empty, has a negative rank, or lacks its parent.
         """
-        # 1. each path once
+        # 1. remove duplicate paths
         unique: set[Ranks] = set()
         for path in paths:
             unique.add(tuple(int(rank) for rank in path))
-        # 2. only paths that form a tree
+        # 2. check that the paths form a tree
         for ranks in unique:
             if not ranks or min(ranks) < 0:
                 raise DataError(
@@ -101,7 +101,7 @@ class Tree(Nodes):
                 raise DataError(
                     f"tree path {list(ranks)} has no parent: add {list(parent)} to the tree"
                 )
-        # 3. by depth, then by rank
+        # 3. sort by depth, then by rank
         ordered = sorted(unique, key=lambda ranks: (len(ranks), ranks))
         return cls(tuple(ordered))
 
@@ -110,7 +110,7 @@ class Tree(Nodes):
         """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node
         of depth k.
         """
-        ranks = [range(count) for count in choices]  # of each head
+        ranks = [range(count) for count in choices]  # ranks of each head
         paths: list[Ranks] = []
         for depth in range(1, len(choices) + 1):
             paths.extend(itertools.product(*ranks[:depth]))
@@ -123,7 +123,7 @@ class Tree(Nodes):
 
     @classmethod
     def empty(cls) -> Tree:
-        """Build the tree without nodes below the root: plain decoding."""
+        """Build the tree without nodes below the root, for plain decoding."""
         return cls(())
 
     @cached_property
@@ -148,7 +148,7 @@ class Tree(Nodes):
         return parents
 
     def row(self, index: int) -> Nodes:
-        """Return the tree of a row, which is the same for all; see `RowTrees.row`."""
+        """Return this tree, which is the tree of every row; see `RowTrees.row`."""
         return self
 
     @cached_property
@@ -175,7 +175,7 @@ class Tree(Nodes):
         """Index of every node below the root into the flat [max_depth x width] table of candidates,
         long [n].
         """
-        heads = self.depths[1:] - 1  # [n], from 0 on
+        heads = self.depths[1:] - 1  # [n], the first head is 0
         return heads * self.width + self.ranks[1:]
 
     @cached_property
@@ -188,26 +188,24 @@ class Tree(Nodes):
 
     @cached_property
     def by_level(self) -> TreeLevels:
-        """The tree by levels."""
+        """The nodes of the tree by level."""
         return TreeLevels(self)
 
     def prepare_levels(self) -> None:
-        """Compute `by_level` now: later, in a step that is captured, nothing can be copied from the
-        host.
-        """
-        _ = self.by_level  # the property keeps it
+        """Compute `by_level` now: a captured step can't copy from the host later."""
+        _ = self.by_level  # a cached property
 
     def to(self, device: torch.device) -> Tree:
         """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)
         for name in ("parents", "depths", "ranks", "candidate_index", "ancestors"):
-            # where `cached_property` stores its value
+            # `cached_property` stores its value in `__dict__`
             moved.__dict__[name] = getattr(self, name).to(device)
         return moved
 
     def record(self, **meta: Any) -> dict[str, Any]:
-        """Return the content of tree.json, which TensorRT-LLM reads too: `{"medusa_choices": [[0],
-        [0, 0], ...]}`.
+        """Return the content of tree.json: `{"medusa_choices": [[0], [0, 0], ...]}`, with `meta` as
+        further keys. TensorRT-LLM reads it too.
         """
         return {"medusa_choices": [list(path) for path in self.paths], **meta}
 
@@ -231,7 +229,7 @@ class Tree(Nodes):
                 raise ValueError("its paths are not a list of lists")
             for ranks in paths:
                 for rank in ranks:
-                    if type(rank) is not int:  # 1.5, true and infinity are no ranks
+                    if type(rank) is not int:  # such as 1.5, true or infinity
                         raise ValueError(f"{rank!r} is not a rank")
             num_unique = len(set(map(tuple, paths)))
             if num_unique < len(paths):
@@ -249,20 +247,23 @@ class Tree(Nodes):
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth, and how the next level is attached to them.
+    """The nodes of one depth, and the edges to the next level.
 
         depth 1 of    root - a - c       first 1, last 3: the nodes a, b
                           `- b - d       inner None: both have children
                                `- e      parents 0 1 1 of c, d, e
 
+    Inner nodes are nodes with children.
+
     Attributes:
         first, last: the level has nodes first .. last - 1.
-        inner: the nodes with children by their place in the level, long [m]; None: all of them.
-        inner_first, inner_last: their range among all inner nodes of the tree.
+        inner: indices within the level of its m inner nodes, long [m]; None: all nodes are inner.
+        inner_first, inner_last: the level has inner nodes inner_first .. inner_last - 1, counted
+            over the whole tree.
         width: number of top-k candidates used per inner node.
-        parents: of every node of the next level its parent's place among the m inner nodes, long
-            [next].
-        candidates: of every node of the next level its index in the flat [m x width] table of
+        parents: for every node of the next level, the index of its parent among the m inner nodes,
+            long [next].
+        candidates: for every node of the next level, its index in the flat [m x width] table of
             candidates, long [next].
     """
 
@@ -277,8 +278,8 @@ class Level:
 
     @property
     def inner_below_root(self) -> slice:
-        """The range of its inner nodes among those below the root, for levels other than the
-        root's.
+        """The range of the level's inner nodes among all inner nodes below the root. Not for the
+        root's level.
         """
         return slice(self.inner_first - 1, self.inner_last - 1)
 
@@ -287,14 +288,15 @@ class TreeLevels:
     """A tree by levels, for drafts that predict one level after the other; tensors are on the
     tree's device.
 
+    Inner nodes are nodes with children.
+
     Attributes:
         tree: the whole tree.
         levels: one per depth, the root's first.
-        inner_index: of every node its place among the inner nodes (those with children), long
-            [n + 1]; 0 for a leaf.
-        inner_nodes: the inner nodes as a tree whose root is the position before this root: what
-            Kangaroo's adapter reads.
-        inner_depths: depths in the tree of the inner nodes below the root, long [inner]; 1:
+        inner_index: index of every node among the inner nodes, long [n + 1]; 0 for a leaf.
+        inner_nodes: the inner nodes as a tree of their own. Its root is the position before the
+            tree's root. Kangaroo's adapter runs over these nodes.
+        inner_depths: depths in the tree of the inner nodes below the root, long [inner]; 1 for
             children of the root.
     """
 
@@ -305,15 +307,15 @@ class TreeLevels:
         inner = [node for node, children in enumerate(tree.children) if children]
         place_of = {node: place for place, node in enumerate(inner)}
         self.inner_index = self._long([place_of.get(node, 0) for node in range(tree.size + 1)])
-        # 2. as a tree below the position before the root, whose only child is the root
+        # 2. the same as a tree: below the position before the root, whose only child is the root
         paths: list[Ranks] = [(0,)]
         for node in inner:
             if node != 0:
                 paths.append((0, *tree.paths[node - 1]))
         self.inner_nodes = Tree(tuple(paths)).to(self._device)
-        # its root, the position before the tree's, has depth 0 there
+        # subtract 1: in `inner_nodes`, the position before the root has depth 0
         self.inner_depths = self.inner_nodes.depths[_TO_ROOT:] - 1
-        # 3. the levels, whose nodes follow each other
+        # 3. the levels; the nodes of a level are consecutive
         firsts = [tree.depth_list.index(depth) for depth in range(tree.max_depth + 1)]
         self.levels: list[Level] = []
         for first, last in pairwise([*firsts, tree.size + 1]):
@@ -325,8 +327,8 @@ class TreeLevels:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
     def _level(self, first: int, last: int, place_of: dict[int, int]) -> Level:
-        """Return the level of the nodes first .. last - 1; `place_of` gives the place of each inner
-        node of the tree.
+        """Return the level of the nodes first .. last - 1; `place_of` maps each inner node to its
+        index among all inner nodes.
         """
         # 1. its inner nodes
         inner = [node for node in range(first, last) if node in place_of]
@@ -340,7 +342,7 @@ class TreeLevels:
             for child in self.tree.children[node]:
                 parents.append(place)
                 ranks.append(self.tree.paths[child - 1][-1])
-        # 3. its candidates, in a table of `width` for each inner node
+        # 3. the index of each node in a table with `width` candidates per inner node
         width = max(ranks, default=-1) + 1
         candidates = []
         for parent, rank in zip(parents, ranks, strict=True):
@@ -360,17 +362,17 @@ class TreeLevels:
         )
 
     def inner_masks(self, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return what `inner_nodes` attend to; the same object every time."""
+        """Return the masks of `inner_nodes`; the same object every time."""
         return self._kept_masks(0, window, dtype)
 
     def inner_masks_below_root(self, dtype: torch.dtype) -> NodeMasks:
-        """Return what the inner nodes below the root attend to, the root's own column being the
-        last committed one; the same object every time.
+        """Return the masks of the inner nodes below the root; the same object every time. The
+        root's column counts as the last committed one.
         """
         return self._kept_masks(_TO_ROOT, None, dtype)
 
     def _kept_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return the masks of `inner_nodes` behind the first `skip` ones, which are committed."""
+        """Return the masks of `inner_nodes`, where the first `skip` count as committed."""
         key = (skip, window, dtype)
         if key not in self._masks:
             ancestors = self.inner_nodes.ancestors[skip:, skip:]
@@ -381,6 +383,6 @@ class TreeLevels:
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""
         if depth not in self._truncated:
-            nodes = self.levels[depth].last  # the root included
+            nodes = self.levels[depth].last  # number of nodes, the root included
             self._truncated[depth] = Tree(self.tree.paths[: nodes - 1]).to(self._device)
         return self._truncated[depth]

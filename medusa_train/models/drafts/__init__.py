@@ -10,7 +10,7 @@ from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
-#: By the value of the configuration key `draft`.
+#: Draft classes by the value of the configuration key `draft`.
 DRAFTS: dict[str, type[Draft]] = {
     "medusa": MedusaDraft,
     "hydra": HydraDraft,

@@ -1,4 +1,4 @@
-"""Amphista: K heads that read the token just chosen and attend to each other, in one pass."""
+"""Amphista: K heads that read the last token and attend to each other, in one pass."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from medusa_train.trees.transformers_adapters import PromptCache
 
 
 class AmphistaDraft(StackedDraft, LMHeadsDraft):
-    """Medusa's heads, which see the token just chosen and each other (Amphista, Methodology; arXiv
-    2406.13170).
+    """Medusa's heads, but they read the last token and attend to each other (Amphista, Methodology;
+    arXiv 2406.13170).
 
-    Two decoder layers prepare what the heads read: the first K/2 heads (rounded down) read the
-    first layer, the others the second. Before their output matrices the heads attend to each other.
+    Two decoder layers compute the inputs of the heads: the first K/2 heads (rounded down) read the
+    first layer, the other heads read the second. Before their output matrices, the heads attend to
+    each other.
 
         h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the target model's state at t,
                                                                  e: the embedding of x_{t+1}
         v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2; h_i: h1 or h2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
-        p_k = softmax(W2_k u_k)                                  Eq. 6; guesses the token at t + k + 1
+        p_k = softmax(W2_k u_k)                                  Eq. 6; predicts x_{t+k+1}
 
-    The token at t + 1 is the one that the target model just chose: in decoding the root of the
-    tree, in training the data's token. No head reads a later one, so in training all positions and
-    in decoding all K heads are computed in one pass.
+    In decoding, x_{t+1} is the last token, the root of the tree; in training, it is the data's
+    token. No head reads a later token, so one pass computes all positions in training and all K
+    heads in decoding.
 
     Choices that the paper does not specify:
 
     - The MLP is the residual block of Medusa.
     - `AutoEmbedding` has a norm and a residual.
-    - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False; they
-      are several times smaller than the states next to them.
-    - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained
-      heads give the target model's next-token logits exactly.
+    - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False: they
+      are several times smaller than the states that they are concatenated with.
+    - Initially fc = [I, 0], layers and blocks add 0, and W2 is a copy of lm_head, so untrained
+      heads give exactly the target model's next-token logits.
 
     Args:
         target_model: the model whose layer class, embeddings and lm_head are used; it is neither
             kept nor changed.
         num_heads: K.
-        auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits
-            the positions.
-        position_encoding: False omits the positions alone.
-        adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they
-            read fc[h ; e].
+        auto_blocks: number of attention blocks among the heads; 2 is the paper's alpha variant; 0
+            also omits the positions.
+        position_encoding: False omits only the positions.
+        adaptation_layers: number of decoder layers. With 1, all heads read h1. With 0, they read
+            fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
-        normalize_embeddings: False leaves e as it is.
-        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
-            all tokens.
+        normalize_embeddings: False does not scale e.
+        vocab_size: N, size of a reduced vocabulary; by default all tokens.
+        token_map: token ids of the reduced vocabulary, long [N].
         dtype: dtype of the parameters; by default the target model's.
     """
 
@@ -123,7 +124,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
 
     @torch.no_grad()
     def _init_identity(self) -> None:
-        """Initialize so that the heads' states are the target model's."""
+        """Initialize so that all heads' states equal the target model's state."""
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
@@ -137,8 +138,8 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
-        # 1. the token at t + 1; a document's last position has none, but no target either, so any
-        # token will do there
+        # 1. x_{t+1}. The last position of a document has no such token, but no target either, so
+        # any token will do
         following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # [B, T]
 
         # 2. h1 and h2 of all positions
@@ -152,18 +153,20 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         vectors = self._head_vectors(stages)  # [B, T, K, d]
         yield from self._mix(vectors).unbind(-2)
 
-    # Decoding. The layers read a position only once the token after it is known, so the last one
-    # waits for the root.
+    # Decoding. The layers read a position only after the next token is known, so the last accepted
+    # position waits for the last token.
 
     @property
     def num_caches(self) -> int:
-        """One for each adaptation layer."""
+        """One cache for each adaptation layer."""
         return self.adaptation_layers
 
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
-        """Run the adaptation layers over the prompts, the last positions with any token after them."""
+        """Run the adaptation layers over the prompts. The next token of a prompt's last position is
+        not known yet; `extend` computes this position again.
+        """
         following = tokens.roll(-1, dims=1)  # [B, T]
 
         def run_layer(i: int, x: Tensor) -> Tensor:
@@ -174,8 +177,8 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         self.stages(hidden_states.final, following, run_layer)
 
     def extend(self, step: DraftStep) -> list[Tensor]:
-        """Run the adaptation layers over the accepted path, followed by the last tokens; return h1
-        and h2 [B, d] of its last nodes.
+        """Run the adaptation layers over the accepted path; return h1 and h2 [B, d] of its last
+        nodes, whose next tokens are the last tokens.
         """
         accepted = step.accepted
         hidden = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
@@ -189,9 +192,9 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         return [accepted.last(stage) for stage in stages]
 
     def propose(self, step: DraftStep, states: list[Tensor]) -> Proposal:
-        """Place the top draft tokens of every head in the tree by rank."""
+        """Fill the tree by rank with the best tokens of each head."""
         tree = step.tree
-        # 1. logits of the heads that the tree has levels for
+        # 1. logits of the first heads, one for each level of the tree
         logits = self._head_logits(states, tree.max_depth)  # [max_depth, B, V]
         # 2. their best tokens
         head = self.lm_head(1)
@@ -207,11 +210,12 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
     def stages(
         self, hidden: Tensor, following: Tensor, run_layer: Callable[[int, Tensor], Tensor]
     ) -> list[Tensor]:
-        """Return h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
+        """Return h1 and h2 (Eq. 1), [B, T, d] each; only h1 if there is no second layer.
 
         Args:
-            hidden: [B, T, d]. following: long [B, T], the token after each position.
-            run_layer: runs adaptation layer i, from 0, over [B, T, d].
+            hidden: the target model's states, [B, T, d].
+            following: the token after each position, long [B, T].
+            run_layer: runs adaptation layer i, counted from 0, over [B, T, d].
         """
         dtype = self.lm_heads.get_parameter("0.weight").dtype
         x = hidden.to(dtype)
@@ -220,7 +224,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
             e = self.embedding(following).to(dtype)  # [B, T, d]
             if self.normalize_embeddings:
                 e = rms_norm(e, e.shape[-1:], eps=1e-12)
-        # 2. each stage reads the one before it, and e again
+        # 2. each stage reads the previous stage, and e again
         stages: list[Tensor] = []
         for i in range(max(self.adaptation_layers, len(self.fc))):
             if self.sampled_token:
@@ -232,19 +236,19 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         return stages or [x]
 
     def _stage_of_heads(self, stages: Sequence[Tensor]) -> list[Tensor]:
-        """What each head reads: h1 or h2."""
+        """Return the input of each head: h1 or h2."""
         half = self.num_heads // 2
         return [stages[0]] * half + [stages[-1]] * (self.num_heads - half)
 
     def _head_vectors(self, stages: Sequence[Tensor]) -> Tensor:
-        """v_1 .. v_K (Eq. 2), [..., K, d], of stages [..., d]."""
+        """Compute v_1 .. v_K (Eq. 2), [..., K, d], from stages [..., d]."""
         vectors = []
         for x, mlp in zip(self._stage_of_heads(stages), self.mlps, strict=True):
             vectors.append(x + silu(mlp(x)))
         return torch.stack(vectors, dim=-2)
 
     def _stacked_head_vectors(self, stages: Sequence[Tensor], stack: Stack) -> Tensor:
-        """The same in one product, [B, K, d] of stages [B, d]."""
+        """Compute `_head_vectors` in one matrix product, [B, K, d] from stages [B, d]."""
         weights, biases = stack  # [K, d, d], [K, d]
         assert biases is not None
         x = torch.stack(self._stage_of_heads(stages))  # [K, B, d]
@@ -253,17 +257,17 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         return vectors.transpose(0, 1)
 
     def _mix(self, vectors: Tensor) -> Tensor:
-        """u_1 .. u_K (Eq. 3 to 5), [..., K, d] -> [..., K, d]."""
+        """Compute u_1 .. u_K (Eq. 3 to 5), [..., K, d] -> [..., K, d]."""
         if self.auto is None:
             return vectors
         mixed: Tensor = self.auto(vectors)
         return mixed
 
     def _head_logits(self, stages: Sequence[Tensor], count: int) -> Tensor:
-        """Logits of heads 1..count (Eq. 6) of stages [B, d], [count, B, V].
+        """Compute the logits of heads 1..count (Eq. 6) from stages [B, d], [count, B, V].
 
-        Without soft cap and scale, which keep their order. All heads are needed for the first ones,
-        since they attend to each other.
+        Soft cap and scale are left out, since they keep the order. Even the first heads need the
+        states of all heads, because heads attend to each other.
         """
         stacks = self.stacked()
         if stacks is None:
@@ -287,8 +291,8 @@ class AutoEmbedding(nn.Module):
     """A learned position per head and blocks of attention among the heads (Amphista,
     Auto-embedding, Eq. 4 and 5).
 
-    Positions are initially 0, so that vectors pass unchanged; the paper does not specify their
-    initialization.
+    Positions are initially 0, so that vectors pass through unchanged; the paper does not specify
+    their initialization.
     """
 
     def __init__(
@@ -313,7 +317,7 @@ class AutoEmbedding(nn.Module):
         """[..., K, d] -> [..., K, d]."""
         x = vectors
         if self.positions is not None:
-            x = x + self.positions  # of the heads, [K, d]
+            x = x + self.positions  # one position per head, [K, d]
         x = x.flatten(0, -3)  # [N, K, d], N positions of text
         for block in self.blocks:
             x = block(x)
@@ -324,8 +328,8 @@ class HeadAttention(nn.Module):
     """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, without a mask (Amphista,
     Eq. 5).
 
-    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual. Heads
-    have the number and size of the target model's.
+    It is initially the identity, with W_o = 0. The paper has neither the norm nor the residual.
+    Number and size of the attention heads are the target model's.
     """
 
     def __init__(
@@ -349,13 +353,13 @@ class HeadAttention(nn.Module):
         return out
 
 
-#: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA
-#: grid.
+#: Largest batch of a CUDA attention kernel: CUDA limits the second and third dimension of a grid to
+#: this.
 MAX_CUDA_BATCH = 65_535
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of [N, heads, K, head_dim], in chunks that CUDA kernels accept."""
+    """Compute attention of [N, heads, K, head_dim], in chunks that CUDA kernels accept."""
     if len(q) <= MAX_CUDA_BATCH:
         return scaled_dot_product_attention(q, k, v)
     q_chunks = q.split(MAX_CUDA_BATCH)

@@ -1,4 +1,4 @@
-"""The interfaces of drafts: tree proposals for decoding, and head states for training."""
+"""The interfaces of drafts: proposing trees in decoding, and head states in training."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ D = TypeVar("D", bound="Draft")
 
 @dataclass(frozen=True)
 class Proposal:
-    """Guessed tokens at the nodes of a tree.
+    """Draft tokens at the nodes of a tree.
 
     Attributes:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
-        aux: [B, n + 1, d], the nodes' states after `aux_layers` layers of the target model, if the
-            draft ran these itself and wrote their keys and values to the target model's KV cache:
-            verification runs only the others.
+        aux: states of the nodes after the first `aux_layers` layers of the target model, [B, n + 1,
+            d], if the draft ran these layers itself and wrote their keys and values to the target
+            model's KV cache. Verification then runs only the remaining layers.
         branch: further tokens of the pass, which are not verified; the draft gets their logits
             (`Proposer.observe`). Not together with `aux`.
     """
@@ -49,18 +49,20 @@ class Proposal:
     branch: LookaheadBranch | None = None
 
     def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
-        """Return the tokens of the pass, the branch tokens' last, and the tree that all of them
-        form.
-        """
+        """Return all tokens of the pass, the branch tokens last, and the tree that they form."""
         if self.branch is None:
             return self.tokens, self.tree
         tokens = torch.cat([self.tokens, self.branch.tokens], dim=1)  # [B, n + 1 + m]
         return tokens, TreeAndBranch(self.tree, self.branch.layout)
 
     def at_outputs(self, values: Tensor) -> Tensor:
-        """Return the values at the tokens whose logits are read, of those at all tokens of the
-        pass, [B, n + 1 + m, ...]: at the nodes, then at the branch's outputs, [B, n + 1 + outputs,
-        ...].
+        """Select the values at tokens whose logits are read: the nodes, then the branch's outputs.
+
+        Args:
+            values: values at all tokens of the pass, [B, n + 1 + m, ...].
+
+        Returns:
+            [B, n + 1 + outputs, ...].
         """
         if self.branch is None:
             return values
@@ -70,8 +72,11 @@ class Proposal:
 
 
 class Limits(NamedTuple):
-    """The most nodes below the root, and the most levels, of a proposal, its branch tokens
-    included.
+    """Limits of a proposal, including its branch tokens.
+
+    Attributes:
+        size: largest number of nodes below the root.
+        depth: largest depth.
     """
 
     size: int
@@ -80,21 +85,23 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """The accepted nodes of the last verified tree of B rows, what a draft reads next.
+    """The accepted nodes of the last verified tree of B rows, which a draft reads next.
 
         last tree    root - a - b              path    0 1 4
                           |   `- c             tokens  root a c        and then the last token
-                          `- d                 starts  position of `root`; lengths: of the last token
+                          `- d                 starts  position of `root`
+                                               lengths position of the last token
 
-    Paths differ in length, so all tensors along the path are padded at the end to P nodes: the
-    longest of the paths or, in steps of fixed shape, one node more than the tree is deep.
-    A draft may read and store the padding: it comes after the accepted nodes, where it is masked
-    and later overwritten.
+    Paths differ in length, so all tensors along the path are right-padded to P nodes: the longest
+    path, or in steps of fixed shape the depth of the tree plus 1. A draft may read and store the
+    padding: it comes after the accepted nodes, where it is masked and later overwritten.
 
     Attributes:
-        hidden_states: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
-        path: the accepted nodes, the root first, long [B, P].
-        counts: their number, long [B]. starts: position of the root, long [B].
+        hidden_states: states of all nodes of the tree, [B, n + 1, d].
+        tokens: tokens of all nodes, long [B, n + 1].
+        path: accepted nodes, the root first, long [B, P].
+        counts: number of accepted nodes, long [B].
+        starts: position of the root, long [B].
     """
 
     hidden_states: HiddenStates
@@ -109,20 +116,20 @@ class AcceptedPath:
         return self.starts + self.counts
 
     def along_path(self, values: Tensor) -> Tensor:
-        """Return the values [B, P, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
-        if len(values) == 1:  # a selection takes a third of the time of an indexed read
+        """Select the accepted nodes' values [B, P, ...] from all nodes' values [B, n + 1, ...]."""
+        if len(values) == 1:  # index_select takes a third of the time of advanced indexing
             return values.index_select(1, self.path[0])
         return values[self._rows[:, None], self.path]
 
     def last(self, values: Tensor) -> Tensor:
-        """Return the values [B, ...] of the last accepted node, of [B, P, ...] along the path."""
+        """Select the last accepted node's values [B, ...] from the path's values [B, P, ...]."""
         if len(values) == 1:
             return values.index_select(1, self.counts - 1)[:, 0]
         return values[self._rows, self.counts - 1]
 
     def following(self, last_tokens: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes, long [B, P]; after the last one the
-        last token, long [B].
+        """Return the token after each accepted node, long [B, P]: the next token of the path, and
+        after the last node the row's token of `last_tokens`, long [B].
         """
         after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, P]
         return after.index_put((self._rows, self.counts - 1), last_tokens)
@@ -146,13 +153,13 @@ class CachedLayer(Protocol):
 
 @dataclass(frozen=True)
 class DraftCache:
-    """The KV cache of one layer of a draft in one step: row b holds what the layer read, in the
-    columns of its positions.
+    """The KV cache of one layer of a draft in one step: row b holds the keys and values of what the
+    layer has read.
 
     Attributes:
         storage: [1, 2, rows, kv_heads, columns, head_dim], columns > key_length.
-        key_length: columns that attention reads.
-        max_position: the largest position id that the model's tables cover.
+        key_length: number of columns that attention reads.
+        max_position: largest position id of the model's context.
     """
 
     storage: Tensor
@@ -163,6 +170,8 @@ class DraftCache:
         """Run a layer over an accepted path, [B, P, ...] -> [B, P, d].
 
         Args:
+            layer: the layer of this cache.
+            states: its inputs along the path, [B, P, ...].
             starts: position of the first node, long [B].
         """
         offsets = torch.arange(states.shape[1], device=starts.device)
@@ -176,9 +185,12 @@ class DraftCache:
         """Run a layer over q positions, [B, q, ...] -> [B, q, d].
 
         Args:
-            columns: that their keys and values are written to, long [B, q].
-            positions: long [B, q]; those past the context are clamped, their nodes never accepted.
-            mask: additive [B, 1, q, key_length].
+            layer: the layer of this cache.
+            states: its inputs, [B, q, ...].
+            columns: columns that the keys and values are written to, long [B, q].
+            positions: position ids, long [B, q]. Those past the context are clamped; such nodes are
+                never accepted.
+            mask: additive mask [B, 1, q, key_length].
         """
         cache = node_cache(self.storage, columns, self.key_length)
         return layer.run_cached(states, positions.clamp(max=self.max_position), mask, cache)
@@ -186,21 +198,21 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What a draft gets in one decoding step of B rows.
+    """Inputs of a draft in one decoding step of B rows.
 
     Attributes:
         accepted: the path that the last step accepted.
-        last_tokens: of each row, accepted but not verified yet, long [B]. last_token_list: the same
-            on the host.
-        caches: of the draft's own layers, `Proposer.num_caches` of them.
-        request_states: what `Proposer.new_request_state` returned for each active row; a pass may
-            have further rows.
-        tree: to be filled, with its tensors on the device of the last tokens; drafts that choose
-            the shape of their trees ignore it.
-        nodes: where the nodes of the tree are in the target model's KV cache, for drafts that run
-            its layers; None for drafts that choose the shape of their trees.
-        may_stop: whether the draft may look at its guesses to stop early. Steps that are replayed
-            do the same work every time, so there it may not.
+        last_tokens: last token of each row, accepted but not verified yet, long [B].
+        last_token_list: the last tokens on the host.
+        caches: KV caches of the draft's own layers, `Proposer.num_caches` of them.
+        request_states: result of `Proposer.new_request_state` for each active row. A pass may have
+            more rows.
+        tree: the tree to fill, with its tensors on the device of the last tokens. Drafts that
+            choose the shape of their trees ignore it.
+        nodes: inputs of the target model's layers at the nodes of the tree, for drafts that run
+            these layers. None for drafts that choose the shape of their trees.
+        may_stop: whether the draft may look at its draft tokens and stop early. It may not in
+            replayed steps, which always do the same work.
     """
 
     accepted: AcceptedPath
@@ -214,23 +226,22 @@ class DraftStep:
 
 
 class Proposer:
-    """Guesses the tokens after the target model's next token, in trees: what decoding needs of a
-    draft.
+    """The interface of a draft in decoding: it proposes trees of tokens after the last token.
 
-    In each step `extend` takes the accepted path, and `propose` fills a tree below the last tokens:
+    In each step, `extend` reads the accepted path, and `propose` fills a tree below the last token:
 
-        target model   .. x_t-1  x_t | x_t+1: the last token, accepted but not verified yet: the root
-        draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
+        target model   .. x_t-1  x_t | x_t+1: the last token (accepted but not verified): the root
+        draft                        |        tokens for x_t+2, x_t+3, ..: the levels of the tree
 
-    Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
+    Proposals depend on the text, the earlier steps and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
     Attributes:
-        aux_layers: after how many of the target model's layers it reads auxiliary hidden states.
+        aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states.
         num_heads: K, the depth of the deepest tree that it can fill.
-        num_caches: layers of its own with keys and values.
-        fixed_shape: whether it fills the tree that it is given, with the same work every time, so
-            that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
+        num_caches: number of its own layers that need a KV cache.
+        fixed_shape: whether it fills the given tree, with the same work every time, so that steps
+            can be replayed as CUDA graphs. Otherwise it chooses the shape of its trees.
         runs_target_model: whether `propose` runs layers of the target model over its draft tokens,
             see `Proposal.aux`.
     """
@@ -242,7 +253,7 @@ class Proposer:
 
     @property
     def num_caches(self) -> int:
-        """Layers of its own with keys and values."""
+        """Number of its own layers that need a KV cache."""
         return 0
 
     @property
@@ -257,22 +268,22 @@ class Proposer:
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
-        """Read B prompts; a draft without caches need not.
+        """Read B prompts. Drafts without caches need not define it.
 
-        The last position of each is read again as the accepted path of the first step.
+        The last position of each prompt is read again as the accepted path of the first step.
 
         Args:
-            hidden_states: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long
-                [B, T].
-            caches: one for each layer of the draft. Its `length` positions precede the prompts.
+            hidden_states: states of the right-padded prompts, [B, T, d].
+            tokens: tokens of the prompts, long [B, T].
+            caches: one for each layer of the draft. They hold `length` positions before these.
         """
 
     def new_request_state(self, prompt: Sequence[int]) -> Any:
-        """Return what the draft keeps of a request on the host, given its prompt; None: nothing."""
+        """Return the state that the draft keeps for a request on the host; None: no state."""
         return None
 
     def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
-        """Add accepted tokens to what `new_request_state` returned, the root's first."""
+        """Add accepted tokens, the root's first, to the state of `new_request_state`."""
 
     def extend(self, step: DraftStep) -> Any:
         """Read the accepted path; return what `propose` needs.
@@ -283,28 +294,30 @@ class Proposer:
 
     @abstractmethod
     def propose(self, step: DraftStep, states: Any) -> Proposal:
-        """Guess the tokens of `step.tree`, which is not empty, below the last_tokens.
+        """Propose draft tokens below the last tokens, for `step.tree`, which is not empty.
 
         Args:
-            states: as `extend` returned it.
+            step: inputs of the step.
+            states: the result of `extend`.
         """
 
     def skip_proposal(self, step: DraftStep, states: Any) -> None:
-        """Take the place of `propose` where the last tokens alone are verified."""
+        """Called instead of `propose` in a step that verifies only the last tokens."""
 
     def no_early_exit(self) -> AbstractContextManager[None]:
-        """Within this context proposals fill the whole tree however unlikely their guesses, as
+        """Within this context, proposals fill the whole tree, even with unlikely tokens, as
         simulations assume.
         """
         return nullcontext()
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Read the target model's logits at the branch tokens of a proposal; drafts without them
-        need not define it.
+        """Read the target model's logits at the branch tokens of a proposal. Drafts without branch
+        tokens need not define it.
 
         Args:
-            request_states: as `new_request_state` returned them. proposal: the verified proposal.
-            logits: at the outputs of its branch tokens, [B, outputs, V].
+            request_states: results of `new_request_state`, one for each active row.
+            proposal: the verified proposal.
+            logits: logits at the outputs of its branch, [B, outputs, V].
         """
 
 
@@ -312,17 +325,18 @@ class Draft(Proposer, nn.Module):
     """K trained heads that draft the tokens after the target model's next token.
 
     At position t the target model predicts the token t + 1, and head k (k = 1..K) the token
-    t + k + 1. Training reads `head_states` and `lm_head`: the loss compares head k's logits with
-    the data's token, or with the target model's own prediction. Decoding reads what `Proposer` has.
+    t + k + 1. Training uses `head_states` and `lm_head`: the loss compares head k's logits with the
+    data's token, or with the target model's own prediction. Decoding uses the methods of
+    `Proposer`.
 
     Attributes:
         num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the
-            activations of one before it computes the next one.
-        setting_names: attributes that are `settings`.
-        threshold: confidence up to which drafting stops; 0: never.
-        dynamic: nodes and levels of the trees that it chooses for each row and step; None: it fills
-            the trees that are given to `propose`.
+            activations of one head before it computes the next.
+        setting_names: names of the attributes that are in `settings`.
+        threshold: drafting stops if its confidence is not above this; 0: never.
+        dynamic: limits of the trees that it chooses for each row and step; None: it fills the trees
+            that are given to `propose`.
     """
 
     setting_names: tuple[str, ...] = ()
@@ -337,21 +351,21 @@ class Draft(Proposer, nn.Module):
         """Create an untrained draft for `target_model`, on its device.
 
         Args:
-            target_model: what the draft shares with it must not become a parameter of the draft.
-            kwargs: `settings`, and `dtype` of the parameters, by default the target model's.
+            target_model: its modules that the draft shares must not become parameters of the draft.
+            args, kwargs: `settings`, and `dtype` of the parameters (by default the target model's).
         """
         return cls(target_model, *args, **kwargs)
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """N for a reduced vocabulary, whose tokens are the buffer `token_map`; else None."""
+        """N for a reduced vocabulary, with its token ids in the buffer `token_map`; else None."""
         token_map = getattr(self, "token_map", None)
         return None if token_map is None else len(token_map)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load weights and the vocabulary that they belong to."""
+        """Load weights, and the reduced vocabulary that they belong to."""
         if self.draft_vocab_size is None:
             return super().load_state_dict(state_dict, strict, assign)
         before = self.get_buffer("token_map").clone()
@@ -361,7 +375,7 @@ class Draft(Proposer, nn.Module):
         return result
 
     def restrict_lm_head(self) -> None:
-        """Follow a new `token_map`; drafts with a matrix of their own for its tokens need not."""
+        """Apply a new `token_map` to lm_head; not needed by drafts with own output matrices."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -373,7 +387,7 @@ class Draft(Proposer, nn.Module):
     @classmethod
     def count_parameters(cls, target_model: TargetModel, **settings: Any) -> int:
         """Return the number of trainable parameters with these `settings`. The target model may be
-        on the meta device, where the draft has neither memory nor values.
+        on the meta device; then the draft needs no memory.
         """
         if settings.get("vocab_size"):
             settings["token_map"] = torch.arange(settings["vocab_size"])
@@ -383,7 +397,7 @@ class Draft(Proposer, nn.Module):
 
     def with_dynamic_trees(self: D, limits: Limits) -> D:
         """Return a draft with the same weights that chooses a tree of this size for each row and
-        step. Only kinds whose configuration says `dynamic_trees` can.
+        step. Only drafts whose configuration section allows `dynamic_trees` support it.
 
         Raises:
             MedusaError: the trees are deeper than `num_heads`.
@@ -399,7 +413,7 @@ class Draft(Proposer, nn.Module):
 
     @property
     def trained_heads(self) -> int:
-        """The number of states that `head_states` yields; fewer than K where one head drafts all
+        """The number of states that `head_states` yields; may be less than K if one head drafts all
         depths.
         """
         return self.num_heads
@@ -407,8 +421,8 @@ class Draft(Proposer, nn.Module):
     # Training
 
     def loss_positions(self, batch: Batch) -> Tensor | None:
-        """Return at which positions targets count in the loss, bool [B, T]; None: at all. It
-        depends on the batch alone.
+        """Return the positions whose targets count in the loss, bool [B, T]; None: all positions.
+        It depends only on the batch.
         """
         return None
 
@@ -416,18 +430,18 @@ class Draft(Proposer, nn.Module):
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head(k)` reads.
 
-        Position t is compared with the token t + k + 1 of the same document. Where there is none
-        the state is ignored; elsewhere it must not depend on other documents.
+        The loss compares position t with the token t + k + 1 of the same document. If there is no
+        such token, the state is ignored; otherwise it must not depend on other documents.
 
         Args:
-            hidden_states: of the same rows, with the states of `aux_layers`. batch: tokens,
-                positions and segments [B, T].
+            hidden_states: states of the same rows, including those of `aux_layers`.
+            batch: tokens, positions and segments [B, T].
         """
 
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield for k = 1..K the states [B, T, d] that rank the token t + k + 1, given the true
+        """Yield for k = 1..K the states [B, T, d] that predict the token t + k + 1, given the true
         tokens before it.
         """
         return self.head_states(hidden_states, batch)
@@ -438,7 +452,7 @@ class Draft(Proposer, nn.Module):
 
 
 def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:
-    """Return the values [B, ...] of each row at its position, of [B, T, ...]."""
+    """Select from `values` [B, T, ...] each row's value at its position, [B, ...]."""
     if len(positions) == 1:
         return values[:, positions[0]]
     rows = torch.arange(len(positions), device=values.device)

@@ -1,4 +1,4 @@
-"""The guesses of trained heads and copied text in one tree."""
+"""Combine the draft tokens of a trained draft with copied text in one tree."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from medusa_train.trees.tree import Tree
 
 
 class MergedDraft(Proposer):
-    """Adds looked-up continuations to the tree of the heads' draft tokens.
+    """Adds continuations from n-gram lookup to the tree of a trained draft, called the heads here.
 
         heads       root - a - b          lookup     root - a - d          both    root - a - b
                         `- c                                                           |    `- d
                                                                                        `- c
 
     Equal children are one node, which is verified once. The nodes of the heads come first and keep
-    their order, so the heads advance as without the others. Merging reads the heads' guesses on the
-    host, one more synchronization per step. If nothing is added, the heads' tree is verified.
+    their order, so the heads work as without lookup. Merging reads the heads' draft tokens on the
+    host, which is one more synchronization per step. If nothing is added, the heads' tree is
+    verified.
 
     Args:
-        heads: a trained draft. lookup: a draft without training.
+        heads: a trained draft.
+        lookup: a draft without training.
 
     Raises:
-        MedusaError: the heads run layers of the target model themselves (Kangaroo), which would
-            lack the added nodes.
+        MedusaError: the heads run layers of the target model themselves (Kangaroo), and these
+            layers would not see the added nodes.
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
@@ -50,18 +52,18 @@ class MergedDraft(Proposer):
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """The heads' vocabulary."""
+        """Size of the heads' reduced vocabulary, or None."""
         return self.heads.draft_vocab_size
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of both together."""
+        """Return the limits of merged proposals."""
         heads = self.heads.limits(tree)
         added = self.lookup.limits(tree)
         return Limits(heads.size + added.size, max(heads.depth, added.depth))
 
     @property
     def num_caches(self) -> int:
-        """Those of the heads."""
+        """Number of the heads' caches; lookup has none."""
         return self.heads.num_caches
 
     def prefill(
@@ -75,7 +77,7 @@ class MergedDraft(Proposer):
         return self.lookup.new_request_state(prompt)
 
     def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
-        """Append accepted tokens to a text."""
+        """Append accepted tokens to the lookup's text."""
         self.lookup.extend_request_state(state, tokens)
 
     def extend(self, step: DraftStep) -> Any:
@@ -83,7 +85,7 @@ class MergedDraft(Proposer):
         return self.heads.extend(step)
 
     def propose(self, step: DraftStep, states: Any) -> Proposal:
-        """Fill the tree with the heads' draft tokens and add the others."""
+        """Fill the tree with the heads' draft tokens, and add continuations from lookup."""
         if not self.heads.limits(step.tree).size:
             return self.lookup.propose(step, None)
         # 1. the heads' tree of each row, on the host
@@ -92,11 +94,11 @@ class MergedDraft(Proposer):
         for row, tokens in enumerate(proposal.tokens.tolist()):
             parents = proposal.tree.row(row).parent_list
             trees.append(TokenTree(tokens[: len(parents)], list(parents)))
-        # 2. the others are added
+        # 2. add the continuations from lookup
         for tree, added in zip(trees, self.lookup.draft_trees(step), strict=True):
             tree.merge(added)
         branch = self.lookup.lookahead_branch(step)
-        # 3. where none was new, the heads' tree is on the device already
+        # 3. if nothing was new, use the heads' proposal, which is on the device already
         if any(tree.size != proposal.tree.size for tree in trees):
             return propose_trees(trees, step.last_tokens.device, branch)
         if branch is None:
@@ -104,11 +106,9 @@ class MergedDraft(Proposer):
         return replace(proposal, branch=branch)
 
     def no_early_exit(self) -> AbstractContextManager[None]:
-        """Within this context the heads fill the whole tree."""
+        """Within this context, the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Pass the logits of the branch tokens on to the draft without training, which requested
-        them.
-        """
+        """Pass the logits of the branch tokens on to the lookup, which proposed the branch."""
         self.lookup.observe(request_states, proposal, logits)

@@ -1,4 +1,4 @@
-"""DFlash: decoder layers guess a whole block of tokens in one pass, from hidden states of several
+"""DFlash: decoder layers predict a whole block of tokens in one pass, from hidden states of several
 layers of the target model.
 """
 
@@ -36,56 +36,61 @@ from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
 from medusa_train.trees.transformers_adapters import PromptCache, node_cache
 from medusa_train.trees.tree import Tree
 
-#: Blocks that training computes at a time: their masks and scores have T columns each.
+#: Number of blocks that training computes at a time. It limits memory: masks and scores of a block
+#: have T columns.
 BLOCKS = 32
 
-#: Attends in layer i from queries [B, heads, q, h] to the context and to keys and values of the
-#: block, [B, kv_heads, q, h] each.
+#: Computes the attention of layer i, given i, the queries [B, heads, q, h], and the keys and values
+#: of the block, [B, kv_heads, q, h] each. It adds the keys and values of the context.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class DFlashDraft(Draft):
     """L decoder layers over a block of K + 1 tokens (DFlash, arXiv 2602.06036).
 
-        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)      of each position s <= t
+        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)      for each position s <= t
         block     E(x_{t+1})  E(mask)  E(mask)  ..          K + 1 slots, at positions t + 1, t + 2, ..
         layer     a slot attends to keys and values of c_0 .. c_t and of the block
-        output    softmax(lm_head norm(slot k)) guesses x_{t+k+1}, k = 1 .. K
+        output    softmax(lm_head norm(slot k)) predicts x_{t+k+1}, k = 1 .. K
 
-    g_1 .. g_n are the states of n layers of the target model. The same matrices make keys and
-    values of the context and of the block, so the context costs a layer only two products per
-    position, once. x_{t+1} is the last token, which the target model has chosen but not read.
-    Embedding E and lm_head are the target model's and are not trained.
+    g_1 .. g_n are the states of n layers of the target model. The same matrices compute keys and
+    values of the context and of the block, so each layer computes only two matrix products per
+    context position, once. x_{t+1} is the last token, which the target model has chosen but not
+    read. The embedding E and lm_head are the target model's and are not trained.
 
-    Slots do not know what the others guess, so their best guesses fill a tree by rank, as those of
-    Medusa heads do. With a Markov bias a guess depends on its parent in the tree, see `MarkovBias`.
+    A slot does not know the tokens of the other slots, so the best tokens of the slots fill a tree
+    by rank, as in Medusa. With a Markov bias, a token depends on its parent in the tree, see
+    `MarkovBias`.
 
-    With a window the block is causal: a slot sees the slots before it, and no position further
-    back than the window. Then the first slots do not depend on later ones, so a tree of depth D
-    runs D + 1 slots. With a window of 0 all slots see each other and the whole context, as in most
-    published files.
+    With a window, the block is causal: a slot attends to the slots before it, and to no position
+    outside the window. Then the first slots do not depend on later ones, so a tree of depth D needs
+    only D + 1 slots. With a window of 0, all slots attend to each other and to the whole context,
+    as in most published files.
 
-    Letters: B rows, T positions, N blocks of a row, S = K + 1 slots, d width, V tokens.
+    Shapes: B rows, T positions, N blocks of a row, S = K + 1 slots, width d, V tokens.
 
     Args:
-        target_model: the model whose embedding and lm_head are used, and neither saved nor trained.
+        target_model: the model whose embedding and lm_head are used; they are neither saved nor
+            trained.
         max_draft_tokens: K.
         num_layers: L.
-        layers: after how many layers of the target model the n states are read; by default
+        layers: the n layers of the target model whose outputs are read, numbered from 1; by default
             `spread_layers`. The attribute is `aux_layers`.
-        anchors: blocks of a row in training.
-        window: positions that a slot sees, itself included; 0: all, and all slots.
-        mask_token_id: the token whose embedding fills the slots; by default the last one of the
-            target model's table, which is a spare row in many models.
-        markov_rank: r of the Markov bias; 0: none.
-        vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]).
+        anchors: number of blocks of a row in training.
+        window: number of positions that a slot attends to, itself included; 0: all positions and
+            all slots.
+        mask_token_id: the token whose embedding fills the slots; by default the last row of the
+            target model's table, which is unused in many models.
+        markov_rank: r of the Markov bias; 0: no bias.
+        vocab_size: N, size of a reduced vocabulary; by default all tokens.
+        token_map: token ids of the reduced vocabulary, long [N].
         layer: entries of config.json in which the layers differ from the target model's, for
             published drafts.
         dtype: dtype of the parameters; by default the target model's.
 
     Raises:
         TargetModelError: the target model has no token `mask_token_id`.
-        ValueError: `token_map` has not `vocab_size` tokens.
+        ValueError: `token_map` does not have `vocab_size` tokens.
 
     """
 
@@ -131,14 +136,14 @@ class DFlashDraft(Draft):
             )
         self.aux_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))
 
-        # 1. E and lm_head, neither of which is registered as a module
+        # 1. E and lm_head; neither is registered as a module
         self.embedding = target_model.embedding()
         self.register_buffer("token_map", None if token_map is None else token_map.long())
         self._full_lm_head = target_model.lm_head()
         self.restrict_lm_head()
 
-        # 2. fc with its norm, the layers, and the norm before lm_head; the layers are Qwen3's,
-        # whatever the target model's are
+        # 2. fc with its norm, the layers, and the norm before lm_head. The layers are Qwen3's for
+        # any target model
         config = layer_config(target_model.config, layer)
         self._layer_overrides = dict(layer or {})
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -175,13 +180,13 @@ class DFlashDraft(Draft):
         }
 
     def restrict_lm_head(self) -> None:
-        """Use the target model's lm_head, or a copy of its part for a reduced vocabulary."""
+        """Use the target model's lm_head, or a copy of its rows for a reduced vocabulary."""
         self._lm_head = self._full_lm_head
         if self.token_map is not None:
             self._lm_head = self._lm_head.restrict_to(self.token_map)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return the target model's, with the Markov bias."""
+        """Return the target model's lm_head, with the Markov bias."""
         if self.markov is None:
             return self._lm_head
         return replace(self._lm_head, token_bias=self.markov.output.weight)
@@ -192,7 +197,7 @@ class DFlashDraft(Draft):
         return [layer.self_attn for layer in self.layers]  # type: ignore[misc]
 
     def context(self, hidden_states: HiddenStates) -> Tensor:
-        """Return c of all positions, [B, T, d]."""
+        """Compute the context c of all positions, [B, T, d]."""
         assert hidden_states.aux is not None
         normed: Tensor = self.hidden_norm(self.fc(hidden_states.aux.to(self.fc.weight.dtype)))
         return normed
@@ -200,11 +205,11 @@ class DFlashDraft(Draft):
     # Training
 
     def loss_positions(self, batch: Batch) -> Tensor | None:
-        """Return behind which positions t blocks are trained, bool [B, T]; None: behind all.
+        """Return the positions t after which a block is trained, bool [B, T]; None: all positions.
 
-        Each row draws `anchors` of the positions whose first guess x_{t+2} has a supervised target.
-        They depend on the batch alone (`Batch.draw`), so targets that are counted before the states
-        are computed are those of the loss, and a resumed run draws the same.
+        Each row draws `anchors` of the positions whose first predicted token x_{t+2} is a
+        supervised target. The draw depends only on the batch (`Batch.draw`): the same targets can
+        be counted before the states are computed, and a resumed run draws the same positions.
         """
         if batch.draw is None:
             return None
@@ -215,8 +220,8 @@ class DFlashDraft(Draft):
         return torch.zeros_like(can).scatter(1, best, True) & can
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..K the states of slot k behind each position, [B, T, d], zeros where no
-        block is trained; with a Markov bias [B, T, d + r].
+        """Yield for k = 1..K the states of slot k of the block after each position, [B, T, d], or
+        [B, T, d + r] with a Markov bias. They are zero at positions without a block.
         """
         chosen = None
         if isinstance(batch, Batch):
@@ -226,7 +231,7 @@ class DFlashDraft(Draft):
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield the same for blocks behind all positions."""
+        """Yield the states of `head_states`, with a block after every position."""
         return self._slots_behind(hidden_states, batch, None)
 
     def _slots_behind(
@@ -235,7 +240,7 @@ class DFlashDraft(Draft):
         if chosen is None:
             chosen = batch.segments >= 0
         rows = torch.arange(len(chosen), device=chosen.device)[:, None]
-        # 1. the positions t of the blocks, [B, N]. Rows with fewer blocks repeat their first one
+        # 1. the positions t of the blocks, [B, N]. Rows with fewer blocks repeat their first block
         counts = chosen.sum(1, keepdim=True)  # [B, 1]
         order = chosen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         number = torch.arange(int(counts.max()), device=chosen.device)
@@ -243,8 +248,8 @@ class DFlashDraft(Draft):
         places = torch.where(is_own, order[:, : len(number)], order[:, :1])
         # 2. their slots
         states = self._block_states(hidden_states, batch, places)  # [B, N, K, d]
-        # 3. each in the place of its t; repeated ones, which would add to the gradient of the first,
-        # in a column that is cut off
+        # 3. write the states of each block at its t. Repeated blocks, which would add to the
+        # gradient of the first block, go to an extra column that is cut off
         size = chosen.shape[1]  # T
         columns = torch.where(is_own, places, size)  # [B, N]
         for k in range(1, self.num_heads + 1):
@@ -257,8 +262,8 @@ class DFlashDraft(Draft):
     def _block_states(
         self, hidden_states: HiddenStates, batch: TokenRows, places: Tensor
     ) -> Tensor:
-        """Return the normed states of slots 1..K of the blocks behind `places` [B, N], [B, N, K,
-        d].
+        """Return the normed states of slots 1..K of the blocks after positions `places` [B, N], ->
+        [B, N, K, d].
         """
         # 1. keys and values of the context, for each layer
         context = self.context(hidden_states)  # [B, T, d]
@@ -266,9 +271,9 @@ class DFlashDraft(Draft):
         known: list[Tensor] = []
         for attention in self._attentions:
             known += attention.keys_values(context, angles)
-        # 2. x_{t+1}; behind the last position of a document there is no target, so any token will do
+        # 2. x_{t+1}. After the last position of a document there is no target, so any token will do
         last_tokens = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # [B, T]
-        # 3. some blocks at a time, whose activations are computed again in the backward pass
+        # 3. a few blocks at a time; the backward pass recomputes their activations
         parts = []
         for part in places.split(BLOCKS, dim=1):
             arguments = (part, last_tokens, batch.positions, batch.segments, *known)
@@ -290,7 +295,7 @@ class DFlashDraft(Draft):
         slot_positions = positions.gather(1, places)[..., None] + 1 + offsets  # [B, N, S]
         states = self._embed(last_tokens.gather(1, places), slots).flatten(1, 2)  # [B, N S, d]
         # 2. a slot sees the context up to its t in the same document
-        at = places.repeat_interleave(slots, 1)  # [B, N S] its t
+        at = places.repeat_interleave(slots, 1)  # [B, N S] t of each slot
         columns = torch.arange(segments.shape[1], device=places.device)  # [T]
         same = segments.gather(1, at)[..., None] == segments[:, None]  # [B, N S, T]
         visible = same & (columns <= at[..., None])
@@ -300,7 +305,7 @@ class DFlashDraft(Draft):
         own = block[:, None] == block  # [N S, N S]
         if self.window:
             own &= number <= number[:, None]
-            slot = at + 1 + number % slots  # [B, N S] its column
+            slot = at + 1 + number % slots  # [B, N S] column of each slot
             visible &= columns > slot[..., None] - self.window
         visible = torch.cat([visible, own.expand(len(places), -1, -1)], dim=2)
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
@@ -315,38 +320,38 @@ class DFlashDraft(Draft):
         return states.unflatten(1, (-1, slots))[:, :, 1:]
 
     def _embed(self, last_tokens: Tensor, slots: int) -> Tensor:
-        """Embed the last token and the masks of each block, [...] -> [..., slots, d]."""
+        """Embed the last token and the mask tokens of each block, [...] -> [..., slots, d]."""
         shape = (*last_tokens.shape, slots - 1)
         masks = torch.full(shape, self.mask_token_id, device=last_tokens.device)
         tokens = torch.cat([last_tokens[..., None], masks], dim=-1)  # [..., slots]
         return self.embedding(tokens).to(self.fc.weight.dtype)
 
     def _run_layers(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run layers and norm over q slots, [B, q, d] -> [B, q, d]."""
+        """Run the layers and the norm over q slots, [B, q, d] -> [B, q, d]."""
         angles = self.rotary_emb(states, positions)
         for i, layer in enumerate(self.layers):
             states = layer(states, angles, i, attend)
         normed: Tensor = self.norm(states)
         return normed
 
-    # Decoding. Column s of each cache has the keys and values of c_s, so a position's column is
-    # that of the target model's cache. The block is written behind the committed columns; the
-    # positions that are accepted overwrite it.
+    # Decoding. Column s of each cache has the keys and values of c_s, so a position has the same
+    # column as in the target model's cache. The block is written after the committed columns, and
+    # the context of accepted positions overwrites it later.
 
     @property
     def num_caches(self) -> int:
-        """One for each layer."""
+        """One cache for each layer."""
         return self.num_layers
 
     @property
     def fixed_shape(self) -> bool:  # type: ignore[override]
-        """Whether steps can be replayed: neither with dynamic trees nor with blocks that are always
-        of K + 1 slots, whatever the tree.
+        """Whether steps can be replayed: not with dynamic trees, and not with a window of 0, where
+        a block has K + 1 slots for any tree.
         """
         return self.dynamic is None and self.window > 0
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of proposals, with columns for the block."""
+        """Return the limits of proposals, large enough for the columns of the block."""
         limits = self.dynamic or Limits(tree.size, tree.max_depth)
         if limits.size == 0:
             return limits
@@ -376,18 +381,18 @@ class DFlashDraft(Draft):
             path.update(*attention.keys_values(context, angles), 0)
 
     def propose(self, step: DraftStep, states: None) -> Proposal:
-        """Run one block behind each last token; the best tokens of its slots fill the tree."""
+        """Run one block for each last token; the best tokens of its slots fill the tree."""
         if self.dynamic is not None:
             return self._propose_dynamic(step, self.dynamic)
         tree = step.tree
-        # raw logits of the slots that the tree has levels for, [depth, B, N]
+        # raw logits of the first slots, one for each level of the tree, [depth, B, N]
         slots = self._run_block(step, tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
         tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head, self.markov)
         return Proposal(tokens, tree)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
-        """Return the normed states of slots 1..depth behind the last tokens, [B, depth, d]."""
+        """Return the normed states of slots 1..depth after the last tokens, [B, depth, d]."""
         cache = step.caches[0]
         lengths = step.accepted.lengths  # [B]
         slots = 1 + (depth if self.window else self.num_heads)
@@ -411,14 +416,16 @@ class DFlashDraft(Draft):
     # Dynamic trees
 
     def _propose_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
-        """Propose one tree per row, see `grow_trees`: all slots are known, so its levels run no
-        layer.
+        """Propose one tree per row, see `grow_trees`. All slots are computed once, so its levels
+        run no layers.
         """
         slots = self._run_block(step, limits.depth)  # [B, depth, d]
         head = self.lm_head(1)
 
         def states_at(tokens: Tensor, depth: int) -> Tensor:
-            """Return what guesses the children of m nodes of this depth, [B, m, d or d + r]."""
+            """Return the states that predict the children of m nodes of this depth, [B, m, d or
+            d + r].
+            """
             states = slots[:, depth, None].expand(-1, tokens.shape[1], -1)
             if self.markov is None:
                 return states
@@ -456,8 +463,8 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashAttention(nn.Module):
-    """Projections of Qwen3's attention. Keys and values are made of a block's normed states, and of
-    the context as it is.
+    """Projections of Qwen3's attention. Keys and values are computed from the normed states of a
+    block, and from the context without another norm.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -486,7 +493,7 @@ class DFlashAttention(nn.Module):
 
 
 def _rotated(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate by positions, [B, q, heads, head_dim] -> [B, heads, q, head_dim]."""
+    """Apply rotary embeddings, [B, q, heads, head_dim] -> [B, heads, q, head_dim]."""
     x = x.transpose(1, 2)
     rotated: Tensor = apply_rotary_pos_emb(x, x, *angles)[0]
     return rotated

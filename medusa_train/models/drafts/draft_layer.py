@@ -1,5 +1,5 @@
-"""A trainable decoder layer of the target model's class, initialized from one of its; attention or
-MLP may be absent.
+"""A trainable decoder layer of the target model's class, optionally initialized from one of the
+target model's layers. Attention or MLP may be left out.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer of the target model's kind that belongs to a draft: Hydra's prefix layer,
+    """A decoder layer of the target model's class that belongs to a draft: Hydra's prefix layer,
     Amphista's adaptation layers, Kangaroo's adapter.
 
         states [B, T, d] -- attention -- MLP -- final norm -- states [B, T, d]
                             (each of the last three may be left out)
 
-    It is initialized randomly; `init_from_layer` copies weights of the target model. In training
-    `forward` runs it over whole rows of documents; in decoding `extend` reads prompts and
-    `run_cached` the positions of a step, both with keys and values in a cache.
+    It is initialized randomly; `init_from_layer` copies weights of the target model. In training,
+    `forward` runs it over whole rows of documents. In decoding, `extend` reads prompts and
+    `run_cached` reads the positions of a step, both with keys and values in a cache.
 
-    It is a stock transformers decoder with a single layer, run on states in place of embeddings, so
-    that rotary angles, masks and norms of each model family are handled by its own forward. Where
-    layers differ in their attention, this one has full attention.
+    It is an unchanged transformers decoder with a single layer that gets states instead of
+    embeddings. So each model family's own forward handles rotary angles, masks and norms. If the
+    target model has several layer types, this layer has full attention.
 
     Args:
         target_model: the model whose layer class and configuration are used; it is not kept.
-        final_norm: whether a norm follows, of the kind of the target model's final norm.
-        mlp_size: width of the MLP; None for the target model's. 0 leaves out the MLP and the norms
-            that serve only it: norm, attention, residual (Kangaroo).
+        final_norm: whether a norm like the target model's final norm follows.
+        mlp_size: width of the MLP; None for the target model's width. 0 leaves out the MLP and the
+            norms that serve only the MLP, so norm, attention and residual remain (Kangaroo).
         attention: False leaves out the attention and its norms in the same way.
         dtype: dtype of the parameters; by default the target model's.
 
@@ -68,7 +68,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         dtype = dtype or target_model.dtype
         config = _single_layer_config(target_model)
-        # 1. build a decoder with one layer, as far as its class lets us
+        # 1. build a decoder with one layer; not every class allows this
         name = type(target_model.body).__name__
         try:
             body = _build_body(target_model, config, final_norm, mlp_size, attention)
@@ -99,7 +99,7 @@ class DraftLayer(nn.Module):
         """Run the layer in training, [B, T, d] -> [B, T, d]; attention stays within documents
         (`segments` [B, T]).
         """
-        # 1. several documents or a window: by the bounds of documents, where the kernel can
+        # 1. several documents or a window: attention by the bounds of documents, if supported
         if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
             return self._run(states, positions, bounds=document_bounds(segments))
         # 2. else with a mask; None: a single document, plain causal attention
@@ -112,11 +112,12 @@ class DraftLayer(nn.Module):
     def _use_document_attention(
         self, device: torch.device, dtype: torch.dtype, compute: torch.dtype
     ) -> None:
-        """Separate packed documents by their bounds in training, if this architecture passes them
-        to its attention.
+        """Separate packed documents by their bounds in training, if this architecture passes the
+        bounds to its attention.
 
-        Soft-capped scores ("eager" attention) need a mask. Checked as in training, on `device` and
-        under autocast to `compute`, since a GPU may lack the kernel for this dtype or head size.
+        Soft-capped scores ("eager" attention) need a mask instead. The check runs as in training,
+        on `device` and under autocast to `compute`, since a GPU may lack the kernel for this dtype
+        or head size.
         """
         if self._attention == "eager":
             return
@@ -145,8 +146,8 @@ class DraftLayer(nn.Module):
         weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
     def extend(self, states: Tensor, cache: PromptCache) -> Tensor:
-        """Decoding: read prompts, [B, q, d] -> [B, q, d], after the `cache.length` positions before
-        them.
+        """Read prompts in decoding, [B, q, d] -> [B, q, d]. They continue after the `cache.length`
+        positions in the cache.
         """
         positions = torch.arange(states.shape[1], device=states.device) + cache.length
         positions = positions.expand(len(states), -1)  # [B, q]
@@ -155,11 +156,14 @@ class DraftLayer(nn.Module):
     def run_cached(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
     ) -> Tensor:
-        """Run q further positions [B, q, d] in decoding; their keys and values go to the KV cache
-        of `cache`.
+        """Run q more positions in decoding, [B, q, d] -> [B, q, d]; `cache` stores their keys and
+        values.
 
         Args:
-            mask: additive [B, 1, q, key_length], sliding windows applied.
+            states: inputs of the layer, [B, q, d].
+            positions: position ids, long [B, q].
+            mask: additive mask [B, 1, q, key_length], sliding windows applied.
+            cache: writes to the KV cache.
         """
         return self._run(states, positions, mask, cache)
 
@@ -174,7 +178,7 @@ class DraftLayer(nn.Module):
         """Run the decoder over states [B, q, d] at positions [B, q].
 
         Args:
-            bounds: of documents, for attention that separates them without a mask.
+            bounds: bounds of the documents, for attention that separates them without a mask.
         """
         with self._document_attention(enabled=bounds is not None):
             out = self.body(
@@ -189,7 +193,7 @@ class DraftLayer(nn.Module):
 
     @contextmanager
     def _document_attention(self, *, enabled: bool) -> Iterator[None]:
-        """Let the layer attend by the bounds of documents within the block, if `enabled`."""
+        """Within this context, attend by the bounds of documents, if `enabled`."""
         if not enabled:
             yield
             return
@@ -202,7 +206,7 @@ class DraftLayer(nn.Module):
 
 
 def _single_layer_config(target_model: TargetModel) -> Any:
-    """The target model's config for a decoder of one layer that does not scale its input."""
+    """Return the target model's config, changed to one layer and an unscaled input."""
     config = copy.deepcopy(target_model.config)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
@@ -212,7 +216,7 @@ def _single_layer_config(target_model: TargetModel) -> Any:
             config.layer_types = ["sliding_attention"]
     if getattr(config, "no_rope_layers", None):  # SmolLM3: 1 where a layer has rotary embeddings
         config.no_rope_layers = [1]
-    # embeddings are built, but removed
+    # keep the embeddings small: they are built and then removed
     config.vocab_size = 1
     config.pad_token_id = None
     if hasattr(config, "embedding_multiplier"):
@@ -227,8 +231,8 @@ def _build_body(
     """Build a decoder of the target model's class without embeddings, see `DraftLayer`.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError: this class lacks what is changed, or
-            cannot be built so.
+        AttributeError, TypeError, ValueError, RuntimeError: this class lacks a part that has to be
+            changed, or cannot be built with this config.
     """
     mlp, size_key = mlp_of(target_model.layer(0), config)
     if mlp_size:
@@ -236,11 +240,11 @@ def _build_body(
             raise ValueError(
                 "its MLP is a mixture of experts, which has no such size; set mlp_size: 0"
             )
-        _ = getattr(config, size_key)  # setting a key that is not there would have no effect
+        _ = getattr(config, size_key)  # must exist: setting an unknown key would have no effect
         setattr(config, size_key, mlp_size)
     body: Any = type(target_model.body)(config)
     del body.embed_tokens
-    _ = body.norm  # the final norm may have another name
+    _ = body.norm  # must exist: the final norm may have another name
     if not final_norm:
         body.norm = nn.Identity()
     attention_norms, mlp_norms = norms_of(body.layers[0])
@@ -259,7 +263,7 @@ def _build_body(
 
 @torch.no_grad()
 def _changes_input(body: Any, hidden_size: int) -> bool:
-    """Return whether the decoder's only layer reads something else than the decoder is given."""
+    """Return whether the input of the decoder's only layer differs from the decoder's input."""
     probe = torch.randn(1, 2, hidden_size)
     if probe.is_meta:
         return False
@@ -269,15 +273,15 @@ def _changes_input(body: Any, hidden_size: int) -> bool:
 
 
 class _NoMLP(nn.Module):
-    """Takes the place of a layer's MLP and adds nothing to the residual."""
+    """Replaces a layer's MLP and adds nothing to the residual."""
 
     def forward(self, states: Tensor) -> Tensor:
         return torch.zeros_like(states)
 
 
 class _NoAttention(nn.Module):
-    """Takes the place of a layer's attention and adds nothing to the residual; caches still count
-    its positions.
+    """Replaces a layer's attention and adds nothing to the residual. It still writes to caches, so
+    that they count its positions.
     """
 
     def forward(
@@ -290,15 +294,15 @@ class _NoAttention(nn.Module):
 
 
 def mlp_of(layer: nn.Module, config: Any) -> tuple[str, str]:
-    """Return the names of a layer's MLP and of its size in the text config; dense Granite 4.0
-    models have others.
+    """Return the name of a layer's MLP and the config key of its width. Dense Granite 4.0 models
+    have their own names.
     """
     if hasattr(layer, "shared_mlp") and not has_experts(config):
         return "shared_mlp", "shared_intermediate_size"
     return "mlp", "intermediate_size"
 
 
-#: Norms of a layer's attention, and of its MLP.
+#: Names of the norms that serve a layer's attention, and its MLP.
 _ATTENTION_NORMS = ("input_layernorm", "attention_layernorm", "post_self_attn_layernorm")
 _MLP_NORMS = (
     "pre_feedforward_layernorm",
@@ -310,15 +314,16 @@ _MLP_NORMS = (
 
 
 def norms_of(layer: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of the norms of a layer's attention, and of its MLP. The only norm of a
-    parallel layer, which both parts read, is in the first list.
+    """Return the names of the norms that serve a layer's attention, and its MLP. The only norm of a
+    parallel layer serves both; it is in the first list.
     """
     names = [name for name, _ in layer.named_children()]
     attention = [name for name in names if name in _ATTENTION_NORMS]
     mlp = [name for name in names if name in _MLP_NORMS]
     if "post_attention_layernorm" in names:
-        # Llama's norm before the MLP; families with other norms next to the MLP (Gemma, OLMo 2,
-        # EXAONE 4, AFMoE) have it after the attention. GLM-4 has norms after both, and Llama's
+        # In Llama, this norm is before the MLP. In families with other norms around the MLP (Gemma,
+        # OLMo 2, EXAONE 4, AFMoE), it is after the attention. GLM-4 has Llama's norm, and norms
+        # after both parts
         follows_attention = bool(set(mlp) - {"post_mlp_layernorm"})
         (attention if follows_attention else mlp).append("post_attention_layernorm")
     return attention, mlp
@@ -336,16 +341,16 @@ def _remove(body: Any, name: str, replacement: nn.Module, norms: Sequence[str]) 
 
 # Initialization from a layer of the target model
 
-#: A parameter to initialize and the source weight of the same name.
+#: A parameter to initialize, and the source weight of the same name.
 Pair = tuple[nn.Parameter, Tensor]
 
 
 @torch.no_grad()
 def init_from_layer(layer: nn.Module, source: nn.Module) -> None:
-    """Copy the weights of `source` into `layer`, a layer of the same kind whose MLP may be narrower
-    or removed.
+    """Copy the weights of `source` into `layer`, a layer of the same class whose MLP may be
+    narrower or removed.
 
-    A narrower MLP keeps the units with the largest input and output weights. A wider MLP, a mixture
+    A narrower MLP gets the units with the largest input and output weights. A wider MLP, a mixture
     of experts, and modules that `source` lacks keep their initialization. Quantized weights are
     dequantized.
     """
@@ -367,18 +372,19 @@ def _copy_weights(layer: nn.Module, source: nn.Module) -> None:
                 continue
             pairs = same_shape if parameter.shape == weight.shape else other_shape
             pairs.append((parameter, weight))
-    # 2. those of other shapes belong to a narrower MLP
+    # 2. pairs of different shapes belong to a narrower MLP
     for parameter, weight in [*same_shape, *_strongest_units(other_shape)]:
         parameter.copy_(weight)
 
 
 def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the parameters of a narrower MLP with the source weights of its strongest units.
+    """Return the parameters of a narrower MLP with the source weights of the strongest units.
 
-    Input weights are [n * units, d] (n matrices in one, for example gate and up) or biases [n *
-    units]; the output weight is [d, units]. Nothing is returned for parameters of other forms.
+    Input weights are [n * units, d] (n matrices in one, for example gate and up), input biases [n *
+    units]; the output weight is [d, units]. The result is empty if the parameters have other
+    shapes.
     """
-    # 1. the output weight is the one whose first size stays the same
+    # 1. the output weight is the matrix whose first dimension is not narrower
     outputs = []
     inputs = []
     for parameter, weight in pairs:
@@ -401,7 +407,7 @@ def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
         if weight.dim() == 2:
             matrices = weight.float().view(-1, units, weight.shape[1])  # [n, units, d]
             strength = strength * matrices.norm(dim=2).prod(dim=0)
-    # 3. the strongest units in their order
+    # 3. the strongest units, in their original order
     strongest = strength.topk(kept).indices.sort().values  # [kept]
     narrowed = [(output, output_weight[:, strongest])]
     for parameter, weight in inputs:
@@ -411,14 +417,14 @@ def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _plain_weight(module: Any, name: str) -> Tensor | None:
-    """Return a parameter of a module in floating point, dequantized if needed; None if there is no
-    such parameter.
+    """Return a parameter of a module as floating-point numbers, dequantized if needed; None if
+    there is no such parameter, or it is FP8.
     """
     weight = getattr(module, name, None)
     if not isinstance(weight, nn.Parameter):
         return None
     if weight.dtype.itemsize == 1 and weight.is_floating_point():
-        return None  # FP8, whose scales are parameters of their own
+        return None  # FP8: its scales are separate parameters
     if type(weight) is nn.Parameter:
         return weight.detach()
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight

@@ -1,5 +1,5 @@
-"""EAGLE-3: one decoder layer drafts token by token, from states of three layers of the target model
-and then from its own.
+"""EAGLE-3: one decoder layer drafts token by token, first from states of three layers of the target
+model and then from its own outputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
-#: Number of the target model's layers whose states are read.
+#: Number of layers of the target model whose states are read.
 NUM_STATES = 3
-#: A factor on the initial weight of the norm before lm_head. A fresh draft sees the state that
+#: Factor on the initial weight of the norm before lm_head. A fresh draft sees the state that
 #: predicts x_{t+1} but must predict x_{t+2}. The factor flattens its logits as temperature 4 does,
 #: so training starts near the loss of a uniform distribution instead of confidently wrong.
 CONFIDENCE_AT_START = 0.25
@@ -41,55 +41,58 @@ CONFIDENCE_AT_START = 0.25
 class Eagle3Draft(LMHeadsDraft):
     """A decoder layer that drafts one token after the other (EAGLE-3, arXiv 2503.01840).
 
-    To guess the first token it reads what the target model computed: the states g of a low, a
-    middle and a high layer. For each further token it reads its own last output a and the token it
-    guessed last:
+    For the first token, it reads the states g of a low, a middle and a high layer of the target
+    model. For each further token, it reads its own last output a and the last draft token:
 
-        a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)     softmax(W norm(a_1)) guesses x_{t+2}
-        a_2 = Layer(E(x_{t+2}), a_1)                                 softmax(W norm(a_2)) guesses x_{t+3}
-        a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W norm(a_k)) guesses x_{t+k+1}
+        a_1 = Layer(E(x_{t+1}), fc[g_low ; g_middle ; g_high]_t)
+        a_k = Layer(E(x_{t+k}), a_{k-1})                             for k = 2, 3, ..
+        softmax(W norm(a_k)) predicts x_{t+k+1}
 
-    x_{t+1} is the root of the tree, the target model's own next token, and x_{t+2} .. is the path
-    of draft tokens below it. E is the target model's embedding. In step k the layer's attention
-    sees the keys that step 1 computed at all positions up to t, and those that steps 2 .. k
-    computed on its own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
+    x_{t+1} is the last token, the root of the tree, and x_{t+2} .. is a path of draft tokens below
+    it. E is the target model's embedding. In step k, the layer attends to the keys that step 1
+    computed at all positions up to t, and to the keys that steps 2 .. k computed on its own path.
+    In the code, Layer is `midlayer` and W is `lm_heads[0]`.
 
     *Decoding* (EAGLE-3, Inference Pipeline): `extend` computes a_1 for the tokens that the last
     step accepted, `propose` a_2, a_3, ... level by level for the nodes of the tree.
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
-    data's tokens in place of guesses: `ttt_steps` steps, each on the outputs of the one before
-    ("training-time test"). So the layer learns from what it reads when it drafts.
+    data's tokens instead of draft tokens: `ttt_steps` steps, each on the outputs of the step before
+    ("training-time test"). So the layer is trained on the inputs that it reads when it drafts.
 
-    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the target
-    model's family, with norms of embedding and state before the attention, which reads both.
-    Initially fc passes g_high on, the layer is a copy of the target model's last one where shapes
-    fit, W a copy of lm_head, and the norm before it a quarter of the target model's; the paper does
-    not specify it.
+    Layer, norm and fc are those of vLLM's and SGLang's `eagle3`. The layer is Llama's for any
+    target model, except that its attention reads embedding and state, each after its own norm.
+    Initially fc passes g_high on, the layer is a copy of the target model's last layer where shapes
+    fit, and W is a copy of lm_head. The norm before W is a copy of the target model's, times
+    `CONFIDENCE_AT_START`. The paper does not specify the initialization.
 
-    Letters: d the width of the layer, d' that of the target model, which is the same unless `layer`
-    says otherwise; N tokens that can be drafted; B rows, T positions, m nodes of a tree.
+    Shapes:
+        d: width of the layer.
+        d': width of the target model; equal to d unless `layer` changes it.
+        N: number of tokens that can be drafted.
+        B, T: rows and positions.
+        m: nodes of a tree.
 
     The arguments are the draft's `settings`, so files with drafts contain their names.
 
     Args:
-        target_model: the model whose lm_head is copied; of its embeddings the draft keeps a
-            reference, which is neither saved nor trained.
-        num_heads: K, the depth of the deepest tree: the attribute `max_draft_tokens`. The key is
-            Medusa's; here one head drafts K tokens in a row.
-        train_steps: steps of the training-time test: the attribute `ttt_steps`.
-        layers: after how many of the target model's layers the three states are read; by default
-            `default_layers`. The attribute is `aux_layers`.
-        vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by
-            default all tokens.
+        target_model: the model whose lm_head is copied. The draft refers to its embeddings, and
+            neither saves nor trains them.
+        num_heads: K, the depth of the deepest tree; the attribute is `max_draft_tokens`. The name
+            is Medusa's; here one head drafts K tokens in a row.
+        train_steps: steps of the training-time test; the attribute is `ttt_steps`.
+        layers: the three layers of the target model whose outputs are read, numbered from 1; by
+            default `default_layers`. The attribute is `aux_layers`.
+        vocab_size: N, size of a reduced vocabulary; by default all tokens.
+        token_map: token ids of the reduced vocabulary, long [N].
         norm_before_residual: the layer's residual is its normalized state, as in some published
             drafts.
-        norm_before_fc: one norm over the three states together, before fc; the module is
+        norm_before_fc: one norm over the three concatenated states, before fc; the module is
             `input_norm`.
-        fc_norm: a norm of each of the three states, before fc; the module has the same name.
-        qk_norm: the layer's attention norms queries and keys, as Qwen3's.
-        norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
-        own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
+        fc_norm: a norm for each of the three states, before fc; the module has the same name.
+        qk_norm: the layer's attention norms queries and keys, as Qwen3's does.
+        norm_output: the next step reads norm(a_k), as lm_head does, instead of a_k.
+        own_embeddings: the draft has its own embeddings, which are not trained. A layer that is
             narrower or wider than the target model (`hidden_size` in `layer`) needs them.
         layer: entries of config.json in which the layer differs from the target model's, for drafts
             of other trainers.
@@ -130,7 +133,8 @@ class Eagle3Draft(LMHeadsDraft):
         # 1. the layer's configuration, and the widths d and d'
         config = layer_config(target_model.config, layer)
         implementation = target_model.attention
-        # target models with soft-capped scores need eager; this layer has none, so it may use sdpa
+        # target models with soft-capped scores need eager; this layer has no soft cap, so it uses
+        # sdpa
         if implementation == "eager":
             implementation = "sdpa"
         config._attn_implementation = implementation
@@ -148,10 +152,10 @@ class Eagle3Draft(LMHeadsDraft):
             self.embed_tokens = OwnEmbedding(target_model.vocab_size, size)
             self.embedding = self.embed_tokens.look_up
         else:
-            # a callable and no module: the target model's table is not registered here
+            # a callable, not a module, so that the target model's table is not registered here
             self.embedding = target_model.embedding()
 
-        # 3. fc, with the norms of published variants before it
+        # 3. fc, and the norms before it that published variants have
         eps = config.rms_norm_eps
         self.input_norm: LlamaRMSNorm | None = None
         if norm_before_fc:
@@ -171,15 +175,16 @@ class Eagle3Draft(LMHeadsDraft):
             if target_model.device.type != "meta":
                 self._init_from(target_model)
         else:
-            # nothing of the target model has the layer's width, so of the copy of lm_head only N is
-            # used. Such a draft gets its weights from a published one; it is not begun here
+            # no weight of the target model has the layer's width, so only N is taken from the copy
+            # of lm_head. Such a draft gets its weights from a published file; it is not trained
+            # from scratch
             lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
         self.lm_heads = nn.ModuleList(lm_heads)
         self.to(device=target_model.device, dtype=dtype)
 
     @torch.no_grad()
     def _init_from(self, target_model: TargetModel) -> None:
-        """Let fc pass the highest state on, and copy the target model's last layer and norm."""
+        """Initialize fc to pass g_high on, and copy the target model's last layer and norm."""
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -target_model.hidden_size :])  # [0, 0, I]
         last_layer = target_model.layer(target_model.num_layers - 1)
@@ -200,7 +205,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings; those of published variants only where they are used."""
+        """The settings. Settings of published variants are included only if they are used."""
         settings = super().settings
         settings["num_heads"] = self.max_draft_tokens
         settings["train_steps"] = self.ttt_steps
@@ -224,7 +229,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     @property
     def trained_heads(self) -> int:
-        """The steps of the training-time test, at most K: deeper guesses are never drafted."""
+        """Number of steps of the training-time test, at most K: deeper tokens are never drafted."""
         return min(self.ttt_steps, self.max_draft_tokens)
 
     def lm_head(self, k: int) -> LMHead:
@@ -232,15 +237,13 @@ class Eagle3Draft(LMHeadsDraft):
         return super().lm_head(1)
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..trained_heads norm(a_k) [B, T, d], given the data's tokens."""
+        """Yield norm(a_k) [B, T, d] for k = 1..trained_heads, given the data's tokens."""
         return self._run_steps(hidden_states, batch, self.trained_heads)
 
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield for k = 1..max_draft_tokens norm(a_k) [B, T, d], also of steps that are not
-        trained.
-        """
+        """Yield norm(a_k) [B, T, d] for k = 1..max_draft_tokens, more than are trained."""
         return self._run_steps(hidden_states, batch, self.max_draft_tokens)
 
     def _run_steps(
@@ -252,17 +255,17 @@ class Eagle3Draft(LMHeadsDraft):
         distribution there. Gradients flow through all steps.
         """
         assert hidden_states.aux is not None
-        # 1. step 1 reads the target model's states; later ones read the outputs of the step before
+        # 1. step 1 reads the target model's states; later steps read the outputs of the step before
         states = self.combine(hidden_states.aux)  # [B, T, d]
-        # the attention wants its mask in the dtype of the queries, which under autocast is another
+        # the mask must have the dtype of the queries, which autocast changes
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         attend = TrainingAttention(document_mask(batch.segments, mask_dtype))
         for k in range(1, steps + 1):
-            # 2. E of the data's token x_{t+k} at each t; past the end of a document there is no
+            # 2. E of the data's token x_{t+k} at each t. Past the end of a document there is no
             # target, so any token will do. shift_labels(tokens, j) is x_{t+1+j}
             tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
             e = self.embedding(tokens).to(states.dtype)  # [B, T, d]
-            # 3. the layer over all positions; in decoding x_{t+k} is read k - 1 positions after t
+            # 3. the layer over all positions. As in decoding, x_{t+k} gets position t + k - 1
             positions = batch.positions + (k - 1)  # [B, T]
             outputs = self.midlayer(e, states, positions, attend=attend)  # [B, T, d] a_k
             normed: Tensor = self.norm(outputs)  # [B, T, d]
@@ -270,7 +273,7 @@ class Eagle3Draft(LMHeadsDraft):
             states = self._next_states(outputs, normed)
 
     def combine(self, layer_states: Tensor) -> Tensor:
-        """fc[g_low ; g_middle ; g_high], [B, q, 3 d'] -> [B, q, d]."""
+        """Compute fc[g_low ; g_middle ; g_high], [B, q, 3 d'] -> [B, q, d]."""
         states = layer_states.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -282,7 +285,7 @@ class Eagle3Draft(LMHeadsDraft):
         return combined
 
     def _next_states(self, outputs: Tensor, normed: Tensor) -> Tensor:
-        """Return what the next step reads of a_k and norm(a_k), [B, q, d] each."""
+        """Return the state that the next step reads: a_k or norm(a_k), [B, q, d]."""
         return normed if self.norm_output else outputs
 
     # Decoding. The layer reads x_{t+1} together with the state at t, so the last accepted position
@@ -293,50 +296,49 @@ class Eagle3Draft(LMHeadsDraft):
     #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
     #                            prefill, extend                               propose
     #
-    # So the root's column is t here, one before its column t + 1 in the target model's KV cache.
-    # When `propose` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks
-    # of the tree have no node for the root. The layer runs at the nodes below it that have
-    # children: in columns root + 1, root + 2, .., and at position root + depth, where children of
-    # the root have depth 1.
+    # So the root is in column t here, and in column t + 1 in the target model's KV cache. When
+    # `propose` begins, the columns up to the root's are committed (`lengths` = t + 1 columns), so
+    # masks of the tree have no node for the root. The layer runs at the nodes below the root that
+    # have children. They are in columns t + 1, t + 2, .., and have position t + depth, where the
+    # children of the root have depth 1.
 
     @property
     def num_caches(self) -> int:
-        """One, for the layer."""
+        """One cache, for the layer."""
         return 1
 
     @property
     def fixed_shape(self) -> bool:  # type: ignore[override]
-        """Whether trees are given; dynamic ones have another shape in every step."""
+        """Whether trees are given. Dynamic trees have a different shape in every step."""
         return self.dynamic is None
 
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
-        """Run the layer over what is new of the prompts, in one call, since each position needs the
-        token after it.
+        """Run the layer over the new positions of the prompts, each with its next token.
 
-        The token after the last position of a row is not known yet: the entry there is wrong until
-        `extend`, whose first path is this position, writes it again. The padding of shorter rows is
-        masked.
+        The next token of a row's last position is not known yet, so the keys and values there are
+        wrong until the first `extend`, whose path is this position, writes them again. The padding
+        of shorter rows is masked.
         """
         assert hidden_states.aux is not None
-        following = tokens.roll(-1, dims=1)  # [B, T]; after a row's last position any token
+        following = tokens.roll(-1, dims=1)  # [B, T]; any token after the last position of a row
         states = self.combine(hidden_states.aux)  # [B, T, d]
         layer_inputs = self._join(following, states)  # [B, T, 2 d]
         self.midlayer.extend(layer_inputs, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Compute a_1 along the accepted path, which the last tokens follow; return a_1 of the last
-        accepted nodes, [B, d].
+        """Compute a_1 along the accepted path, whose last next token is the last token; return a_1
+        of the last accepted nodes, [B, d].
 
-        The path is the last tree's root and the nodes accepted below it; after a prefill the last
-        position of the prompt. Shorter paths are padded to P, and the next `extend` overwrites the
-        padding, as it does the entries of the draft tokens.
+        The path is the last tree's root and the nodes accepted below it; after a prefill, it is the
+        last position of the prompt. Shorter paths are right-padded to P. The next `extend`
+        overwrites the keys and values of the padding and of the draft tokens.
         """
         accepted = step.accepted
         assert accepted.hidden_states.aux is not None
         layer_states = accepted.along_path(accepted.hidden_states.aux)  # [B, P, 3 d'] g of the path
-        following = accepted.following(step.last_tokens)  # [B, P] the token after each of its nodes
+        following = accepted.following(step.last_tokens)  # [B, P] the next token of each node
         states = self.combine(layer_states)  # [B, P, d]
         layer_inputs = self._join(following, states)  # [B, P, 2 d]
         cache = step.caches[0]
@@ -344,11 +346,12 @@ class Eagle3Draft(LMHeadsDraft):
         return accepted.last(outputs)
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
-        """Fill the tree level by level; the layer runs at once over all nodes of a level that have
+        """Fill the tree level by level; one run of the layer covers all nodes of a level that have
         children.
 
         Args:
-            states: a_1 at the last tokens, [B, d].
+            step: inputs of the step.
+            states: a_1 for the last tokens, [B, d].
         """
         if self.dynamic is not None:
             return self._propose_dynamic(step, states, limits=self.dynamic)
@@ -356,23 +359,23 @@ class Eagle3Draft(LMHeadsDraft):
         levels = step.tree.by_level
         head = self.lm_head(1)  # `lm_heads[0]` with its token map
 
-        # 1. Where the layer writes and what it sees there, for all `inner` nodes: those below the
-        # root that have children. Each has a column; siblings share a position
+        # 1. columns, positions and masks of all `inner` nodes: the nodes below the root that have
+        # children. Each has its own column; siblings share a position
         lengths = step.accepted.lengths  # [B]
         root_columns = lengths[:, None] - 1  # [B, 1]
-        depths = levels.inner_depths  # [inner], from 1 on
+        depths = levels.inner_depths  # [inner], children of the root have 1
         places = torch.arange(len(depths), device=lengths.device)
         columns = root_columns + 1 + places  # [B, inner]
         positions = root_columns + depths  # [B, inner]
         masks = levels.inner_masks_below_root(states.dtype)
         mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
 
-        # of a level: the tokens of its nodes, and the layer's outputs at the m that have children
+        # for each level: the tokens of its nodes, and the layer's outputs at its m inner nodes
         level_tokens = step.last_tokens[:, None]  # [B, 1]
         outputs = states[:, None]  # [B, m, d], here m = 1
         tokens = [level_tokens]
-        # each level guesses the tokens of the next; the last one guesses nothing, so that the layer
-        # need not run there
+        # each level predicts the tokens of the next one. The last level predicts nothing, so the
+        # layer does not run there
         for level, next_level in pairwise(levels.levels):
             # 2. the best children of each node, as a table; the head's logit transform would not
             # change their order
@@ -380,21 +383,21 @@ class Eagle3Draft(LMHeadsDraft):
             logits = self.lm_heads[0](normed)  # [B, m, N]
             best = logits.topk(level.width).indices  # [B, m, width]
             table = best.flatten(1)  # [B, m * width]
-            # 3. the next level: `candidates` are its nodes' places in the table
+            # 3. the next level: `candidates` are the indices of its nodes in the table
             level_tokens = head.tokens_of(table[:, level.candidates])  # [B, next]
             tokens.append(level_tokens)
             if next_level is levels.levels[-1]:
                 break
-            # 4. what the layer reads there: each node's token, and the output at its parent
+            # 4. the layer's input: each node's token, and the output at its parent
             next_states = self._next_states(outputs, normed)  # [B, m, d]
-            parent_states = next_states[:, level.parents]  # [B, next, d]; numbered among these m
+            parent_states = next_states[:, level.parents]  # [B, next, d]; indices into these m
             inner_tokens = level_tokens
-            if next_level.inner is not None:  # not all of them have children
+            if next_level.inner is not None:  # some have no children
                 inner_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
                 parent_states = parent_states[:, next_level.inner]  # [B, m, d]
             layer_inputs = self._join(inner_tokens, parent_states)  # [B, m, 2 d]
             # 5. run it
-            inner = next_level.inner_below_root  # its m nodes among all inner ones
+            inner = next_level.inner_below_root  # range of its m nodes among all inner nodes
             outputs = cache.run(
                 self.midlayer,
                 layer_inputs,
@@ -405,14 +408,16 @@ class Eagle3Draft(LMHeadsDraft):
         return Proposal(torch.cat(tokens, dim=1), step.tree)
 
     def _join(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """The layer's input [E ; states], [B, q] and [B, q, d] -> [B, q, 2 d]."""
+        """Return the layer's input [E ; states], [B, q] and [B, q, d] -> [B, q, 2 d]."""
         e = self.embedding(tokens).to(states.dtype)  # [B, q, d]
         return torch.cat([e, states], dim=-1)
 
     # Dynamic trees
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of proposals; a dynamic tree needs room for all nodes that are run."""
+        """Return the limits of proposals. A dynamic tree needs room for all nodes that the layer
+        runs over.
+        """
         if self.dynamic is None:
             return super().limits(tree)
         return drafted_limits(self.dynamic)
@@ -421,7 +426,9 @@ class Eagle3Draft(LMHeadsDraft):
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:
-            states: a_1 at the last tokens, [B, d].
+            step: inputs of the step.
+            states: a_1 for the last tokens, [B, d].
+            limits: size and depth of the trees.
         """
         cache = step.caches[0]
         head = self.lm_head(1)  # `lm_heads[0]` with its token map and logit transform
@@ -429,24 +436,25 @@ class Eagle3Draft(LMHeadsDraft):
         root_columns = lengths[:, None] - 1  # [B, 1]
 
         def guess_children(outputs: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the logits of the children of m nodes, [B, m, N], and what the layer reads of
-            its outputs at these nodes [B, m, d] when it runs at their children.
+            """Return the logits of the children of m nodes, [B, m, N], and the states of these
+            nodes that the layer reads when it runs over the children, [B, m, d].
             """
             normed = self.norm(outputs)  # [B, m, d]
-            # transformed, since trees grow by probabilities that are multiplied along a path
+            # with the logit transform, because trees grow by probabilities multiplied along a path
             raw_logits = self.lm_heads[0](normed)  # [B, m, N]
             logits = head.transform(raw_logits)
             return logits, self._next_states(outputs, normed)
 
         def run_nodes(tokens: Tensor, parent_states: Tensor, depth: int, visible: Tensor) -> Tensor:
-            """Run the layer at m nodes: tokens [B, m], parent_states [B, m, d] -> [B, m, d].
+            """Run the layer over m nodes: tokens [B, m], parent_states [B, m, d] -> [B, m, d].
 
             Args:
-                depth: of the nodes; 1: children of the root.
-                visible: which of the nodes that were run each of these sees, [B, m, num_run]; the
-                    last m are these themselves.
+                tokens, parent_states: the layer's inputs.
+                depth: depth of the nodes; 1: children of the root.
+                visible: which of all nodes run so far each node attends to, [B, m, num_run]; the
+                    last m are these nodes themselves.
             """
-            # their columns follow those of the nodes that were run before them
+            # their columns are after the columns of the nodes that were run before
             num_nodes = tokens.shape[1]
             num_run = visible.shape[2]
             places = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
@@ -461,8 +469,8 @@ class Eagle3Draft(LMHeadsDraft):
 
 
 class OwnEmbedding(nn.Module):
-    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the target
-    model's scale. They are zeros until the weights of a published draft are loaded.
+    """A draft's own embeddings [V, d]: frozen, saved with the draft, and without the target model's
+    scale. They are zeros until the weights of a published draft are loaded.
     """
 
     weight: Tensor

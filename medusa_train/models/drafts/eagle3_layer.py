@@ -1,5 +1,5 @@
-"""EAGLE-3's decoder layer: Llama's, whose attention reads a state and the embedding of the token
-after it.
+"""EAGLE-3's decoder layer: Llama's, except that its attention reads a state and the embedding of
+the next token.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Attend = Callable[[LlamaAttention | Qwen3Attention, Tensor, Angles], Tensor]
 
 
 class Eagle3Layer(nn.Module):
-    """Llama's decoder layer, whose attention reads a state x and an embedding e (EAGLE-3,
+    """Llama's decoder layer, except that its attention reads a state x and an embedding e (EAGLE-3,
     Inference Pipeline).
 
         x = x + Attention([norm_e(e) ; norm_x(x)])       q, k, v take 2 d inputs; o returns d
         x = x + MLP(norm(x))
 
-    The names of its weights are those of vLLM's and SGLang's drafts.
+    Its weights have the names that vLLM and SGLang use in their drafts.
 
     Args:
         config: see `layer_config`.
-        norm_before_residual: the first line adds to norm_x(x) in place of x.
-        qk_norm: the attention norms each head's queries and keys before their rotary angles, as
+        norm_before_residual: the first line adds to norm_x(x) instead of x.
+        qk_norm: the attention norms the queries and keys of each head before rotating them, as
             Qwen3's does.
     """
 
@@ -65,7 +65,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.window: int | None = None  # as a `DraftLayer` without a sliding window
+        self.window: int | None = None  # no sliding window, see `DraftLayer.window`
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -73,15 +73,15 @@ class Eagle3Layer(nn.Module):
     def init_from(self, source: nn.Module) -> None:
         """Copy the weights of a layer of the target model where shapes fit.
 
-        A projection of the attention gets them in the columns that read x; those that read e keep
-        their random values.
+        In the attention's projections, they go to the columns that read x; the columns that read e
+        keep their random values.
         """
-        # 1. the layer's weights, but neither integers nor FP8, whose scales are parameters, too
+        # 1. the layer's weights, except integers and FP8, whose scales are separate parameters
         weights: dict[str, Tensor] = {}
         for name, source_weight in source.named_parameters():
             if source_weight.is_floating_point() and source_weight.itemsize > 1:
                 weights[name] = source_weight
-        # 2. the matrices and biases of the same name
+        # 2. copy matrices and biases of the same name
         for name, parameter in self.named_parameters():
             if name not in weights or "norm" in name:
                 continue
@@ -91,8 +91,8 @@ class Eagle3Layer(nn.Module):
                 part = parameter[:, -weight.shape[-1] :]
             if part.shape == weight.shape:
                 part.copy_(weight)
-        # 3. the norms, which families name differently: Gemma 2 and 3 also norm what attention and
-        # MLP return, and OLMo 2 only that
+        # 3. copy the norms, whose names differ between families: Gemma 2 and 3 also norm the
+        # outputs of attention and MLP, and OLMo 2 norms only the outputs
         norms_outputs = hasattr(source, "post_feedforward_layernorm")
         before_mlp = "pre_feedforward_layernorm" if norms_outputs else "post_attention_layernorm"
         copy_norm(self.hidden_norm, getattr(source, "input_layernorm", None))
@@ -101,11 +101,13 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """[B, q, d] and [B, q, d] -> [B, q, d].
+        """Run the layer, [B, q, d] and [B, q, d] -> [B, q, d].
 
         Args:
-            embeddings: e. states: x. positions: for rotary angles, long [B, q].
-            attend: how the attention finds its keys, which training and decoding do differently.
+            embeddings: e.
+            states: x.
+            positions: positions of the rotary angles, long [B, q].
+            attend: runs the attention. Training and decoding find its keys in different ways.
         """
         # 1. attention over both
         normed_states = self.hidden_norm(states)  # [B, q, d]
@@ -117,14 +119,14 @@ class Eagle3Layer(nn.Module):
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
-    # Decoding, where a position [e ; x] is one vector of 2 d numbers
+    # Decoding. The input of a position is one vector [e ; x] of width 2 d
 
     def extend(self, states: Tensor, cache: PromptCache) -> None:
-        """Write the keys and values of prompts [B, q, 2 d], after the `cache.length` positions
-        before them.
+        """Write the keys and values of prompts [B, q, 2 d] after the `cache.length` positions in
+        the cache.
 
-        They depend on no other position, and nobody reads what the layer returns here, so that the
-        attention needs no mask.
+        They do not depend on other positions, and the layer's output is not used, so the attention
+        needs no mask.
         """
         positions = torch.arange(states.shape[1], device=states.device) + cache.length
         self._run_cached(states, positions.expand(len(states), -1), None, cache)
@@ -155,8 +157,8 @@ class Eagle3Layer(nn.Module):
 def copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
     """Copy the factors of an RMS norm.
 
-    Families store them differently (Gemma adds 1), so they are read off the norm's output for a
-    vector of ones. A norm of another kind is left out.
+    Families store them differently (Gemma adds 1), so they are computed from the norm's output for
+    a vector of ones. Other kinds of norms are not copied.
     """
     if source is None:
         return
@@ -164,31 +166,31 @@ def copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
     if weight is None:
         return
     ones = torch.ones_like(weight)
-    # a bias cancels out, and a norm that subtracts the mean returns 0
+    # a bias cancels out, and a norm that subtracts the mean gives 0
     factors = (source(ones) - source(-ones)).float() / 2
     if bool((factors != 0).all()):
         norm.weight.copy_(factors)
 
 
 def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaConfig:
-    """Return the configuration of a Llama layer with the sizes and rotary angles of a target
-    model's.
+    """Return the configuration of a Llama layer with the sizes and rotary angles of a target model.
 
     Args:
-        config: of the target model's text model. layer: entries that replace these.
+        config: text config of the target model.
+        layer: entries that replace those of the result.
     """
-    # 1. rotary angles; some families have them for each layer type
+    # 1. rotary angles; some families have parameters for each layer type
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope) or {})
     rotary_share = rope.pop("partial_rotary_factor", 1.0)
     if rotary_share != 1.0 and rope.get("rope_type") in ("longrope", "proportional"):
-        # they are for fewer dimensions than Llama's layer rotates
+        # these parameters are for fewer dimensions than Llama's layer rotates
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    # 2. sizes; a mixture of experts may have no width of its MLP
+    # 2. sizes; the config of a mixture of experts may have no `intermediate_size`
     mlp_size = largest(config, "intermediate_size") or 4 * config.hidden_size
     heads = config.num_attention_heads
     kv_heads = key_value_heads(config)
-    # LlamaConfig, which servers read too, rejects other numbers, such as GLM-4.5's
+    # LlamaConfig, which servers use too, requires a width divisible by the heads; GLM-4.5's is not
     if config.hidden_size % heads:
         heads = config.hidden_size // head_dim(config)
         kv_heads = math.gcd(heads, kv_heads)
@@ -207,6 +209,6 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    # 3. what the draft's own configuration says otherwise
+    # 3. the entries of the draft's own configuration
     entries.update(layer or {})
     return LlamaConfig(**entries)

@@ -1,4 +1,4 @@
-"""Hydra: heads that read the path of draft tokens before the one they guess, level by level."""
+"""Hydra: heads that read the path of draft tokens before the token they predict, level by level."""
 
 from __future__ import annotations
 
@@ -21,43 +21,47 @@ from medusa_train.trees.transformers_adapters import PromptCache
 class HydraDraft(LMHeadsDraft):
     """K sequentially dependent heads (Hydra, Hydra Heads; arXiv 2402.05109).
 
-    Medusa's heads guess each from the state alone. Here head k also reads the tokens between the
-    state and the one it guesses, so it knows which path it continues:
+    Each of Medusa's heads reads only the state. Here, head k also reads the tokens between the
+    state and the token it predicts, so it knows which path it continues:
 
-        head 1 reads   h_t  E(x_{t+1})                        guesses x_{t+2}
-        head 2 reads   h_t  E(x_{t+1})  E(x_{t+2})            guesses x_{t+3}
-        head k reads   h_t  E(x_{t+1})  ..  E(x_{t+k})        guesses x_{t+k+1}
+        head 1 reads   h_t  E(x_{t+1})                        predicts x_{t+2}
+        head 2 reads   h_t  E(x_{t+1})  E(x_{t+2})            predicts x_{t+3}
+        head k reads   h_t  E(x_{t+1})  ..  E(x_{t+k})        predicts x_{t+k+1}
 
-        x_k = [h_t ; E(x_{t+1}) ; .. ; E(x_{t+k})]            (k + 1) d numbers
+        x_k = [h_t ; E(x_{t+1}) ; .. ; E(x_{t+k})]            width (k + 1) d
         v_k = Block_n(.. Block_2(P_k x_k + SiLU(W_k x_k)))    the blocks are Medusa's
         p_k = softmax(W2_k v_k)
 
-    In decoding, x_{t+1} is the root and the others are the path of draft tokens below it: head k
-    runs at every node of depth k - 1 that has children. In training they are the data's tokens, and
-    all positions are computed at once.
+    In decoding, x_{t+1} is the root and the other tokens are a path of draft tokens below it: head
+    k runs at every node of depth k - 1 that has children. In training, they are the data's tokens,
+    and all positions are computed at once.
 
     E is the target model's frozen input embedding, scaled to a root mean square of 1. With a prefix
-    layer (Hydra++) a decoder layer of the target model's kind, with a cache and a final norm, runs
-    over h before the heads read it.
+    layer (Hydra++), a decoder layer of the target model's class, with a cache and a final norm,
+    runs over h before the heads read it.
 
     Differences from the reference implementation:
 
-    - E is scaled: it is many times smaller than the states next to it, and would be learned from
-      slowly (`normalize_embeddings=False`: as it is).
-    - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without
-      a prefix layer untrained heads give the target model's next-token logits. (The reference
+    - E is scaled. Otherwise it is many times smaller than the state it is concatenated with, and
+      the heads learn slowly from it (`normalize_embeddings=False`).
+    - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 is a copy of lm_head, so without a
+      prefix layer untrained heads give the target model's next-token logits. (The reference
       initializes P and all biases randomly, and uses one block object for layers 2 .. n.)
-    - The prefix layer is initialized randomly as in the paper, but its norm to the size of the
-      target model's states, so that the heads read something close to h from the first step on.
-    - Dropout acts on what each SiLU branch adds.
+    - The prefix layer is initialized randomly as in the paper, but its final norm starts at the
+      scale of the target model's states, so that the heads read something close to h from the first
+      step on.
+    - Dropout acts on the SiLU branch of each block.
 
     Args:
         target_model: the model whose embeddings, lm_head and layer class are used; its weights are
             not changed.
-        num_heads: K. num_layers: blocks per head, the first one included.
-        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
-        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
-            all tokens.
+        num_heads: K.
+        num_layers: number of blocks per head, including the first.
+        prefix_layer: use a prefix layer (Hydra++).
+        normalize_embeddings: scale E.
+        dropout: dropout probability in training.
+        vocab_size: N, size of a reduced vocabulary; by default all tokens.
+        token_map: token ids of the reduced vocabulary, long [N].
         dtype: dtype of the parameters; by default the target model's.
     """
 
@@ -110,16 +114,16 @@ class HydraDraft(LMHeadsDraft):
         if self.prefix is not None:
             x = self.prefix(x, batch.positions, batch.segments)
         for k, blocks in enumerate(self.blocks, start=1):
-            # 2. E of the data's token x_{t+k} at each t; past the end of a document there is no
+            # 2. E of the data's token x_{t+k} at each t. Past the end of a document there is no
             # target, so any token will do
             tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
             e = self._embed(tokens)  # [B, T, d]
-            # 3. head k reads what head k - 1 read, and e
+            # 3. head k reads the input of head k - 1, and e
             x = torch.cat([x, e.to(x.dtype)], dim=-1)  # [B, T, (k + 1) d]
             yield blocks(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """E, at a root mean square of 1 unless `normalize_embeddings` is off, [...] -> [..., d]."""
+        """Embed tokens, with a root mean square of 1 if `normalize_embeddings`, -> [..., d]."""
         e: Tensor = self.embedding(tokens)
         if self.normalize_embeddings:
             e = rms_norm(e, e.shape[-1:], eps=1e-12)
@@ -129,7 +133,7 @@ class HydraDraft(LMHeadsDraft):
 
     @property
     def num_caches(self) -> int:
-        """One for the prefix layer, if there is one."""
+        """One cache for the prefix layer, if there is one."""
         return int(self.prefix is not None)
 
     def prefill(
@@ -140,7 +144,7 @@ class HydraDraft(LMHeadsDraft):
             self.prefix.extend(hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Run the prefix layer over the accepted path; return the states [B, d] of its last nodes."""
+        """Run the prefix layer over the accepted path; return its last states [B, d]."""
         accepted = step.accepted
         states = accepted.along_path(accepted.hidden_states.final)  # [B, P, d]
         if self.prefix is not None:
@@ -148,28 +152,28 @@ class HydraDraft(LMHeadsDraft):
         return accepted.last(states)
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
-        """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one
-        product each.
+        """Fill the tree level by level: head k runs once over all nodes of depth k - 1 with
+        children.
 
-        A head runs once for all children of a node. A node's input is its parent's plus one
-        embedding, so inputs are gathered from the parents and grow by one embedding per level.
+        The logits at a node give all its children. A node's input is its parent's input followed by
+        one embedding, so inputs are gathered from the parents and grow by one embedding per level.
         """
         tree = step.tree
         x = states[:, None]  # [B, 1, d]: inputs of the nodes of a level
-        nodes = step.last_tokens[:, None]  # [B, 1]: their tokens
+        nodes = step.last_tokens[:, None]  # [B, 1]: tokens of these nodes
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             # 1. the m nodes of this level that have children
             if level.inner is not None:
                 x = x[:, level.inner]
                 nodes = nodes[:, level.inner]
-            # 2. head k reads the state and the tokens of the path so far; soft cap and scale would
-            # keep the order of its logits
+            # 2. head k reads the state and the tokens of the path so far. Soft cap and scale are
+            # left out, because they keep the order of the logits
             e = self._embed(nodes).to(x.dtype)  # [B, m, d]
             x = torch.cat([x, e], dim=-1)  # [B, m, (k + 1) d]
             head_states = self.blocks[k - 1](x)  # [B, m, d]
             logits = self.lm_heads[k - 1](head_states)  # [B, m, V]
-            # 3. its best guesses are the nodes of the next level
+            # 3. its best tokens are the nodes of the next level
             best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
             nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
             x = x[:, level.parents]  # [B, next, (k + 1) d]
@@ -178,10 +182,10 @@ class HydraDraft(LMHeadsDraft):
 
 
 class _FirstBlock(nn.Module):
-    """`P x + SiLU(W x)`, (k + 1) d -> d, with biases; initially P = [I, 0, ..., 0] and all else is
-    0.
+    """`P x + SiLU(W x)`, (k + 1) d -> d, with biases; initially P = [I, 0, ..., 0], and W and the
+    biases are 0.
 
-    P and W are one matrix [2 d, (k + 1) d], for a single product.
+    P and W are one matrix [2 d, (k + 1) d], for a single matrix product.
     """
 
     def __init__(self, hidden_size: int, pieces: int, dropout: float, dtype: torch.dtype) -> None:
@@ -194,7 +198,7 @@ class _FirstBlock(nn.Module):
             self.linear.weight[hidden_size:].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., (k + 1) d] -> [..., d]."""
+        """Compute the block, [..., (k + 1) d] -> [..., d]."""
         both = self.linear(x)  # [..., 2 d]
         projected, branch = both.chunk(2, dim=-1)  # P x, W x
         return projected + self.dropout(silu(branch))

@@ -23,20 +23,20 @@ from medusa_train.trees.tree import Level
 
 
 class KangarooDraft(Draft):
-    """The target model drafts for itself: it stops after a few layers, and a small adapter does the
-    rest (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
+    """The target model drafts for itself: it exits after a few layers, and a small adapter replaces
+    the remaining layers (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
 
-        drafting        tokens -- layers 1 .. l -- adapter A -- lm_head -- guesses
+        drafting        tokens -- layers 1 .. l -- adapter A -- lm_head -- draft tokens
                                        |
-                                     early, with keys and values in the target model's cache
+                                     aux, with keys and values in the target model's cache
                                        |
         verification                   `-- layers l + 1 .. -- norm -- lm_head -- the answer
 
     The adapter A is a norm, causal attention with a residual, and a final norm; lm_head is the
-    target model's. The paper's other architectures are built, too (Kangaroo, The Architecture of
-    the Adapter Module). A is initialized from layer l, which it replaces, and from the target
-    model's final norm. (The paper does not say how; on the tiny target model random weights need
-    more than twice the tokens.)
+    target model's. The paper's other architectures are available as well (Kangaroo, The
+    Architecture of the Adapter Module). A is initialized from layer l of the target model, and from
+    its final norm. (The paper does not specify it; on a tiny target model, random weights need more
+    than twice the training tokens.)
 
     *Training*: at position t the adapter predicts the token t + 1, as the target model does, so one
     adapter drafts to any depth, and one prediction per position trains it. In `Draft`, head k at
@@ -45,23 +45,23 @@ class KangarooDraft(Draft):
     *Decoding* runs the first l layers once for every draft token and leaves their keys and values
     in the target model's cache; verification continues from these states (`Proposal.aux`).
 
-    Drafting stops early where the current draft tokens carry no more than the share eta of the
-    draft's probability (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the
-    confidence of the last token. That token is still verified. The paper drafts greedy chains. In a
-    tree the share is that of all guesses of the level, weighted by the probability of their paths.
-    Rows of a batch stop together when the last of them would, so under sampling the draws of a row
+    Drafting stops early at a level whose draft tokens have a total probability of at most eta under
+    the draft (Kangaroo, Dynamic Drafting Steps with Early-Exiting). In a chain, as in the paper,
+    this is the confidence of the last token. In a tree, the probability at each node is weighted by
+    the probability of its path. The tokens of the last level are still verified. All rows of a
+    batch stop at the same level, once every row would stop. So under sampling, the draws of a row
     depend on the other rows, but their distribution does not.
 
     Args:
-        target_model: the model whose layers, angles and lm_head are used; none of its parameters
-            belongs to the draft.
-        num_heads: gamma, the maximum number of drafted tokens, and so the depth of the deepest
+        target_model: the model whose layers, rotary angles and lm_head are used; none of its
+            parameters belongs to the draft.
+        num_heads: gamma, the maximum number of draft tokens in a row: the depth of the deepest
             tree.
         exit_layer: l; in the paper 2 for a 7B model and 3 for 13B.
-        threshold: eta, the confidence up to which drafting stops; 0 to never stop.
-        mlp_size: width of an MLP after the attention; 0 for none, as in the paper.
-        attention: False leaves out the attention; the adapter then reads each position alone.
-        share_lm_head: False trains an lm_head of the draft's own, which starts as a copy of the
+        threshold: eta, the confidence at or below which drafting stops; 0 to never stop.
+        mlp_size: width of an MLP after the attention; 0 for no MLP, as in the paper.
+        attention: False leaves out the attention; the adapter then reads each position separately.
+        share_lm_head: False gives the draft its own trained lm_head, which starts as a copy of the
             target model's.
         dtype: dtype of the adapter; by default the target model's.
 
@@ -123,7 +123,7 @@ class KangarooDraft(Draft):
 
     @property
     def trained_heads(self) -> int:
-        """One: predictions of t + 1 and of later tokens train the same weights."""
+        """One: the same weights predict all later tokens."""
         return 1
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
@@ -150,12 +150,12 @@ class KangarooDraft(Draft):
             return self.shared
         return replace(self.shared, weight=own.weight, bias=own.bias)
 
-    # Decoding. The adapter reads each position together with the one after it, so the last one
-    # waits for the root.
+    # Decoding. In each step, the adapter first reads the last accepted node, which `extend` leaves
+    # for `propose`, together with the root.
 
     @property
     def num_caches(self) -> int:
-        """One, for the adapter."""
+        """One cache, for the adapter."""
         return 1
 
     def prefill(
@@ -170,20 +170,21 @@ class KangarooDraft(Draft):
         states [B, 1, d] of the last accepted nodes, which the adapter has not read.
         """
         accepted = step.accepted
-        # 1. the adapter has read the inner nodes while it drafted; the accepted ones move right
-        # behind the keys before their root
+        # 1. the adapter has read the inner nodes while it drafted. The keys and values of accepted
+        # inner nodes move next to the root's
         path = step.tree.by_level.inner_index[accepted.path]  # [B, P], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
-        # 2. where the next draft begins
+        # 2. the states from which the next draft starts
         assert accepted.hidden_states.aux is not None
         aux = accepted.along_path(accepted.hidden_states.aux)  # [B, P, d]
         return accepted.last(aux)[:, None]  # [B, 1, d]
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
-        """Fill the tree level by level: all nodes pass the first layers, those with children also
-        the adapter.
+        """Fill the tree level by level: all nodes run through the first layers, and nodes with
+        children also through the adapter.
 
         Args:
+            step: inputs of the step.
             states: auxiliary hidden states of the last accepted nodes, [B, 1, d].
         """
         tree = step.tree
@@ -193,11 +194,11 @@ class KangarooDraft(Draft):
         cache = step.caches[0]
         threshold = self.threshold if step.may_stop else 0.0
 
-        # 1. positions and masks, for all nodes in the first layers; in the adapter for the last
+        # 1. positions and masks: for the first layers, of all nodes; for the adapter, of the last
         # accepted node, the root, and the other nodes with children
         first_layers = self.split.inputs(nodes.positions, nodes.masks)
         inner_nodes = levels.inner_nodes
-        starts = step.accepted.lengths[:, None] - 1  # [B, 1], of the last accepted nodes
+        starts = step.accepted.lengths[:, None] - 1  # [B, 1], columns of the last accepted nodes
         offsets = torch.arange(inner_nodes.size + 1, device=starts.device)
         columns = starts + offsets  # [B, 1 + inner]
         positions = (starts + inner_nodes.depths).clamp(max=cache.max_position)
@@ -205,8 +206,8 @@ class KangarooDraft(Draft):
         mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
         adapter = self.runner.inputs(positions, mask)
 
-        tokens = [step.last_tokens[:, None]]  # of each level, [B, n]
-        aux: list[Tensor] = []  # of each level, [B, n, d]
+        tokens = [step.last_tokens[:, None]]  # one per level, [B, n]
+        aux: list[Tensor] = []  # one per level, [B, n, d]
         mass = torch.ones(1, 1, device=step.last_tokens.device)  # probability of the root's path
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
@@ -219,8 +220,8 @@ class KangarooDraft(Draft):
             aux.append(x)
             if depth == deepest:
                 break
-            # 3. the adapter over the m nodes with children, and before the root over the last
-            # accepted node; first .. last - 1 are their places in `columns`
+            # 3. the adapter runs over the m nodes with children, and at the root's level first over
+            # the last accepted node; first .. last - 1 are their indices in `columns`
             m = level.inner_last - level.inner_first
             first = level.inner_first + 1
             last = level.inner_last + 1
@@ -232,22 +233,24 @@ class KangarooDraft(Draft):
             kv_cache = node_cache(cache.storage, columns[:, first:last], cache.key_length)
             x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), kv_cache)
             x = x[:, -m:]  # [B, m, d]
-            # 4. its guesses are the nodes of the next level
+            # 4. its best tokens are the nodes of the next level
             logits = self.logits(self.runner.body.norm(x))  # [B, m, V]
             guesses, mass, share = self._guess(logits, level, mass, threshold)
             tokens.append(guesses)
-            # 5. stop where no row is confident; these tokens are still verified, so that the first
-            # layers must run over them
+            # 5. stop if no row is confident. These tokens are still verified, so the first layers
+            # must run over them
             if share is not None and bool((share <= threshold).all()):
                 deepest = depth + 1
         return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(aux, dim=1))
 
     def skip_proposal(self, step: DraftStep, states: Tensor) -> None:
-        """Let the adapter read the last accepted nodes, which the next step takes as read."""
+        """Run the adapter over the last accepted nodes, because the next step expects that it has
+        read them.
+        """
         step.caches[0].read_path(self.adapter, self.cast(states), step.accepted.lengths - 1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
+        """Compute logits [..., V] from the adapter's states [..., d], in float32 or float64."""
         if self.own_lm_head is None:
             logits = self._target_model.logits(states.to(self._target_model.dtype))
         else:
@@ -259,15 +262,20 @@ class KangarooDraft(Draft):
     def _guess(
         self, logits: Tensor, level: Level, mass: Tensor, threshold: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [B, next] of the next level by rank, the probability of their paths, and its sum,
-        [B].
+        """Choose the tokens of the next level by rank.
 
         Args:
-            logits: [B, m, V] at the m nodes of this level that have children.
-            mass: [B, nodes], probability of this level's paths under the draft, up to a factor.
-            threshold: 0: the probabilities are not needed, and the sum is None.
+            logits: logits at the m nodes of this level that have children, [B, m, V].
+            level: this level.
+            mass: probability of this level's paths under the draft, up to a factor, [B, nodes].
+            threshold: if 0, probabilities are not needed.
+
+        Returns:
+            The tokens [B, next]; the probability of their paths [B, next]; and its sum [B], the
+            share of the draft's probability that they have. With `threshold` 0: the tokens, `mass`,
+            and None.
         """
-        # 1. the best tokens at each node; those that the tree has
+        # 1. the best tokens at each node; of these, the ones that the tree has nodes for
         if level.width == 1:
             best, tokens = logits.max(-1, keepdim=True)  # [B, m, 1]
         else:
@@ -278,7 +286,7 @@ class KangarooDraft(Draft):
         # 2. the probability of each token after its parent
         log_probs = best - logits.logsumexp(-1, keepdim=True)  # [B, m, width]
         p = log_probs.exp().flatten(1)[:, level.candidates]  # [B, next]
-        # 3. and of its path, relative to all paths that have a next token
+        # 3. the probability of its path, relative to all paths that have a next token
         inner_mass = mass
         if level.inner is not None:
             inner_mass = mass[:, level.inner]  # [B, m]
@@ -288,7 +296,7 @@ class KangarooDraft(Draft):
 
     @contextmanager
     def no_early_exit(self) -> Iterator[None]:
-        """Within this context drafting never stops early."""
+        """Within this context, drafting never stops early."""
         threshold = self.threshold
         self.threshold = 0.0
         try:
@@ -301,7 +309,5 @@ class KangarooDraft(Draft):
         return next(self.adapter.parameters()).dtype
 
     def cast(self, states: Tensor) -> Tensor:
-        """Cast to the adapter's dtype, which in training may be more precise than the target
-        model's.
-        """
+        """Cast to the adapter's dtype, which may be more precise than the target model's."""
         return states.to(self._dtype)

@@ -1,4 +1,4 @@
-"""Drafts whose heads have output matrices of their own, which start as copies of lm_head."""
+"""Drafts whose heads each have an output matrix that starts as a copy of lm_head."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from medusa_train.models.target_model import TargetModel
 
 
 class LMHeadsDraft(Draft):
-    """A draft whose heads have an output matrix W2 each, which starts as a copy of the target
+    """A draft whose heads each have an output matrix W2, which starts as a copy of the target
     model's lm_head.
 
     Attributes:
         lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
-        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
-            token_map[i], and other tokens are never drafted. None: all tokens. softcap, scale: the
-            target model's logit transform, see `LMHead`.
+        token_map: token ids of a reduced vocabulary, long [N]: logit i belongs to the token
+            token_map[i], and other tokens are never drafted. None: all tokens.
+        softcap, scale: the target model's logit transform, see `LMHead`.
     """
 
     lm_heads: nn.ModuleList
@@ -38,7 +38,7 @@ class LMHeadsDraft(Draft):
         dtype: torch.dtype,
     ) -> list[nn.Linear]:
         """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its
-        part for the tokens of `token_map`.
+        rows for the tokens of `token_map`.
         """
         check_token_map(vocab_size, token_map)
         lm_head = target_model.lm_head()
@@ -57,7 +57,7 @@ class LMHeadsDraft(Draft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, with the size of a reduced vocabulary."""
+        """The settings, including the size of a reduced vocabulary."""
         return {**super().settings, "vocab_size": self.draft_vocab_size}
 
     def lm_head(self, k: int) -> LMHead:

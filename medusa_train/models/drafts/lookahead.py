@@ -1,5 +1,5 @@
-"""Lookahead decoding: n-grams from a window of Jacobi iterations, without training (Lookahead
-Decoding, Fu et al.).
+"""Lookahead decoding: drafts n-grams from a window of Jacobi iterations, without training
+(Lookahead Decoding, Fu et al.).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LookaheadDraft(LookupDraft):
     """Proposes n-grams that the target model generates ahead of the text, in the same passes that
     verify them (Lookahead Decoding, arXiv 2402.02057).
 
-        pass = root + verification branch: n-grams of the pool that begin with the root
-                    + lookahead branch: a window of guesses, which gives new n-grams to the pool
+        pass = root + verification branch: n-grams of the pool that start with the root
+                    + lookahead branch: a window of guessed tokens, which adds n-grams to the pool
 
     The window has W columns and N - 1 levels of draft tokens (W = 3, N = 4):
 
@@ -34,20 +34,21 @@ class LookaheadDraft(LookupDraft):
         level 2        f   g   h
         predicted      i   j   k            after f, g and h
 
-    A token attends to level 0 up to its column and to its own column up to its level (Lookahead
+    A token attends to level 0 up to its column, and to its own column up to its level (Lookahead
     Decoding, Figure "Attention mask"). Each column with its predicted token is an n-gram for the
-    pool: (root, c, f, i), (a, d, g, j), (b, e, h, k). Then the window moves on by one position
-    (Jacobi iteration): level 0 is removed, and the predicted tokens are the new highest level.
+    pool: (root, c, f, i), (a, d, g, j), (b, e, h, k). Then the window moves by one position (Jacobi
+    iteration): level 0 is removed, and the predicted tokens become the new highest level.
 
     The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same
-    ones in every run. As in the authors' code, its tokens are always the most probable ones, also
-    when the text is sampled, and it moves by one position per step, however many tokens are
-    accepted.
+    tokens in every run. As in the authors' code, the predicted tokens are always the most probable
+    ones, even if the text is sampled, and the window moves by one position per step for any number
+    of accepted tokens.
 
     Args:
-        window: W. ngram: N, at least 3.
-        guesses: G: n-grams that the pool keeps for each first token, and that are verified in a
-            step.
+        window: W.
+        ngram: N, at least 3.
+        guesses: G: largest number of n-grams that the pool keeps for each first token, and that a
+            step verifies.
         pool_from_prompt: also fill the pool with the n-grams of the prompt and the answer.
     """
 
@@ -62,7 +63,7 @@ class LookaheadDraft(LookupDraft):
         self._layout = window_layout(window, ngram, torch.device("cpu"))
 
     def text(self, tokens: Sequence[int]) -> LookaheadText:
-        """Return the pool and the window for a prompt."""
+        """Return a new pool and window for a prompt."""
         return LookaheadText(tokens, self.window, self.ngram, self.guesses, self.pool_from_prompt)
 
     def limits(self, tree: Tree) -> Limits:
@@ -72,7 +73,7 @@ class LookaheadDraft(LookupDraft):
         return Limits(size, depth)
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:
-        """Return the windows, level by level."""
+        """Return the tokens of all windows, level by level."""
         device = step.last_tokens.device
         if self._layout.depths.device != device:
             self._layout = window_layout(self.window, self.ngram, device)
@@ -81,10 +82,9 @@ class LookaheadDraft(LookupDraft):
         return LookaheadBranch(tokens, self._layout)
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
-        """Move the windows on by the predicted tokens, and add the n-grams of their columns to the
-        pools.
+        """Add the n-grams of the windows' columns to the pools, and move the windows.
 
-        The tokens are copied from the device in one transfer.
+        The predicted tokens are copied from the device in one transfer.
         """
         last_tokens = proposal.tokens[:, :1]  # [B, 1]
         predicted = logits.float().argmax(-1)  # [B, W]; in bfloat16 this is slow on a CPU
@@ -97,14 +97,14 @@ class LookaheadText:
     """The n-gram pool and the window of one row.
 
     Args:
-        tokens: of the prompt.
+        tokens: tokens of the prompt.
         window, ngram, guesses, pool_from_prompt: see `LookaheadDraft`.
 
     Attributes:
-        levels: N - 1 levels of the window; level 0 has W - 1 tokens, without the root, and the
-            others have W.
-        pool: for each first token up to G times the N - 1 tokens after it, the most recently seen
-            ones last.
+        levels: the N - 1 levels of the window. Level 0 has W - 1 tokens, because the root is not
+            included; the other levels have W tokens.
+        pool: for each first token, up to G continuations of N - 1 tokens, the most recently seen
+            last.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LookaheadText:
             self.levels.append(draw.choices(tokens, k=window))
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         self._guesses = guesses
-        self._random_levels = ngram - 2  # above level 0, whose tokens are still those of the start
+        self._random_levels = ngram - 2  # levels above 0 that still have random tokens
         self._recent: deque[int] | None = deque(maxlen=ngram) if pool_from_prompt else None
         self.extend(tokens)
 
@@ -135,36 +135,37 @@ class LookaheadText:
                 self._add(tuple(self._recent))
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length`
-        is theirs.
+        """Return the tree of the pool's continuations of `root`, the most recent first. `length` is
+        not used: it is the length of the continuations.
         """
         continuations = self.pool.get(root, {})
         return tree_of_continuations(root, reversed(continuations)).most_frequent(nodes)
 
     def move_window(self, root: int, following: list[int]) -> None:
-        """Add the columns' n-grams to the pool, and move the window on.
+        """Add the columns' n-grams to the pool, and move the window by one position.
 
         Args:
-            root: of the pass. following: the predicted token after each column.
+            root: root of the pass.
+            following: predicted token after each column.
         """
         lowest, *upper = self.levels
-        # 1. each column and the token after it are an n-gram
+        # 1. each column and its predicted token are an n-gram
         if self._random_levels:
             self._random_levels -= 1  # n-grams of random tokens would replace better ones
         else:
             for ngram in zip([root, *lowest], *upper, following, strict=True):
                 self._add(ngram)
-        # 2. the new last token takes the place of the first token of the new level 0
+        # 2. level 1 becomes level 0, without its first token, whose place the new last token takes
         self.levels = [upper[0][1:], *upper[1:], following]
 
     def _add(self, ngram: tuple[int, ...]) -> None:
-        """Make an n-gram the most recent one of its first token, and remove the oldest one beyond
-        G.
+        """Add an n-gram as the most recent one of its first token; remove the oldest if there are
+        more than G.
         """
         first = ngram[0]
         continuation = ngram[1:]
         entries = self.pool.setdefault(first, {})
-        entries.pop(continuation, None)  # so that it is added as the last one
+        entries.pop(continuation, None)  # so that it is inserted at the end
         entries[continuation] = None
         if len(entries) > self._guesses:
             oldest = next(iter(entries))
@@ -181,10 +182,10 @@ def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout
         level 2                      \\  \\  \\
                                      f  g  h             the outputs
     """
-    # level 0 without the root: each token hangs from the one before it
+    # level 0 without the root: the parent of a token is the token before it
     parents = list(range(-1, window - 2))
-    # the other levels: each token hangs from the one of its column in the level before
-    first = -1  # index of that level's column 0; the root's is -1
+    # other levels: the parent of a token is the token of its column in the previous level
+    first = -1  # index of column 0 in the previous level; the root has -1
     for _ in range(ngram - 2):
         parents += range(first, first + window)
         first = len(parents) - window

@@ -1,5 +1,5 @@
 """Drafts without training that look up continuations of the last tokens: their base class, prompt
-lookup and REST.
+lookup, and REST.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from medusa_train.trees.lookahead_branch import LookaheadBranch
 from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
-#: Continuations that are compared per step; more change little and cost time.
+#: Most continuations that are compared per step; more change little and cost time.
 MAX_CANDIDATES = 32
 
 
@@ -28,23 +28,23 @@ class Text(Protocol):
         """Append tokens."""
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return a tree of at most `nodes` draft tokens below `root`, which follows the text, up to
-        `length` deep.
+        """Return a tree of at most `nodes` draft tokens below `root`, the token after the text, and
+        at most `length` deep.
 
         Call it at most once between two calls of `extend`: a text may learn from its last draft.
         """
 
 
 class LookupDraft(Proposer):
-    """Drafts what followed the last tokens elsewhere: nothing is trained, and no model is run.
+    """Drafts continuations that followed the last tokens elsewhere, without a trained model.
 
         text         .. the cat sat on the | root: cat
         found        the cat sat on             ran away       two continuations of "the cat"
         proposed     cat - sat - on
-                        `- ran - away                          one tree; equal beginnings are shared
+                        `- ran - away                          one tree; common prefixes are shared
 
-    The texts choose which nodes of this tree are proposed. The given tree is ignored. If nothing is
-    found, the step is a plain one. There is one text per row, kept on the host.
+    A row's `Text`, kept on the host, chooses which nodes of this tree are proposed. The given tree
+    is ignored. If nothing is found for any row, the step is plain decoding.
 
     Args:
         max_tokens: maximum length of a continuation.
@@ -66,7 +66,7 @@ class LookupDraft(Proposer):
         return Limits(self.nodes, self.num_heads)
 
     def new_request_state(self, prompt: Sequence[int]) -> Text:
-        """Index a prompt."""
+        """Return the text of a request, with its prompt indexed."""
         return self.text(prompt)
 
     def extend_request_state(self, state: Text, tokens: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class LookupDraft(Proposer):
         state.extend(tokens)
 
     def draft_trees(self, step: DraftStep) -> list[TokenTree]:
-        """Return a tree of draft tokens below each row's root, possibly without any."""
+        """Return a tree of draft tokens below each row's root, which may be empty."""
         trees = []
         for text, root in zip(step.request_states, step.last_token_list, strict=True):
             trees.append(text.draft_tree(root, self.num_heads, self.nodes))
@@ -101,14 +101,15 @@ class PromptLookupDraft(LookupDraft):
     """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup
     decoding, Saxena 2023).
 
-    It continues the longest n-gram that ends with the root and occurred before, up to `max_ngram`
-    tokens. A node takes time even if it is rejected, so only nodes that are probable enough are
-    proposed.
+    It continues the longest n-gram that ends with the root and occurred before, of up to
+    `max_ngram` tokens. A node costs time even if it is rejected, so only nodes that are probable
+    enough are proposed.
 
     Args:
-        max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
-        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the
-            probability from the earlier steps of the answer.
+        max_ngram: longest n-gram to look up.
+        max_tokens, nodes: see `LookupDraft`.
+        min_probability: less probable nodes are left out; `CopyAccuracy` estimates the probability
+            from the earlier steps of the answer.
     """
 
     def __init__(
@@ -131,20 +132,20 @@ class PromptText:
     """A text with the positions of its n-grams, and a record of how often copies were right.
 
     Args:
-        tokens: of the prompt. max_ngram: longest n-gram; a token adds up to this number of
-            dictionary entries.
-        min_probability: of a draft token.
+        tokens: tokens of the prompt.
+        max_ngram: length of the longest n-gram. A token adds up to this many dictionary entries.
+        min_probability: lowest probability of a draft token.
     """
 
     def __init__(self, tokens: Iterable[int], max_ngram: int, min_probability: float) -> None:
         self._max_ngram = max_ngram
         self._min_probability = min_probability
         self._tokens: list[int] = []
-        # of each n-gram the positions after its occurrences, increasing
+        # for each n-gram, the positions after its occurrences, increasing
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._accuracy = CopyAccuracy()
-        # of the last draft: length of the n-gram that was found, the root's position, and all
-        # continuations
+        # the last draft: length of the n-gram that was found, position of the root, and the tree of
+        # all continuations
         self._last: tuple[int, int, TokenTree] | None = None
         self.extend(tokens)
 
@@ -158,7 +159,7 @@ class PromptText:
                 self._ends.setdefault(ngram, []).append(end)
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the most probable copies of what followed the longest n-gram that ends with
+        """Return the tree of the most probable continuations of the longest n-gram that ends with
         `root`.
         """
         # 1. learn from the last draft: what followed its root is known now
@@ -179,11 +180,10 @@ class PromptText:
         return tree.subset(likely[:nodes])
 
     def _longest_match(self, root: int, length: int) -> tuple[int, list[Sequence[int]]]:
-        """Return the length of the longest n-gram that ends with `root` and occurred before, and
-        what followed it.
+        """Return the length of the longest n-gram that ends with `root` and occurred before, and up
+        to `MAX_CANDIDATES` of its continuations, the most recent first.
 
-        Up to `MAX_CANDIDATES` continuations, the most recent ones first. If there is none, 0 and
-        an empty list.
+        If there is none, return 0 and an empty list.
         """
         first = max(len(self._tokens) - self._max_ngram + 1, 0)
         recent = (*self._tokens[first:], root)  # the longest n-gram
@@ -196,7 +196,7 @@ class PromptText:
         return 0, []
 
     def _after(self, position: int, root: int, length: int) -> Sequence[int]:
-        """Return `length` tokens from `position` on; the root follows the text."""
+        """Return up to `length` tokens from `position` on, of the text followed by the root."""
         tokens = self._tokens[position : position + length]
         if len(tokens) < length:
             tokens.append(root)
@@ -207,9 +207,10 @@ class CopyAccuracy:
     """Estimates the probability that a copied token is right, from the earlier steps of the same
     answer.
 
-    It is recorded by the length of the n-gram and the depth of the token: how often one of the
-    continuations had the right token, where the tokens before it were right. Depths from `DEEPEST`
-    on are recorded together. The prior is n right copies of n + 2 after an n-gram, at every depth.
+    For each length of the n-gram and each depth of the token, it counts how often one of the
+    continuations had the right token, given that the tokens before it were right. Depths from
+    `DEEPEST` on are counted together. The prior for n-grams of length n is n right copies out of
+    n + 2, at every depth.
     """
 
     DEEPEST = 4
@@ -222,13 +223,15 @@ class CopyAccuracy:
         """Record which of the copies in `tree`, after an n-gram of length `ngram`, were right.
 
         Args:
-            tokens: that followed the tree's root, as far as they are known.
+            ngram: length of the n-gram.
+            tree: the copies.
+            tokens: the tokens after the tree's root, as far as they are known.
         """
         inner = set(tree.parents)  # nodes with children
         node = 0
         for depth, token in enumerate(tokens, start=1):
             if node not in inner:
-                return  # the continuations end here, and say nothing about this token
+                return  # the continuations end here, so there was no copy of this token
             child = tree.find(node, token)
             key = ngram, min(depth, self.DEEPEST)
             self._total[key] += 1
@@ -238,16 +241,16 @@ class CopyAccuracy:
             node = child
 
     def probabilities(self, ngram: int, tree: TokenTree) -> list[float]:
-        """Return the probability of every node of `tree`, the root's 1 first.
+        """Return the probability of every node of `tree`, first 1 for the root.
 
-        Siblings share the probability that one of them is right, in proportion to their
-        continuations.
+        The probability that one of several siblings is right is divided among them in proportion to
+        their numbers of continuations.
         """
-        # 1. continuations through the children of each node
+        # 1. number of continuations through the children of each node
         below = [0] * len(tree.tokens)
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
             below[parent] += count
-        # 2. parents come before their children
+        # 2. probabilities from the root down; parents come before their children
         depths = [0]
         probabilities = [1.0]
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
@@ -258,7 +261,9 @@ class CopyAccuracy:
         return probabilities
 
     def _estimate(self, ngram: int, depth: int) -> float:
-        """The probability that a node of this depth is right, or a sibling, if their parent is."""
+        """Estimate the probability that one of the siblings at this depth is right, given that
+        their parent is.
+        """
         key = ngram, min(depth, self.DEEPEST)
         return (self._right[key] + ngram) / (self._total[key] + ngram + 2)
 
@@ -267,12 +272,12 @@ class RestDraft(LookupDraft):
     """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative
     Decoding).
 
-    It continues the longest n-gram of the datastore that ends with the root, up to `max_ngram`
-    tokens, by the most frequent continuations.
+    It looks up the longest n-gram of the datastore that ends with the root, of up to `max_ngram`
+    tokens, and proposes its most frequent continuations.
 
     Args:
-        datastore: sorted by at least `max_ngram` tokens; its samples are representative if sorted
-            by `max_tokens` more.
+        datastore: must be sorted by at least `max_ngram` tokens. Its samples are representative if
+            it is sorted by `max_tokens` more.
         max_ngram: longest n-gram to look up.
         max_tokens, nodes: see `LookupDraft`.
     """
@@ -285,7 +290,7 @@ class RestDraft(LookupDraft):
         self.datastore = datastore
 
     def text(self, tokens: Sequence[int]) -> Text:
-        """Return the end of the prompt, by which continuations are looked up."""
+        """Return the last tokens of the prompt, with which continuations are looked up."""
         return _DatastoreText(self.datastore, tokens, self.max_ngram)
 
 
@@ -301,8 +306,8 @@ class _DatastoreText:
         self._recent.extend(tokens)
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the most frequent copies of what follows the longest n-gram of the datastore that
-        ends with `root`.
+        """Return the tree of the most frequent continuations of the longest n-gram of the datastore
+        that ends with `root`.
         """
         recent = [*self._recent, root]
         continuations = self._datastore.continuations(recent, length, MAX_CANDIDATES)
@@ -320,7 +325,7 @@ def tree_of_continuations(root: int, continuations: Iterable[Sequence[int]]) -> 
 def propose_trees(
     trees: Sequence[TokenTree], device: torch.device, branch: LookaheadBranch | None = None
 ) -> Proposal:
-    """Return the proposal of one tree per row; rows with fewer nodes are padded."""
+    """Return the proposal of one tree per row; rows with fewer nodes are right-padded."""
     row_trees = RowTrees([tree.parents for tree in trees], device)
     padded = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]
     tokens = torch.tensor(padded, device=device)  # [B, n + 1]

@@ -1,4 +1,4 @@
-"""A bias on the logits of parallel heads by the token before the guessed one
+"""A bias on the logits of parallel heads that depends on the previous token
 (`medusa_markov_rank`).
 """
 
@@ -12,28 +12,29 @@ from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
 from medusa_train.models.target_states import TokenRows
 from medusa_train.trees.tree import Tree
 
-#: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products
-#: with the loss's gradients.
+#: Standard deviation of the random embeddings E. They must not be 0: R starts as 0, and its
+#: gradients are proportional to E.
 INITIAL_SPREAD = 0.02
 
 
 class MarkovBias(nn.Module):
-    """A bias on the logits of all heads, `R E[x]`, that depends on the token x before the predicted
-    one.
+    """A bias on the logits of all heads, `R E[x]`, where x is the token before the predicted token.
 
         logits of head k = W2_k (..) + R E[x]       E: V x r, R: N x r, the same for all heads
 
-    Parallel heads guess each token without knowing the others. With this bias a guess depends on
-    the token before it, as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At
-    position t head k predicts the token t + k + 1, so x is the token t + k: in training the data's,
-    in decoding the root for head 1 and a guess of head k - 1 for head k.
+    Parallel heads predict each token without knowing the other draft tokens. With this bias, a
+    token depends on the token before it, as with the Markov head of DSpark
+    (https://arxiv.org/abs/2607.05147). At position t, head k predicts the token t + k + 1, so x is
+    the token t + k. In training it is the data's token. In decoding it is the root for head 1, and
+    a draft token of head k - 1 for head k.
 
     Initially E is random and R is 0, so the untrained bias is 0.
 
     Args:
-        vocab_size: V, tokens that may come before.
-        draft_vocab_size: N, tokens that heads predict.
+        vocab_size: V, number of tokens that x may be.
+        draft_vocab_size: N, number of tokens that heads predict.
         rank: r.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -47,10 +48,9 @@ class MarkovBias(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def append_to(self, states: Tensor, batch: TokenRows, k: int) -> Tensor:
-        """Append E of the data's token t + k to head k's state at each t, [B, T, d] -> [B, T, d +
-        r].
+        """Append E[x_{t+k}] to head k's state at each t, [B, T, d] -> [B, T, d + r].
 
-        Past the end of a document, where head k has no target, another token takes its place.
+        Past the end of a document, where head k has no target, any token is used.
         """
         tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
         embedded = self.embedding(tokens).to(states.dtype)  # [B, T, r]
@@ -65,14 +65,15 @@ class MarkovBias(nn.Module):
         token_map: Tensor | None,
     ) -> Tensor:
         """Fill a tree level by level: at each node, the candidates of the next head are ranked with
-        its token's bias.
+        the bias of the node's token.
 
         Args:
-            scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
-                greatest first.
-            candidates: long [depth, B, c], which logits these are.
-            last_tokens: long [B]. token_map: long [N], the token ids of R, for a reduced
-                vocabulary.
+            scores: raw logits of each head's best tokens without the bias, the greatest first,
+                [depth, B, c].
+            candidates: indices of these logits, long [depth, B, c].
+            last_tokens: long [B].
+            tree: the tree to fill.
+            token_map: token ids of a reduced vocabulary, long [N]; None: all tokens.
 
         Returns:
             Tokens in the tree's node order, long [B, n + 1].
@@ -86,7 +87,7 @@ class MarkovBias(nn.Module):
             # 2. head k's candidates, ranked with the bias of each node's token
             embedded = self.embedding(nodes)  # [B, m, r]
             best = rank_candidates(scores[k - 1], candidates[k - 1], self.output.weight, embedded)
-            # 3. the best are the nodes of the next level
+            # 3. the best tokens are the nodes of the next level
             table = best[..., : level.width].flatten(1)  # [B, m * width]
             nodes = table[:, level.candidates]  # [B, next]
             if token_map is not None:
@@ -98,21 +99,25 @@ class MarkovBias(nn.Module):
 def fill_tree(
     logits: Tensor, last_tokens: Tensor, tree: Tree, head: LMHead, markov: MarkovBias | None
 ) -> Tensor:
-    """Fill a tree with the best guesses of parallel heads.
+    """Fill a tree with the best tokens of parallel heads.
 
     Args:
-        logits: raw, of the heads that the tree has levels for, without the bias, [depth, B, N].
-        last_tokens: long [B]. head: whose vocabulary the logits have.
+        logits: raw logits, without the Markov bias, of the first heads, one for each level of the
+            tree, [depth, B, N].
+        last_tokens: long [B].
+        tree: the tree to fill.
+        head: maps the logits to token ids.
+        markov: the Markov bias, if any.
 
     Returns:
         Tokens in the tree's node order, the root first, long [B, n + 1].
     """
-    # 1. With a Markov bias, the best tokens are ranked again at each node.
+    # 1. with a Markov bias, rank the best tokens again at each node
     if markov is not None:
         count = min(max(tree.width, CANDIDATES), logits.shape[-1])
         best = logits.topk(count)  # [depth, B, count]
         return markov.fill_tree(best.values, best.indices, last_tokens, tree, head.token_map)
-    # 2. Without, each node takes the token of its rank at its head.
+    # 2. without it, a node of depth k gets the token of its rank among head k's best tokens
     table = logits.topk(tree.width).indices  # [depth, B, width]
     table = table.transpose(0, 1).flatten(1)  # [B, depth * width]
     ranked = table.index_select(1, tree.candidate_index)  # [B, n]

@@ -1,4 +1,4 @@
-"""Medusa: K heads that read the same hidden state, each guessing one token further ahead."""
+"""Medusa: K heads that read the same hidden state; each predicts one token further ahead."""
 
 from __future__ import annotations
 
@@ -33,25 +33,29 @@ class MedusaDraft(StackedDraft):
 
         p_k = softmax(W2_k (SiLU(W1_k h_t + b1_k) + h_t))
 
-    In training the heads run one after the other over all positions of a batch. In decoding they
-    run together over the last accepted positions, in one product for each of W1 and W2; the best
-    guesses of each head fill a level of the tree, by rank.
+    In training, the heads run one after the other over all positions of a batch. In decoding, they
+    run together over the last accepted positions, with one matrix product for W1 and one for W2.
+    The best tokens of each head fill a level of the tree, by rank.
 
-    Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an
-    untrained head gives the target model's next-token logits exactly. No weights are shared between
+    Initially W1 = 0, b1 = 0 and W2 is a copy of lm_head (the paper's text swaps W1 and W2), so an
+    untrained head gives exactly the target model's next-token logits. No weights are shared between
     heads or blocks.
 
     Args:
-        hidden_size, vocab_size: d and V of the target model.
-        num_heads: K. num_layers: residual blocks per head.
-        bias: whether the output matrices have a bias, as the target model's lm_head does.
+        hidden_size: d of the target model.
+        vocab_size: V of the target model.
+        num_heads: K.
+        num_layers: number of residual blocks per head.
+        bias: whether the output matrices have a bias, as the target model's lm_head may.
         softcap, scale: the target model's logit transform, see `LMHead`.
-        shared: the target model's lm_head, for heads without a matrix each (about 11 % of the
-            parameters at the size of a 7B model). The heads read it, but neither train nor save it.
-        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
-            token_map[i], and other tokens are never drafted. With `shared` these entries of lm_head
+        shared: the target model's lm_head, for heads without their own output matrices (about 11 %
+            of the parameters at the size of a 7B model). The heads read it, but neither train nor
+            save it.
+        token_map: token ids of a reduced vocabulary, long [N]: logit i belongs to the token
+            token_map[i], and other tokens are never drafted. With `shared`, these rows of lm_head
             are copied once.
-        markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
+        markov_rank: r of a bias that depends on the previous token, see `MarkovBias`; 0: no bias.
+        dtype: dtype of the parameters.
     """
 
     independent_heads = True
@@ -111,12 +115,17 @@ class MedusaDraft(StackedDraft):
         markov_rank: int = 0,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
-        """Create heads that predict what `target_model` predicts, on its device; by default in its
-        dtype.
+        """Create untrained heads, whose logits equal the next-token logits of `target_model`, on
+        its device.
 
         Args:
-            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start with
-                lm_head's vectors of these tokens.
+            target_model: the model to draft for.
+            num_heads, num_layers, markov_rank: see `MedusaDraft`.
+            share_lm_head: use the target model's lm_head instead of own output matrices.
+            vocab_size: N, size of a reduced vocabulary; by default all tokens.
+            token_map: token ids of the reduced vocabulary, long [N]. Output matrices start as these
+                rows of lm_head.
+            dtype: dtype of the parameters; by default the target model's.
         """
         check_token_map(vocab_size, token_map)
         lm_head = target_model.lm_head()
@@ -140,7 +149,9 @@ class MedusaDraft(StackedDraft):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `from_target_model` that recreate these heads, except `token_map`."""
+        """Keyword arguments of `from_target_model` that recreate these heads, except
+        `token_map`.
+        """
         return {
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
@@ -150,8 +161,8 @@ class MedusaDraft(StackedDraft):
         }
 
     def restrict_lm_head(self) -> None:
-        """Let shared heads use the target model's lm_head, or a copy of its part for a reduced
-        vocabulary.
+        """Set the shared lm_head, if there is one: the target model's, or a copy of its rows for a
+        reduced vocabulary.
         """
         self.shared = self._full_shared
         if self.shared is not None and self.token_map is not None:
@@ -170,7 +181,7 @@ class MedusaDraft(StackedDraft):
             yield states
 
     def head_state(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's states [..., d] for the target model's [..., d], k = 1..K."""
+        """Compute head k's states [..., d] from the target model's states [..., d], k = 1..K."""
         return self.blocks[k - 1](states)
 
     def lm_head(self, k: int) -> LMHead:
@@ -183,7 +194,7 @@ class MedusaDraft(StackedDraft):
         return head
 
     def _lm_head(self, k: int) -> LMHead:
-        """Head k's matrix without the Markov bias."""
+        """Return head k's lm_head without the Markov bias."""
         if self.shared is not None:
             return self.shared
         head = self.lm_heads[k - 1]
@@ -191,8 +202,8 @@ class MedusaDraft(StackedDraft):
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's logits of states [..., d] without the Markov bias, [..., V] (reduced:
-        [..., N]).
+        """Compute head k's logits from the target model's states [..., d], without the Markov bias,
+        [..., V] ([..., N] for a reduced vocabulary).
         """
         return self._lm_head(k).logits(self.head_state(states, k))
 
@@ -204,25 +215,25 @@ class MedusaDraft(StackedDraft):
         return accepted.last(accepted.along_path(accepted.hidden_states.final))
 
     def propose(self, step: DraftStep, states: Tensor) -> Proposal:
-        """Place the top guesses of every head in the tree by rank; with a Markov bias, each level
-        by the one before.
+        """Fill the tree by rank with the best tokens of each head. With a Markov bias, the tokens
+        of a level depend on the level before.
         """
         tree = step.tree
-        # 1. logits of the heads that the tree has levels for
+        # 1. logits of the first heads, one for each level of the tree
         logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
         # 2. the tokens of the tree
         tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head(1), self.markov)
         return Proposal(tokens, tree)
 
-    # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the
-    # order of the guesses.
+    # Decoding with all heads in one matrix product. The logits here are without soft cap and scale,
+    # which keep their order.
 
     def _raw_logits(self, hidden: Tensor, count: int) -> Tensor:
-        """Logits of heads 1..count for states [B, d], [count, B, V]."""
+        """Compute raw logits of heads 1..count from states [B, d], [count, B, V]."""
         stacks = self.stacked()
         if stacks is not None:
             return self._stacked_logits(hidden, stacks, count)
-        # prepacked blocks, or parameters that ZeRO partitions: one head after the other
+        # prepacked blocks, or parameters that ZeRO moved, are not stacked: one head after the other
         logits = []
         for k in range(1, count + 1):
             state = self.head_state(hidden, k)  # [B, d]
@@ -233,8 +244,8 @@ class MedusaDraft(StackedDraft):
         return torch.stack(logits)
 
     def parallel_linears(self) -> list[list[Any]]:
-        """Return the linear layers of block 1 of all heads, then of block 2, ..; and their W2 if
-        any.
+        """Return a list with the linear layers of block 1 of all heads, then one for block 2, and
+        so on; last one for W2, if heads have it.
         """
         blocks_of_heads: list[Any] = list(self.blocks)
         groups: list[list[Any]] = []
@@ -245,7 +256,7 @@ class MedusaDraft(StackedDraft):
         return groups
 
     def _stacked_logits(self, states: Tensor, stacks: list[Stack], count: int) -> Tensor:
-        """Logits of heads 1..count, [count, B, V], for states [B, d]: one product per layer."""
+        """Compute `_raw_logits` with one matrix product per layer."""
         # 1. the residual blocks
         x = states.expand(count, *states.shape)  # [count, B, d]
         for j, (weights, biases) in enumerate(stacks[: self.num_layers]):  # [K, d, d], [K, d]
@@ -253,7 +264,7 @@ class MedusaDraft(StackedDraft):
             weight = weights[:count]
             bias = biases[:count]
             if j == 0:
-                # all heads read the same states, so their first blocks are one matrix
+                # all heads read the same states, so their first blocks form one matrix
                 branch = linear(states, weight.flatten(0, 1), bias.flatten())  # [B, count * d]
                 branch = branch.unflatten(1, (count, -1)).transpose(0, 1)  # [count, B, d]
             else:
@@ -272,7 +283,7 @@ class MedusaDraft(StackedDraft):
 class ResBlock(nn.Module):
     """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0.
 
-    Dropout acts on what it adds.
+    Dropout acts on the SiLU branch.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, dropout: float = 0.0) -> None:

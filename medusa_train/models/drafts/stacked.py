@@ -1,5 +1,5 @@
-"""Drafts whose heads have linear layers of the same shapes, stacked in memory, so that one product
-computes all of them.
+"""Drafts whose heads have linear layers of the same shapes. They are stacked in memory, so that one
+matrix product computes all heads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Stack = tuple[Tensor, Tensor | None]
 
 class StackedDraft(Draft):
     """A draft whose heads have linear layers of the same shapes. Their parameters are stacked in
-    memory; they stay so through `.to()`.
+    memory, also after `.to()`.
     """
 
     @abstractmethod
     def parallel_linears(self) -> list[list[Any]]:
-        """Return the linear layers that are the same in all heads, those of heads 1..K in each
-        list, all with a bias or none.
+        """Return lists of linear layers; each list has the layers of the same shape of heads 1..K,
+        either all with a bias or all without.
         """
 
     def stack_heads(self) -> None:
-        """Move the weights, and the biases, of each list of `parallel_linears` into one storage."""
+        """Stack the weights, and the biases, of each list of `parallel_linears` in memory."""
         for linears in self.parallel_linears():
             for name in ("weight", "bias"):
                 parameters = [getattr(linear, name) for linear in linears]
@@ -41,8 +41,8 @@ class StackedDraft(Draft):
     def stacked(self) -> list[Stack] | None:
         """Return the stack of each list of `parallel_linears`, without a copy.
 
-        None if they are not stacked in memory, or if a layer was replaced by one of another class,
-        for example prepacked.
+        None if they are not stacked in memory, or if a layer was replaced by a layer of another
+        class, for example a prepacked one.
         """
         stacks: list[Stack] = []
         for linears in self.parallel_linears():
@@ -66,9 +66,9 @@ class StackedDraft(Draft):
 def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
     """Move K parameters of one shape and dtype into one storage [K, ...], in place.
 
-    Values, identities, gradients and state dicts stay as they are, and optimizers continue to work;
-    torch's recurrent layers do the same in `flatten_parameters`. Memory of twice their size is
-    needed only while they are moved.
+    Values, identities, gradients and state dicts do not change, and optimizers continue to work;
+    torch's recurrent layers do the same in `flatten_parameters`. Twice the memory is needed only
+    during the move.
     """
     if not parameters or stacked_view(parameters) is not None:
         return
@@ -79,13 +79,13 @@ def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return K parameters as one tensor [K, ...] on their memory; None if they are not adjacent.
+    """Return K parameters as a view [K, ...] of their memory; None if they are not adjacent.
 
-    They stop being adjacent when they are moved, for example into ZeRO's flat buffers.
+    They are no longer adjacent after being moved, for example into ZeRO's flat buffers.
     """
     first = parameters[0]
     memory = first.untyped_storage().data_ptr()
-    # 1. parameter i begins i times its size behind the first one, in the same memory
+    # 1. parameter i must start i times its size after the first one, in the same storage
     for i, parameter in enumerate(parameters):
         adjacent = (
             parameter.untyped_storage().data_ptr() == memory
