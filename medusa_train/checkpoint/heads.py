@@ -3,7 +3,7 @@ vLLM wrote.
 
 Medusa heads are stored in the public code's layout (`reference`), or exported to vLLM's (`vllm`).
 Other drafts have our own layout: draft.safetensors with the names of their state dict, and
-    config.json with their settings.
+config.json with their settings.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.marked_text import MarkedTextTokenizer
 from medusa_train.data.tool_calls import TOOLS
-from medusa_train.data.tool_rendering import fit_to_template, map_strings
+from medusa_train.data.tool_forms import fit_to_template, map_strings
 from medusa_train.errors import DataError
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)

@@ -14,7 +14,7 @@ from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTag
 from medusa_train.data.json_values import RecordError
 from medusa_train.data.report import Unread
 from medusa_train.data.tool_calls import TOOLS
-from medusa_train.data.tool_rendering import openai_messages
+from medusa_train.data.tool_forms import openai_messages
 from medusa_train.data.turns import TurnKeys, parse_turns, reasoning_part
 from medusa_train.errors import ServerError
 from medusa_train.hide_secrets import excerpt

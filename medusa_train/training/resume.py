@@ -243,7 +243,7 @@ def forget_incomparable_best(
     """Forget the best evaluation if later evaluations cannot be compared with it, and print why.
 
     The reasons: the validation data or the objective changed, or early stopping would return
-        weights that are in another directory.
+    weights that are in another directory.
 
     Args:
         validation: the fingerprint of the validation data now.

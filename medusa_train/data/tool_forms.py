@@ -32,7 +32,7 @@ def fit_to_template(
     # the user.
     shortened = [_with_short_ids(message) for message in messages]
     change = _with_text_arguments if has_calls else _of_user
-    name = "text_arguments" if has_calls else "results_of_user"
+    count = "text_arguments" if has_calls else "results_of_user"
     changed = [[change(message) for message in form] for form in (messages, shortened)]
     # 2. The first form that the template accepts.
     problems = []
@@ -43,10 +43,11 @@ def fit_to_template(
             problems.append(error)
             continue
         if form in changed:
-            counts[name] += 1
+            counts[count] += 1
         if not keeps_content:
             counts["dropped_content"] += 1
         return form
+    # 3. The template's reason, without its complaint about ids: that of the chat with short ids.
     raise problems[1]
 
 
@@ -58,7 +59,7 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
     outline = []
     names: list[str] = []
     results: list[str] = []
-    beside: list[tuple[int, str]] = []
+    texts_next_to_calls: list[tuple[int, str]] = []
     for number, message in enumerate(messages):
         content = f"{placeholder(number)}text"
         calls = []
@@ -68,7 +69,7 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
         if calls:
             message = replace(message, parts={**message.parts, "tool_calls": calls})
         if calls and message.content.strip():
-            beside.append((number, content))
+            texts_next_to_calls.append((number, content))
             message = replace(message, content=content)
         elif message.role == "tool":
             results.append(content)
@@ -81,9 +82,9 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
     if results and not any(result in text for result in results):
         raise ChatTemplateError("the chat template leaves out results of tools")
     # A template may drop such a text once later turns follow, so render up to the last one.
-    if not beside:
+    if not texts_next_to_calls:
         return True
-    number, content = beside[-1]
+    number, content = texts_next_to_calls[-1]
     return content in template.render(outline[: number + 1])
 
 
