@@ -20,8 +20,9 @@ SHORT = {
     "medusa-eval": ["--limit", "2", "max_new_tokens=8", "exactness=false"],
     "medusa-export": [],
 }
-#: Options of commands that need a terminal or vLLM.
-LEFT_OUT = {"--interactive", "--serve"}
+#: Words of commands that need a terminal, vLLM, or the coder.
+CODER = "models/qwen2.5-coder-0.5b-instruct"
+LEFT_OUT = {"--interactive", "--serve", "TREE.json", CODER, f"base_model={CODER}"}
 #: Tools in the system turn, and calls in the answer, with the tokens of the built-in model.
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"

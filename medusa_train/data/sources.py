@@ -274,7 +274,7 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     # hidden files, except the ._NAME that macOS writes next to NAME
     hidden = sorted(set(path.glob(".*")) - set(path.glob("._*")))
     unread = [entry for entry in entries if entry not in used] + hidden
-    notes = _missing_shards(paths)
+    notes = _missing_shards(paths) + _same_names(paths)
     if unread:
         shown = [
             shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
@@ -390,6 +390,21 @@ def _missing_shards(paths: Sequence[Path]) -> list[str]:
         f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending} are missing"
         for (directory, stem, count, ending), numbers in found.items()
         if len(numbers) < count
+    ]
+
+
+def _same_names(paths: Sequence[Path]) -> list[str]:
+    """Return a note on files such as `a.json` and `a.jsonl`, which may hold the same records."""
+    by_stem: dict[Path, list[str]] = {}
+    for path in paths:
+        suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
+        stem = path.with_name(path.name[: -len(suffix)])
+        by_stem.setdefault(stem, []).append(path.name)
+    return [
+        f"{' and '.join(names)}: all are read; name one of them in data_files if they hold the same"
+        " records"
+        for names in by_stem.values()
+        if len(names) > 1
     ]
 
 

@@ -173,6 +173,7 @@ def _published(target: Path) -> Iterator[Path]:
     temporary = target / UNFINISHED  # on the same disk as `target`
     absent = [path for path in (target, *target.parents) if not path.exists()]
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    temporary.unlink(missing_ok=True)  # a file, if an earlier version left it
     try:
         temporary.mkdir(parents=True)
         yield temporary

@@ -284,7 +284,7 @@ def wait_for_steps(run: Path, count: int = 3) -> None:
 @forks
 def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     port = str(free_port())
-    mishaps = [None, Mishap("medusa_train.training.load_data:check_run", 1, lose_a_file)]
+    mishaps = [None, Mishap("medusa_train.training.setup:_load_model", 1, lose_a_file)]
     logs = [tmp_path / "log-0", tmp_path / "log-1"]
     places = [
         {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")

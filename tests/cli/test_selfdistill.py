@@ -259,7 +259,7 @@ def test_a_missing_data_set_says_where_to_put_it(
     monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
     result = runner.invoke(app, ["--seed", "sharegpt", "--model", "backbone"])
     assert result.exit_code == 1
-    assert "put it at data/seeds/sharegpt.json" in " ".join(result.output.split())
+    assert "to data/seeds/sharegpt.json (JSON Lines" in " ".join(result.output.split())
     assert not (at_work / "runs" / "selfdistill" / "sharegpt.jsonl").exists()
 
 

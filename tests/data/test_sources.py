@@ -431,7 +431,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
-    """Hidden files, and shards that are missing."""
+    """Hidden files, shards that are missing, and files of one name."""
     for name in (".hidden.jsonl", "._a.jsonl", "bad\nname.txt"):
         (tmp_path / name).write_text(LINE)
     for name in ("a.jsonl", "a.json", "b-00000-of-00003.jsonl"):
@@ -439,6 +439,8 @@ def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(tmp_path))).notes == (
         f"{tmp_path}: 2 not read: 'bad\\nname.txt', .hidden.jsonl",
         f"{tmp_path}: 2 of 3 files b-N-of-3.jsonl are missing",
+        "a.json and a.jsonl: all are read; name one of them in data_files if they hold the same"
+        " records",
     )
 
 

@@ -57,7 +57,7 @@ def test_rows_of_a_trained_weight_pass_their_gradient_on() -> None:
 
     def loss(grad_scale: float | None) -> Tensor:
         return linear_loss(
-            hidden, LMHead(weight).restrict_to(rows), targets, grad_scale=grad_scale
+            hidden, LMHead(weight[rows], token_map=rows), targets, grad_scale=grad_scale
         ).loss_sum
 
     wanted = torch.autograd.grad(loss(None), weight)[0]
