@@ -483,7 +483,7 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
         ("\ud800", {"raw": True}, "lone surrogate"),
         (np.array([1, 2]), {}, "a prompt is text, or a list of messages"),
         ("Hi?", {"tools": ["find"]}, "'tools' must be a list of objects"),
-        ("Hi?", {"tools": [{"name": "find"}]}, "the chat template has no tools"),
+        ("Hi?", {"tools": [{"name": "find"}]}, "the chat template does not render tools"),
         ("Hi?", {"tools": [{"name": "find"}], "raw": True}, "which raw=True leaves out"),
         (
             [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "We"}],

@@ -84,8 +84,8 @@ def test_an_empty_answer_has_no_first_token() -> None:
             "EngineCore died",
         ),
         (lines({"error": "no"}), "error within the stream: no"),
-        (["data: <html>"], "something else than JSON"),
-        (["data: 3"], "something else than JSON"),
+        (["data: <html>"], "something other than JSON"),
+        (["data: 3"], "something other than JSON"),
         (lines({"choices": ["a"]}), "not a text message"),
         (
             lines({"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}),

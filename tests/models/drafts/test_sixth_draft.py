@@ -32,7 +32,7 @@ class SixthConfig(DraftConfig):
 INSERTED = {
     "config/draft_sections.py": {
         "\n#: Section class by": SECTION.removesuffix("\n#: Section class by"),
-        "}\n#: The same with Medusa": '    "sixth": SixthConfig,\n',
+        "}\n#: `SECTIONS`, and Medusa": '    "sixth": SixthConfig,\n',
     },
     "config/schema.py": {
         "    medusa_num_heads: PositiveInt = flat(": (
