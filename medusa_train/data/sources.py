@@ -102,7 +102,9 @@ class LocalFiles:
         for path in self.paths:
             try:
                 digest.update(os.fsencode(path.resolve()) + f"\0{path.stat().st_size}\0".encode())
-                digest.update(path.read_bytes())
+                with path.open("rb") as file:
+                    while block := file.read(1 << 20):  # data may be larger than memory
+                        digest.update(block)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
         return digest.hexdigest()

@@ -159,8 +159,9 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
 
 def _rate(blocks: Iterable[Counts]) -> float:
     """Return tokens per second; 0 without answers."""
-    tokens, seconds = map(sum, zip(Counts(0, 0.0), *blocks, strict=True))
-    return tokens / seconds if seconds else 0.0
+    counted = list(blocks)
+    seconds = sum(block.cost for block in counted)
+    return sum(block.tokens for block in counted) / seconds if seconds else 0.0
 
 
 def _total(block: Measurement, turns: Collection[Turn]) -> Counts:

@@ -101,6 +101,16 @@ _FIXED: Mapping[str, Any] = {
     "zero_optimization.offload_optimizer.ratio": 1,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.8,
+    # of examples for DeepSpeed, which write these values out
+    "optimizer.params.torch_adam": True,
+    "optimizer.params.adam_w_mode": True,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_type": "linear",
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 2000,
+    "fp16.hysteresis": 1,
+    "fp16.min_loss_scale": 1,
 }
 #: Entries that repeat a key of the run -> that key.
 _REPEATED: Mapping[str, str] = {

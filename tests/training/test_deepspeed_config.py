@@ -159,7 +159,10 @@ def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
             "type": "AdamW",
             "params": {"lr": "5e-4", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0},
         },
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 7, "warmup_min_lr": 0, "warmup_type": "linear"},
+        },
         "fp16": {"enabled": False, "loss_scale_window": 1000},
         "amp": {"enabled": False},
         "autotuning": {},
