@@ -33,7 +33,7 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
     The target model's dtype and compilation are left out: they change a token's rank only if logits
     nearly tie.
     """
-    target_model = model_directory(paths.base_model)
+    target_model = model_directory(paths.target_model)
     weights = [*target_model.glob("config.json"), *target_model.glob("*.safetensors")]
     weights += target_model.glob("*.bin")
     adapter: list[Path] = []

@@ -65,7 +65,7 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
     keys.append(weights_key(with_adapter, SETTINGS))
     assert all(one not in keys[:i] for i, one in enumerate(keys))
     # not in the hub's cache
-    assert weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys
+    assert weights_key(replace(paths, target_model="nobody/nothing"), SETTINGS) not in keys
 
 
 def test_the_key_changes_with_the_tokens_that_end_an_answer(
