@@ -312,7 +312,7 @@ def command_problems(
     from medusa_train.cli.common import read_arguments
     from medusa_train.config.schema import EvalConfig, SelfDistillConfig, TrainConfig
     from medusa_train.errors import MedusaError
-    from medusa_train.evaluation.questions import load_bench
+    from medusa_train.evaluation.questions import load_benchmark
 
     module = importlib.import_module(COMMANDS[program])
     # click's UsageError, which newer versions of typer contain themselves
@@ -329,7 +329,7 @@ def command_problems(
             read_arguments(SelfDistillConfig, words, flags=flags)
             return []
         if program == "eval":
-            load_bench(read_arguments(EvalConfig, words, flags=flags).bench, print)
+            load_benchmark(read_arguments(EvalConfig, words, flags=flags).bench, print)
             return []
         cfg = read_arguments(TrainConfig, words, flags=flags)
     except (usage_error, MedusaError) as error:

@@ -62,7 +62,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.sources import open_source
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.evaluation.questions import Bench, load_bench
+from medusa_train.evaluation.questions import Benchmark, load_benchmark
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
 from medusa_train.models.loading import resolve_target_model
@@ -319,14 +319,14 @@ def target_model_config(cfg: TrainConfig) -> Any:
         return llama_config(*SHAPES[size[0].upper()])
 
 
-def load_questions(text: str) -> Bench:
+def load_questions(text: str) -> Benchmark:
     """Load BENCH[@CATEGORY+...][:N]: the benchmark with only these categories and at most N
     questions of each category.
     """
     name, colon, count = text.rpartition(":")
     name, each = (name, int(count)) if colon and count.isdigit() else (text, sys.maxsize)
     name, _, categories = name.partition("@")
-    bench, seen = load_bench(name, print), Counter[str]()
+    bench, seen = load_benchmark(name, print), Counter[str]()
     kept = []
     for question in bench.questions:
         if (not categories or question.category in categories.split("+")) and seen[

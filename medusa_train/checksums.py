@@ -78,12 +78,12 @@ def check(path: Path, *, expected_here: bool = True) -> None:
         with path.open("rb") as file:
             file.seek(position)
             expected = file.read(len(EMPTY))
-        found = f"{checksum(path, position):08x}".encode()
+        actual = f"{checksum(path, position):08x}".encode()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
-            f"{path}: damaged: its checksum is {found.decode()}, {expected.decode(errors='replace')}"
+            f"{path}: damaged: its checksum is {actual.decode()}, {expected.decode(errors='replace')}"
             " was written; copy the file again, or train again"
         )
 
@@ -101,8 +101,8 @@ def _position(path: Path) -> int | None:
         has_checksum = NAME in metadata
     except (ValueError, AttributeError):
         return None
-    found = header.find(_ENTRY)
-    return _LENGTH + found + len(_ENTRY) if has_checksum and found >= 0 else None
+    entry_start = header.find(_ENTRY)
+    return _LENGTH + entry_start + len(_ENTRY) if has_checksum and entry_start >= 0 else None
 
 
 def checksum(path: Path, position: int | None = None) -> int:

@@ -53,12 +53,12 @@ class RepeatedKeyError(ValueError):
 
 def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object; raise RepeatedKeyError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         (name, _), *_ = counts.most_common(1)
         raise RepeatedKeyError(f"the key {name!r} occurs twice in an object")
-    return found
+    return mapping
 
 
 def parse_json(text: str | bytes) -> Any:

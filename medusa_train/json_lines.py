@@ -156,9 +156,9 @@ class MeasurementLog(Generic[Entry]):
             " start over)"
         )
 
-    def start(self, kept: Iterable[Entry], **header: Any) -> None:
-        """Replace the file by a header and the `kept` entries, and open it for appending."""
-        lines = [{"settings": self._settings, **header}, *map(self._as_json, kept)]
+    def start(self, entries: Iterable[Entry], **header: Any) -> None:
+        """Replace the file by a header and `entries`, and open it for appending."""
+        lines = [{"settings": self._settings, **header}, *map(self._as_json, entries)]
         replace_bytes(self.path, [json_line(line) for line in lines])
         self._file = JsonLinesFile(self.path)
 

@@ -60,9 +60,9 @@ class MetricLoggers:
     def __init__(self, loggers: Sequence[MetricLogger]) -> None:
         self._loggers = list(loggers)
 
-    def log(self, kind: str, step: int, figures: Record) -> None:
+    def log(self, kind: str, step: int, metrics: Record) -> None:
         """Log metrics of `kind` ("train", "eval", "skipped") after `step` optimizer steps."""
-        record = {"kind": kind, "step": step, **figures}
+        record = {"kind": kind, "step": step, **metrics}
         for logger in self._loggers:
             logger.log(record)
 
@@ -175,7 +175,7 @@ class ConsoleLogger(MetricLogger):
         print all records.
         """
         if record["kind"] == "train" and self._is_terminal:
-            self._phase.update(record["step"], bar_figures(record))
+            self._phase.update(record["step"], bar_metrics(record))
             return
         line = describe(record)
         if record["kind"] == "train":
@@ -195,7 +195,7 @@ class ConsoleLogger(MetricLogger):
         self._phase.stop()
 
 
-def bar_figures(record: Record) -> str:
+def bar_metrics(record: Record) -> str:
     """Format a training record for the bar: loss, top-1 accuracy per head, tokens per second."""
     heads = " ".join(_share(x) for x in record["head_top1"])
     return f"loss {record['loss']:.3f}  top-1 {heads}  {record['tokens_per_s']:,.0f} tokens/s"
@@ -254,7 +254,7 @@ class Dashboard(MetricLogger):
         """Send the numbers of a record, one value per head."""
         if self._functions is not None:
             send, _ = self._functions
-            self._try(lambda: send(flat_figures(record), int(record["step"])))
+            self._try(lambda: send(flat_metrics(record), int(record["step"])))
 
     def close(self) -> None:
         """Wait until everything is sent."""
@@ -299,12 +299,12 @@ def wandb(
         import wandb
 
         id_file = run_dir / "wandb" / WANDB_ID
-        known = run_id or _stored_id(id_file)
+        stored_id = run_id or _stored_id(id_file)
         run = wandb.init(
             project=project,
             entity=entity,
-            id=known,
-            resume="allow" if known else None,
+            id=stored_id,
+            resume="allow" if stored_id else None,
             config=mask_values(config or {}),
             dir=str(run_dir),
             name=name or run_dir.name,
@@ -313,7 +313,7 @@ def wandb(
         )
         id_file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(id_file, f"{run.id}\n")
-        return lambda figures, step: run.log(figures, step=step), run.finish
+        return lambda metrics, step: run.log(metrics, step=step), run.finish
 
     return Dashboard("wandb", console, start)
 
@@ -336,8 +336,8 @@ def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
 
         writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
 
-        def send(figures: dict[str, float], step: int) -> None:
-            for name, value in figures.items():
+        def send(metrics: dict[str, float], step: int) -> None:
+            for name, value in metrics.items():
                 writer.add_scalar(name, value, step)
 
         return send, writer.close
@@ -345,7 +345,7 @@ def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
     return Dashboard("tensorboard", console, start)
 
 
-def flat_figures(record: Record) -> dict[str, float]:
+def flat_metrics(record: Record) -> dict[str, float]:
     """Flatten a record to `kind/name` numbers; a list becomes `name_1`, `name_2`, ..., nested lists
     are left out.
     """

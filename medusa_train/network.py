@@ -63,10 +63,10 @@ def is_this_machine(host: str) -> bool:
     if name.split(".")[-1] == "localhost":
         return True
     try:
-        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)  # asks no name server
+        entries = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)  # asks no name server
     except (OSError, UnicodeError):
         return False
-    address = _address(str(found[0][4][0]))
+    address = _address(str(entries[0][4][0]))
     return address.is_loopback or address.is_unspecified
 
 

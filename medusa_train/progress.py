@@ -284,12 +284,12 @@ def _columns(total: int | None) -> list[rich_progress.ProgressColumn]:
 
 def duration(seconds: float) -> str:
     """Format a duration: 42 s, 3 min 05 s, 2 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02d} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02d} min"
 
 
 class LoadingProgress:

@@ -20,7 +20,7 @@ from medusa_train.metrics_log import (
     ConsoleLogger,
     MetricLoggers,
     MetricsFile,
-    flat_figures,
+    flat_metrics,
     tensorboard,
     truncate_log,
     wandb,
@@ -200,7 +200,7 @@ OPENED = {
 
 
 def test_figures_for_a_dashboard_are_numbers() -> None:
-    assert flat_figures(RECORD) == FIGURES
+    assert flat_metrics(RECORD) == FIGURES
 
 
 @pytest.mark.parametrize("name", OPENED)

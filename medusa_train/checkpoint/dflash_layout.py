@@ -105,23 +105,23 @@ def from_dflash(
         CheckpointError: config.json has no mask token or layers, or describes another attention.
     """
     # 1. Read the block's settings.
-    own = config.get("dflash_config")
-    if not isinstance(own, Mapping):
-        own = {}
+    dflash_config = config.get("dflash_config")
+    if not isinstance(dflash_config, Mapping):
+        dflash_config = {}
     block = block_size(config)
-    mask_token = own.get("mask_token_id", config.get("mask_token_id"))
+    mask_token = dflash_config.get("mask_token_id", config.get("mask_token_id"))
     num_layers = config.get("num_hidden_layers")
     for name, value in (("mask_token_id", mask_token), ("num_hidden_layers", num_layers)):
         if type(value) is not int or value < 0:
             raise CheckpointError(f"{name} {value!r} in config.json is not a whole number")
-    layer_ids = own.get("target_layer_ids")
+    layer_ids = dflash_config.get("target_layer_ids")
     if not isinstance(layer_ids, list) or not all(type(n) is int and n >= 0 for n in layer_ids):
         raise CheckpointError(
             f"target_layer_ids {layer_ids!r} in config.json are not layers, counted from 0"
         )
     # 2. Check the attention mask.
     window = _window(config)
-    causal = config.get("is_causal", own.get("causal"))
+    causal = config.get("is_causal", dflash_config.get("causal"))
     if causal is not None and bool(causal) != (window > 0):
         raise CheckpointError(
             f"DFlash drafts with causal {causal!r} and a window of {window or None} can't be read"
@@ -151,8 +151,8 @@ def from_dflash(
 
 def block_size(config: Mapping[str, Any]) -> int:
     """Return the block size in a config.json: K + 1, the last token and K draft tokens."""
-    own = config.get("dflash_config")
-    size = own.get("block_size") if isinstance(own, Mapping) else None
+    dflash_config = config.get("dflash_config")
+    size = dflash_config.get("block_size") if isinstance(dflash_config, Mapping) else None
     size = size or config.get("block_size", _BLOCK_SIZE)
     if type(size) is not int or size < 2:
         raise CheckpointError(f"block_size {size!r} in config.json is not a number from 2 on")

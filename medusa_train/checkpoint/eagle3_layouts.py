@@ -183,7 +183,7 @@ def to_eagle3(
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
     # 3. Build config.json from the entries of the layer and of the draft.
-    of_layer = {
+    layer_config = {
         "architectures": [EAGLE3_QWEN3 if is_qwen3 else EAGLE3],
         "model_type": "qwen3" if is_qwen3 else "llama",
         **entries_in_files(layer),
@@ -194,7 +194,7 @@ def to_eagle3(
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    of_draft = {
+    draft_config = {
         "draft_vocab_size": len(ordered),
         "tie_word_embeddings": False,
         "norm_before_residual": bool(settings.get("norm_before_residual")),
@@ -202,28 +202,28 @@ def to_eagle3(
         _STATES: list(settings["layers"]),
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
     }
-    named = {"base_model_name_or_path": target_model_name}
+    target_entry = {"base_model_name_or_path": target_model_name}
     if to == "vllm":
-        return tensors, {**of_layer, **of_draft, **named}
+        return tensors, {**layer_config, **draft_config, **target_entry}
     if to == "sglang":
-        states = [layers - 1 for layers in of_draft.pop(_STATES)]
+        states = [layers - 1 for layers in draft_config.pop(_STATES)]
         eagle = {_STATES: states, "use_aux_hidden_state": True}
-        return tensors, {**of_layer, **of_draft, **named, "eagle_config": eagle}
-    of_layer["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
+        return tensors, {**layer_config, **draft_config, **target_entry, "eagle_config": eagle}
+    layer_config["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
     draft_tokens = min(3, settings.get("num_heads", 3))
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     return tensors, {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        **of_draft,
-        "transformer_layer_config": of_layer,
+        **draft_config,
+        "transformer_layer_config": layer_config,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target_model_name, "architectures": []},
         },
-        **named,
+        **target_entry,
     }
 
 
@@ -315,21 +315,23 @@ def _state_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> list[i
     """Return after how many layers each of the three states is read; None if config.json does not
     say it.
     """
-    named = config.get(_STATES)
-    first = 1
+    numbers = config.get(_STATES)
+    first_number = 1
     if eagle.get(_STATES):
-        named = eagle[_STATES]
-        first = 0
-    if named is None:
+        numbers = eagle[_STATES]
+        first_number = 0
+    if numbers is None:
         return None
-    is_three = isinstance(named, list) and len(named) == 3
+    is_three = isinstance(numbers, list) and len(numbers) == 3
     # `type` and not isinstance, because a bool is an int
-    if not is_three or not all(type(number) is int and number >= first for number in named):
+    if not is_three or not all(
+        type(number) is int and number >= first_number for number in numbers
+    ):
         raise CheckpointError(
-            f"{_STATES} {named!r} in config.json are not three layers, counted from {first}"
+            f"{_STATES} {numbers!r} in config.json are not three layers, counted from {first_number}"
         )
     # servers collect the states in the order of layers, whatever the order in the file
-    return sorted(number + 1 - first for number in named)
+    return sorted(number + 1 - first_number for number in numbers)
 
 
 def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
@@ -365,10 +367,10 @@ def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     Missing entries get Llama's or Qwen3's defaults, as in servers, not the target model's values.
     """
     keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
-    named = {key: layer[key] for key in keys if layer.get(key) is not None}
+    present = {key: layer[key] for key in keys if layer.get(key) is not None}
     kind = Qwen3Config if layer.get("model_type") == "qwen3" else LlamaConfig
     try:
-        entries: dict[str, Any] = kind(**named).to_dict()
+        entries: dict[str, Any] = kind(**present).to_dict()
     except Exception as error:  # transformers' checks raise many exception types
         raise CheckpointError(f"not a valid configuration of a layer: {error}") from error
     return {key: entries[key] for key in LAYER_KEYS if entries.get(key) is not None}
@@ -438,34 +440,36 @@ def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size
             )
 
 
-def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tensor | None:
+def _draft_tokens(
+    tensors: Mapping[str, Tensor], draft_vocab_size: Any, vocab_size: Any
+) -> Tensor | None:
     """Return the tokens [N] of lm_head's rows, from d2t or t2d; None if it has all tokens.
 
     Args:
-        named: draft_vocab_size in config.json. size: vocab_size in config.json.
+        draft_vocab_size, vocab_size: entries of config.json.
     """
     # 1. Count the rows of lm_head.
     if "lm_head.weight" not in tensors:
-        if named in (None, size):
+        if draft_vocab_size in (None, vocab_size):
             return None
         raise CheckpointError(
             "incomplete, lm_head.weight missing (the target model's has all tokens, but"
-            f" draft_vocab_size is {named})"
+            f" draft_vocab_size is {draft_vocab_size})"
         )
     rows = len(tensors["lm_head.weight"])
-    if named not in (None, rows):
+    if draft_vocab_size not in (None, rows):
         raise CheckpointError(
-            f"lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"
+            f"lm_head has {rows} rows, but draft_vocab_size is {draft_vocab_size} in config.json"
         )
     # 2. Find their tokens.
     d2t = tensors.get("d2t")
     t2d = tensors.get("t2d")
-    if size is None and t2d is not None:
-        size = len(t2d)
-    if size is not None and rows >= size:
+    if vocab_size is None and t2d is not None:
+        vocab_size = len(t2d)
+    if vocab_size is not None and rows >= vocab_size:
         if d2t is not None and bool(d2t.any()):
             raise CheckpointError(
-                f"d2t moves tokens, but lm_head has a row for each of {size} tokens"
+                f"d2t moves tokens, but lm_head has a row for each of {vocab_size} tokens"
             )
         return None
     if d2t is not None:
@@ -474,11 +478,11 @@ def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tenso
     elif t2d is not None:
         name = "t2d"
         tokens = t2d.nonzero()[:, 0]
-    elif size is None:
+    elif vocab_size is None:
         return None
     else:
         raise CheckpointError(
-            f"lm_head has {rows} rows for {size} tokens, but d2t, which says which tokens they"
+            f"lm_head has {rows} rows for {vocab_size} tokens, but d2t, which says which tokens they"
             " are, is missing"
         )
     if len(tokens) != rows:

@@ -210,36 +210,36 @@ def read_heads(directory: Path | str) -> HeadTensors:
 
     Heads and layers are counted in the tensors, because published configs state too few.
     """
-    found = find_heads(Path(directory))
-    if found.layout == "draft":
+    head_files = find_heads(Path(directory))
+    if head_files.layout == "draft":
         raise CheckpointError(
             f"{directory}: holds a draft of another kind than Medusa; other programs have no layout"
             " for it. Decode with it here (medusa-eval, medusa_train.load)."
         )
-    return _medusa_heads(found, *_read_files(found))
+    return _medusa_heads(head_files, *_read_files(head_files))
 
 
 def read_draft(directory: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the state dict and the settings of an EAGLE-3 or DFlash draft, in our layout or in one
     that servers read.
     """
-    found = find_heads(directory)
-    tensors, config = _read_files(found)
+    head_files = find_heads(directory)
+    tensors, config = _read_files(head_files)
     if config.get("draft") != kind:
         title = DRAFT_CONFIGS[kind].title
         raise CheckpointError(f"{directory}: holds no {title} draft")
-    return tensors, _settings(config, found.directory / HEADS_CONFIG)
+    return tensors, _settings(config, head_files.directory / HEADS_CONFIG)
 
 
 def read_token_map(directory: Path) -> Tensor | None:
     """Read the reduced vocabulary of a draft of any kind: the token id of each logit, int64 [N];
     None if its heads predict all tokens.
     """
-    found = find_heads(directory)
-    tensors, config = _read_files(found)
-    if found.layout in ("draft", "eagle3", "dflash"):
+    head_files = find_heads(directory)
+    tensors, config = _read_files(head_files)
+    if head_files.layout in ("draft", "eagle3", "dflash"):
         return tensors.get(TOKEN_MAP)
-    return _medusa_heads(found, tensors, config).token_map
+    return _medusa_heads(head_files, tensors, config).token_map
 
 
 @contextmanager
@@ -251,11 +251,11 @@ def _naming(source: Path) -> Iterator[None]:
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
+def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     """Read the tensors and config.json. For EAGLE-3 and DFlash drafts in a server's layout, they
     are converted to what `save_draft` writes.
     """
-    directory, layout, files = found
+    directory, layout, files = head_files
     if layout is None:
         raise CheckpointError(
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory"
@@ -266,10 +266,10 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: config.json describes a draft, but there are no weights next to"
             " it (*.safetensors, pytorch_model*.bin)"
         )
-    others = heads_of_other_kinds(found)
-    if others:
+    other_files = heads_of_other_kinds(head_files)
+    if other_files:
         raise CheckpointError(
-            f"{directory}: holds heads of two kinds, {files[0].name} and {others[0]}; move one of them"
+            f"{directory}: holds heads of two kinds, {files[0].name} and {other_files[0]}; move one of them"
             " to a directory of its own"
         )
     # 1. Read config.json, which Medusa heads may lack.
@@ -312,9 +312,9 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     return tensors, config
 
 
-def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
+def _medusa_heads(head_files: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
     """Build Medusa heads from tensors with a layout's names, and warn about what is not used."""
-    directory, layout, files = found
+    directory, layout, files = head_files
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     source = files[0] if len(files) == 1 else directory
@@ -348,9 +348,9 @@ def _notes_on_config(
             )
     for entry, attribute in _STATED.get(layout or "", {}).items():
         stated = config.get(entry)
-        found = getattr(heads, attribute)
-        if isinstance(stated, int) and stated != found:
-            yield f"config.json has {entry}: {stated}, the tensors are of {found}: all are used"
+        actual = getattr(heads, attribute)
+        if isinstance(stated, int) and stated != actual:
+            yield f"config.json has {entry}: {stated}, the tensors are of {actual}: all are used"
     if layout == "vllm" or (layout == "reference" and "num_attention_heads" not in config):
         unread = sorted(set(config) - _KNOWN_ENTRIES[layout])
         if unread:
@@ -399,34 +399,36 @@ def load_draft(
 ) -> Draft:
     """Load a draft of any kind for `target_model`, on its device; `dtype` defaults to its dtype."""
     # 1. Read the files.
-    found = find_heads(Path(directory))
-    tensors, config = _read_files(found)
-    if found.layout not in ("draft", "eagle3", "dflash"):
+    head_files = find_heads(Path(directory))
+    tensors, config = _read_files(head_files)
+    if head_files.layout not in ("draft", "eagle3", "dflash"):
         return _new_medusa(
-            _medusa_heads(found, tensors, config), found.directory, target_model, dtype
+            _medusa_heads(head_files, tensors, config), head_files.directory, target_model, dtype
         )
-    is_eagle3 = found.layout == "eagle3"  # an EAGLE-3 draft in a server's layout
+    is_eagle3 = head_files.layout == "eagle3"  # an EAGLE-3 draft in a server's layout
     if is_eagle3:
-        _check_target(found.directory, tensors, target_model, config)
+        _check_target(head_files.directory, tensors, target_model, config)
     # 2. Build a draft with these settings.
-    draft = _new_draft(config, found.directory, tensors, target_model, dtype)
-    own = draft.state_dict()
+    draft = _new_draft(config, head_files.directory, tensors, target_model, dtype)
+    draft_state = draft.state_dict()
     if is_eagle3 and LM_HEAD_0 not in tensors:  # like servers, use the target model's lm_head
-        tensors |= {name: t for name, t in own.items() if name.startswith("lm_heads.")}
-    elif is_eagle3 and "lm_heads.0.bias" in own:  # servers have no bias
-        tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])
+        tensors |= {name: t for name, t in draft_state.items() if name.startswith("lm_heads.")}
+    elif is_eagle3 and "lm_heads.0.bias" in draft_state:  # servers have no bias
+        tensors["lm_heads.0.bias"] = torch.zeros_like(draft_state["lm_heads.0.bias"])
     # 3. Load its weights.
     try:
         draft.load_state_dict(tensors)
     except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()  # the first line has the draft's class name
-        names_differ = first.startswith(("Missing key", "Unexpected key"))
+        error_line = str(error).splitlines()[1].strip()  # the first line has the draft's class name
+        names_differ = error_line.startswith(("Missing key", "Unexpected key"))
         # with equal names in our layout, only widths differ, which are the target model's
-        if found.layout != "draft" or names_differ:
+        if head_files.layout != "draft" or names_differ:
             raise CheckpointError(
-                f"{found.directory}: the tensors are not those that config.json describes: {first}"
+                f"{head_files.directory}: the tensors are not those that config.json describes: {error_line}"
             ) from None
-        raise _does_not_fit(found.directory / DRAFT, target_model, first, config) from None
+        raise _does_not_fit(
+            head_files.directory / DRAFT, target_model, error_line, config
+        ) from None
     return draft.eval()
 
 
@@ -441,7 +443,7 @@ def _check_target(
     tables = {"embeddings": tensors.get("embed_tokens.weight")}
     if TOKEN_MAP not in tensors:
         tables["lm_head"] = tensors.get(LM_HEAD_0)
-    last = max(config.get("layers") or [0])
+    last_layer = max(config.get("layers") or [0])
     problem = None
     if width != target_model.hidden_size:
         problem = f"fc reads states of {width}, the target model has {target_model.hidden_size}"
@@ -450,10 +452,8 @@ def _check_target(
             problem = (
                 f"{name} of {len(table)} tokens, the target model has {target_model.vocab_size}"
             )
-    if problem is None and last > target_model.num_layers:
-        problem = (
-            f"reads states after {last} layers, the target model has {target_model.num_layers}"
-        )
+    if problem is None and last_layer > target_model.num_layers:
+        problem = f"reads states after {last_layer} layers, the target model has {target_model.num_layers}"
     if problem is not None:
         raise _does_not_fit(directory, target_model, problem, config)
 
@@ -489,9 +489,9 @@ def _new_draft(
             raise CheckpointError(f"{source}: {TOKEN_MAP} is missing, but {path} has vocab_size")
         with _naming(source):
             settings[TOKEN_MAP] = checked_token_map(tensors)
-        last = int(settings[TOKEN_MAP].max())
-        if last >= target_model.vocab_size:
-            problem = f"{TOKEN_MAP} has the token {last}, the target model {target_model.vocab_size} tokens"
+        largest_token = int(settings[TOKEN_MAP].max())
+        if largest_token >= target_model.vocab_size:
+            problem = f"{TOKEN_MAP} has the token {largest_token}, the target model {target_model.vocab_size} tokens"
             raise _does_not_fit(source, target_model, problem, config)
     try:
         return DRAFTS[kind].from_target_model(target_model, dtype=dtype, **settings)

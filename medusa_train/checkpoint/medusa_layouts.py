@@ -97,8 +97,8 @@ class HeadTensors:
     @property
     def hidden_size(self) -> int:
         """Hidden size, d."""
-        first = _FIRST_BLOCK if self.shared else LM_HEAD_0
-        return self.state[first].shape[-1]
+        first_name = _FIRST_BLOCK if self.shared else LM_HEAD_0
+        return self.state[first_name].shape[-1]
 
     @property
     def vocab_size(self) -> int | None:
@@ -138,8 +138,8 @@ def _rename(name: str, renames: Mapping[str, str], **fields: Any) -> tuple[str |
     for old, new in renames.items():
         match = _pattern(old).fullmatch(name)
         if match is not None:
-            found = match.groupdict()
-            return new.format(**fields, **found), found.get("n")
+            groups = match.groupdict()
+            return new.format(**fields, **groups), groups.get("n")
     return None, None
 
 
@@ -197,9 +197,9 @@ def from_files(
         raise CheckpointError(f"the heads have different numbers of blocks: {sorted(depths)}")
     if TOKEN_MAP in state:
         state[TOKEN_MAP] = checked_token_map(state)
-    found = HeadTensors(len(heads), depths.pop(), state)
-    _check_state(found, layout)
-    return found
+    head_tensors = HeadTensors(len(heads), depths.pop(), state)
+    _check_state(head_tensors, layout)
+    return head_tensors
 
 
 def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
@@ -210,16 +210,16 @@ def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
 
     # 1. Build a draft of this size, without memory for its weights.
     state = heads.state
-    first = _FIRST_BLOCK if heads.shared else LM_HEAD_0
-    if first not in state or heads.num_layers > len(state):
-        raise CheckpointError(f"incomplete, {first} missing")
-    if state[first].dim() != 2:
+    first_name = _FIRST_BLOCK if heads.shared else LM_HEAD_0
+    if first_name not in state or heads.num_layers > len(state):
+        raise CheckpointError(f"incomplete, {first_name} missing")
+    if state[first_name].dim() != 2:
         raise CheckpointError(
-            f"{listed({first: state[first]})} is not a matrix: shape {list(state[first].shape)}"
+            f"{listed({first_name: state[first_name]})} is not a matrix: shape {list(state[first_name].shape)}"
         )
     vocab_size = heads.vocab_size
     if not heads.shared and heads.token_map is None:
-        vocab_size = len(state[first])
+        vocab_size = len(state[first_name])
     with torch.device("meta"):
         draft = MedusaDraft(
             heads.hidden_size,

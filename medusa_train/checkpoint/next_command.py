@@ -67,12 +67,12 @@ def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
     """Return the command that serves a run with the number of draft tokens that is recommended for
     the fewest concurrent requests. None if no number is recommended, or nothing is exported.
     """
-    used = [one for one in report["recommendation"] if one["use"]]
+    recommended = [one for one in report["recommendation"] if one["use"]]
     export = paths.home / "export" / "vllm"
     kind = _kind_of_run(paths)
-    if kind is None or not used or not export.is_dir():
+    if kind is None or not recommended or not export.is_dir():
         return None
-    count = used[0]["num_speculative_tokens"]
+    count = recommended[0]["num_speculative_tokens"]
     draft = {"method": kind, "model": str(export), "num_speculative_tokens": count}
     model = paths.target_model
     if paths.adapter is not None:

@@ -107,10 +107,10 @@ class ModelPaths:
         """Arguments of medusa-eval that select these heads, and the target model if it is not from a
         run.
         """
-        named = ["--model", self.hub_name or str(self.home)]
+        options = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
-            named += ["--base-model", self.target_model]
-        return named
+            options += ["--base-model", self.target_model]
+        return options
 
     @property
     def remote_code_note(self) -> str | None:
@@ -175,9 +175,9 @@ class ModelPaths:
             )
         kind = heads_kind(self.heads)
         if not DRAFT_CONFIGS.get(kind, DraftConfig).dynamic_trees:
-            able = [name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees]
+            kinds = [name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees]
             raise CheckpointError(
-                f"tree {tree}: needs {' or '.join(able)}, but {self.heads} is {kind}; use --tree"
+                f"tree {tree}: needs {' or '.join(kinds)}, but {self.heads} is {kind}; use --tree"
                 f" {FIXED}"
             )
         return replace(self, tree_mode=tree)
@@ -265,14 +265,14 @@ def resolve_model(
     if chat_template:
         get_template(chat_template)
     # 4. Replace the run's settings by those of the user.
-    said: dict[str, Any] = {
+    user_settings: dict[str, Any] = {
         "chat_template": chat_template or None,
         "chat_template_kwargs": chat_template_kwargs,
         "special_tokens": special_tokens,
     }
     return replace(
         paths,
-        **{name: value for name, value in said.items() if value is not None},
+        **{name: value for name, value in user_settings.items() if value is not None},
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
     )
@@ -350,13 +350,13 @@ def find_initial_adapter(run: Path | None) -> Path | None:
     return next((path for path in candidates if (path / ADAPTER_CONFIG).is_file()), None)
 
 
-def heads_of_other_kinds(found: HeadFiles) -> list[str]:
+def heads_of_other_kinds(head_files: HeadFiles) -> list[str]:
     """Return the files of other kinds of heads in the same directory, by their names."""
-    others: list[str] = []
+    other_files: list[str] = []
     for layout, names in _OWN_FILES.items():
-        if layout != found.layout:
-            others += [name for name in names if (found.directory / name).is_file()]
-    return others
+        if layout != head_files.layout:
+            other_files += [name for name in names if (head_files.directory / name).is_file()]
+    return other_files
 
 
 def _is_eagle3(config: Mapping[str, Any]) -> bool:

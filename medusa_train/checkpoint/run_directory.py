@@ -102,9 +102,9 @@ _WRITTEN_PATHS = {
 NEWEST = ("latest", "auto")
 
 
-def check_writable(out: Path) -> None:
-    """Raise ConfigError unless `out` is a directory that is writable or can be created."""
-    existing = existing_parent(out)
+def check_writable(directory: Path) -> None:
+    """Raise ConfigError unless `directory` is a directory that is writable or can be created."""
+    existing = existing_parent(directory)
     if not existing.is_dir():
         raise ConfigError(f"output_dir: {existing} is a file, not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -116,15 +116,15 @@ def check_output_dir(cfg: TrainConfig) -> None:
     the run in it.
     """
     # 1. Check the directory itself.
-    out = cfg.run_dir
-    check_writable(out)
+    run_dir = cfg.run_dir
+    check_writable(run_dir)
     resume = cfg.resume_from_checkpoint
-    checkpoint = named_checkpoint(resume, out)
-    _check_links(out)
+    checkpoint = named_checkpoint(resume, run_dir)
+    _check_links(run_dir)
     # 2. Check for files of the user or of another program.
-    files = [name for name in RUN_FILES if _is_used(out / name)]
-    is_new = resume is None and not _is_run(out)
-    check_only_run_files(out, inner=cfg.overwrite_output_dir or is_new)
+    files = [name for name in RUN_FILES if _is_used(run_dir / name)]
+    is_new = resume is None and not _is_run(run_dir)
+    check_only_run_files(run_dir, inner=cfg.overwrite_output_dir or is_new)
     # 3. Check a run that is overwritten.
     if cfg.overwrite_output_dir:
         _check_overwriting(cfg, files)
@@ -134,18 +134,20 @@ def check_output_dir(cfg: TrainConfig) -> None:
         return
     if resume is None:
         raise ConfigError(
-            f"output_dir: {out} already holds a run ({', '.join(files)}). Choose one:\n"
+            f"output_dir: {run_dir} already holds a run ({', '.join(files)}). Choose one:\n"
             "  output_dir=OTHER                a new run elsewhere\n"
             "  resume_from_checkpoint=auto     resume this run from its newest checkpoint\n"
             "  overwrite_output_dir=true       delete this run and start again"
         )
-    if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
-        check_nothing_is_lost(out)
+    if checkpoint is None and not any(run_dir.glob(f"{CHECKPOINTS}/*step-*")):
+        check_nothing_is_lost(run_dir)
     # the directory of checkpoints may be a link to another disk
-    own = (out.resolve(), (out / CHECKPOINTS).resolve())
-    if checkpoint is not None and not any(map(checkpoint.resolve().is_relative_to, own)):
+    own_directories = (run_dir.resolve(), (run_dir / CHECKPOINTS).resolve())
+    if checkpoint is not None and not any(
+        map(checkpoint.resolve().is_relative_to, own_directories)
+    ):
         raise ConfigError(
-            f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another run; "
+            f"output_dir: {run_dir} already holds a run, and {resume} is a checkpoint of another run; "
             "set output_dir to that run's directory, or to a new one"
         )
 
@@ -156,50 +158,50 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
     Args:
         files: the names from `RUN_FILES` that exist in `output_dir`.
     """
-    out = cfg.run_dir
-    if cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
+    run_dir = cfg.run_dir
+    if cfg.initial_run is not None and cfg.initial_run.resolve() == run_dir.resolve():
         raise ConfigError(
             "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
         )
     target_model = resolve_path(cfg.base_model)
-    deleted = [(out / name).resolve() for name in files]
+    deleted = [(run_dir / name).resolve() for name in files]
     if target_model is not None and any(map(target_model.resolve().is_relative_to, deleted)):
         raise ConfigError(
             "overwrite_output_dir: would delete the target model, base_model; set another output_dir"
         )
-    linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
+    linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(run_dir / name)]
     if linked:
         raise ConfigError(
-            f"overwrite_output_dir: {out / linked[0]} is a link or a mount point, whose content is"
+            f"overwrite_output_dir: {run_dir / linked[0]} is a link or a mount point, whose content is"
             " not deleted; empty it, or set another output_dir"
         )
 
 
-def check_only_run_files(out: Path, *, inner: bool) -> None:
-    """Raise ConfigError if a run in `out` would replace files that no run wrote.
+def check_only_run_files(run_dir: Path, *, inner: bool) -> None:
+    """Raise ConfigError if a run in `run_dir` would replace files that no run wrote.
 
     Args:
         inner: also check the files within the run's directories, because a new run deletes them.
     """
-    others = list(_files_of_others(out, inner))
-    if not others:
+    foreign_files = list(_files_of_others(run_dir, inner))
+    if not foreign_files:
         return
-    listed = ", ".join(str(path.relative_to(out)) for path in others[:MAX_NAMED])
-    if len(others) > MAX_NAMED:
-        listed += f" and {len(others) - MAX_NAMED} more"
+    listed = ", ".join(str(path.relative_to(run_dir)) for path in foreign_files[:MAX_NAMED])
+    if len(foreign_files) > MAX_NAMED:
+        listed += f" and {len(foreign_files) - MAX_NAMED} more"
     raise ConfigError(
-        f"output_dir: {out} holds files that no run wrote, or that were edited, and a run would"
+        f"output_dir: {run_dir} holds files that no run wrote, or that were edited, and a run would"
         f" replace or delete them: {listed}; move them, or set another output_dir"
     )
 
 
-def _files_of_others(out: Path, inner: bool) -> Iterator[Path]:
-    """Yield the files of `RUN_FILES` in `out` that no run wrote, judged by content and name."""
-    if not os.path.isdir(out):
+def _files_of_others(run_dir: Path, inner: bool) -> Iterator[Path]:
+    """Yield the files of `RUN_FILES` in `run_dir` that no run wrote, judged by content and name."""
+    if not os.path.isdir(run_dir):
         return
-    is_run = _is_run(out)
+    is_run = _is_run(run_dir)
     for name in RUN_FILES:
-        path = out / name
+        path = run_dir / name
         if name == STAGE_ONE:
             yield from _files_of_others(path, inner)
         elif os.path.isfile(path):
@@ -233,13 +235,13 @@ def _is_written(file: Path, directory: Path) -> bool:
     return any(fnmatch(name, pattern) for name in names for pattern in patterns)
 
 
-def _is_run(out: Path) -> bool:
-    """Return whether a run wrote to `out`, judged by content that no other program writes."""
-    if _is_run_config(out / CONFIG) or _is_run_config(out / STAGE_ONE / CONFIG):
+def _is_run(run_dir: Path) -> bool:
+    """Return whether a run wrote to `run_dir`, judged by content that no other program writes."""
+    if _is_run_config(run_dir / CONFIG) or _is_run_config(run_dir / STAGE_ONE / CONFIG):
         return True
-    if not os.path.isdir(out):  # because glob raises for a name that is too long
+    if not os.path.isdir(run_dir):  # because glob raises for a name that is too long
         return False
-    for path in (out / METRICS, *out.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
+    for path in (run_dir / METRICS, *run_dir.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
         with suppress(OSError, ValueError), path.open("rb") as file:
             record = parse_json(file.readline() if path.name == METRICS else file.read())
             keys = set(record) if isinstance(record, dict) else set()
@@ -258,17 +260,17 @@ def _is_run_config(path: Path) -> bool:
     return isinstance(values, dict) and set(values) >= _RUN_KEYS and dump_yaml(values) == text
 
 
-def named_checkpoint(resume: str | None, out: Path) -> Path | None:
+def named_checkpoint(resume: str | None, run_dir: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the
-    newest checkpoint in `out`.
+    newest checkpoint in `run_dir`.
     """
     if resume is None or resume in NEWEST:
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():
-        others = _list_checkpoints(out)
+        listing = _list_checkpoints(run_dir)
         raise CheckpointError(
-            f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
+            f"resume_from_checkpoint: {resume}: no such checkpoint{listing}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
         )
     if re.fullmatch(r"best-\d+", path.name):
@@ -279,20 +281,20 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
     return path
 
 
-def check_nothing_is_lost(out: Path) -> None:
+def check_nothing_is_lost(run_dir: Path) -> None:
     """Check that resuming without a checkpoint does not overwrite results of an earlier run."""
-    results = [f"{name}/" for name in RESULTS if _is_used(out / name)]
+    results = [f"{name}/" for name in RESULTS if _is_used(run_dir / name)]
     if results:
         raise CheckpointError(
-            f"resume_from_checkpoint: no checkpoint to resume from: {out} holds"
+            f"resume_from_checkpoint: no checkpoint to resume from: {run_dir} holds"
             f" {', '.join(results)} but no complete checkpoint. Replace resume_from_checkpoint by"
             " one of:\n  output_dir=OTHER                a new run elsewhere\n "
             " overwrite_output_dir=true       delete this run and start again"
         )
 
 
-def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:
-    """Create `out` for a new run (`step` 0) or for a run that is resumed after `step`.
+def prepare_output_dir(run_dir: Path, step: int, initial_run: Path | None = None) -> None:
+    """Create `run_dir` for a new run (`step` 0) or for a run that is resumed after `step`.
 
     A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it
     starts. A resumed run deletes checkpoints of later steps, and incomplete checkpoints. Other
@@ -303,16 +305,16 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
         ConfigError: a new run would delete files that no run wrote.
     """
     if step == 0:  # check again, because files may have appeared while the data were loaded
-        check_only_run_files(out, inner=True)
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        if step > 0 or _is_elsewhere(out / CHECKPOINTS):
-            for path in _stale_checkpoints(out, step):
+        check_only_run_files(run_dir, inner=True)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if step > 0 or _is_elsewhere(run_dir / CHECKPOINTS):
+            for path in _stale_checkpoints(run_dir, step):
                 shutil.rmtree(path)
         if step > 0:
             return
-        start = (initial_run or out).resolve()
-        for path in [out / name for name in RUN_FILES]:
+        start = (initial_run or run_dir).resolve()
+        for path in [run_dir / name for name in RUN_FILES]:
             if start.is_relative_to(path.resolve()) or _is_elsewhere(path):
                 continue
             if path.is_dir():
@@ -337,10 +339,10 @@ def _is_elsewhere(path: Path) -> bool:
     return os.path.isdir(path) and (os.path.islink(path) or os.path.ismount(path))
 
 
-def _check_links(out: Path) -> None:
+def _check_links(run_dir: Path) -> None:
     """Check that links in a run directory lead to writable directories."""
     for name in RUN_FILES:
-        path = out / name
+        path = run_dir / name
         if os.path.islink(path) and not path.exists():
             raise ConfigError(
                 f"output_dir: {path} links to {path.readlink()}, which does not exist; create that"
@@ -350,28 +352,30 @@ def _check_links(out: Path) -> None:
             check_writable(path)
 
 
-def write_config(cfg: TrainConfig, out: Path) -> None:
+def write_config(cfg: TrainConfig, run_dir: Path) -> None:
     """Write the resolved configuration as config.yaml, with local paths made absolute."""
     portable = _with_absolute_paths(cfg)
-    first = stage_one_config(cfg)
-    if first is not None:
-        stage = _stage_one_values(portable, _with_absolute_paths(first))
+    stage_one = stage_one_config(cfg)
+    if stage_one is not None:
+        stage = _stage_one_values(portable, _with_absolute_paths(stage_one))
         portable = portable.model_copy(update={STAGE_ONE: stage})
-    with writing(out):
-        replace_text(out / CONFIG, dump_config(portable))
+    with writing(run_dir):
+        replace_text(run_dir / CONFIG, dump_config(portable))
 
 
-def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
+def _stage_one_values(cfg: TrainConfig, stage_one: TrainConfig) -> dict[str, Any]:
     """Return the keys in which stage one differs from a stage one without keys of its own. A value
     is null if only the latter has the key.
     """
-    written = yaml.safe_load(dump_config(cfg.model_copy(update={STAGE_ONE: {}})))
-    without_own = stage_one_config(TrainConfig(**written))
-    assert without_own is not None
-    before = yaml.safe_load(dump_config(without_own))
-    now = yaml.safe_load(dump_config(first))
-    names = [name for name in {**before, **now} if name not in NOT_IN_STAGE_ONE]
-    return {name: now.get(name) for name in names if now.get(name) != before.get(name)}
+    run_values = yaml.safe_load(dump_config(cfg.model_copy(update={STAGE_ONE: {}})))
+    default_stage_one = stage_one_config(TrainConfig(**run_values))
+    assert default_stage_one is not None
+    default_values = yaml.safe_load(dump_config(default_stage_one))
+    values = yaml.safe_load(dump_config(stage_one))
+    names = [name for name in {**default_values, **values} if name not in NOT_IN_STAGE_ONE]
+    return {
+        name: values.get(name) for name in names if values.get(name) != default_values.get(name)
+    }
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
@@ -395,30 +399,30 @@ def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Turn a failed write in the block into a CheckpointError that names the directory `out`."""
+def writing(directory: Path) -> Iterator[None]:
+    """Turn a failed write in the block into a CheckpointError that names `directory`."""
     try:
         yield
     except WRITE_ERRORS as error:
-        raise CheckpointError(write_failure("run files", out, error)) from error
+        raise CheckpointError(write_failure("run files", directory, error)) from error
 
 
 @contextmanager
-def only_writer(out: Path) -> Iterator[None]:
-    """Lock `out`; raise CheckpointError if another process trains, evaluates or calibrates in it,
+def only_writer(directory: Path) -> Iterator[None]:
+    """Lock `directory`; raise CheckpointError if another process trains, evaluates or calibrates in it,
     because each would delete files of the other.
     """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     busy = CheckpointError(
-        f"output_dir: another process is working in {out}; wait for it, or set another directory"
+        f"output_dir: another process is working in {directory}; wait for it, or set another directory"
     )
     try:
-        with locked(out, busy):
+        with locked(directory, busy):
             yield
     finally:
         with suppress(OSError):  # the directory is not empty
-            out.rmdir()
+            directory.rmdir()
 
 
 def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
@@ -439,22 +443,22 @@ def _absolute_template(name: str | None) -> str | None:
     return absolute_name(name)
 
 
-def _stale_checkpoints(out: Path, step: int) -> Iterator[Path]:
+def _stale_checkpoints(run_dir: Path, step: int) -> Iterator[Path]:
     """Yield checkpoints and best weights of steps after `step`, and incomplete ones of a killed
     process.
     """
-    for path in sorted((out / CHECKPOINTS).glob("*-*")):
+    for path in sorted((run_dir / CHECKPOINTS).glob("*-*")):
         match = re.fullmatch(r"(\.tmp-|\.old-)?(?:step|best)-(\d+)", path.name)
         if match is not None and (match[1] == ".tmp-" or int(match[2]) > step):
             yield path
 
 
-def _list_checkpoints(out: Path) -> str:
+def _list_checkpoints(run_dir: Path) -> str:
     """List the checkpoints of a run, for messages."""
-    names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
+    names = sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step-*"))
     if not names:
         return ""
-    return f" ({out / CHECKPOINTS} holds {', '.join(names)})"
+    return f" ({run_dir / CHECKPOINTS} holds {', '.join(names)})"
 
 
 def check_inputs(cfg: TrainConfig) -> None:
@@ -465,13 +469,13 @@ def check_inputs(cfg: TrainConfig) -> None:
             among them, because that file is a part of the configuration.
     """
     missing = missing_inputs(cfg)
-    first = stage_one_config(cfg)
-    if first is not None:
-        missing = list(dict.fromkeys(missing + missing_inputs(first)))
+    stage_one = stage_one_config(cfg)
+    if stage_one is not None:
+        missing = list(dict.fromkeys(missing + missing_inputs(stage_one)))
     if not missing:
         return
-    listed = "\n".join(f"  {line}" for line in missing)
-    message = missing[0] if len(missing) == 1 else f"{len(missing)} inputs are missing:\n{listed}"
+    lines = "\n".join(f"  {line}" for line in missing)
+    message = missing[0] if len(missing) == 1 else f"{len(missing)} inputs are missing:\n{lines}"
     if any(line.startswith("deepspeed: ") for line in missing):
         raise ConfigError(message)
     raise MedusaError(message)

@@ -129,12 +129,12 @@ class CheckpointStore:
         except WRITE_ERRORS as error:
             # delete the files before free space is measured for the message
             shutil.rmtree(temporary, ignore_errors=True)
-            needed = 0
+            num_bytes = 0
             for tensors, _ in parts.values():
-                needed += sum(tensor.nbytes for tensor in tensors.values())
-            reason = write_failure(what, self.root, error, needed)
-            last = self.latest()
-            earlier = f"The last good one is {last}." if last else "There is no earlier one."
+                num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            reason = write_failure(what, self.root, error, num_bytes)
+            latest = self.latest()
+            earlier = f"The last good one is {latest}." if latest else "There is no earlier one."
             raise CheckpointError(f"{reason}\n{earlier}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -212,16 +212,16 @@ class CheckpointStore:
                 path.rename(final)
 
     def _delete_best(self, keep: Collection[int]) -> None:
-        kept = {f"best-{step}" for step in keep}
+        kept_names = {f"best-{step}" for step in keep}
         for path in self.root.glob("best-*"):
-            if path.name not in kept:
+            if path.name not in kept_names:
                 _delete(path)
 
     def _others(self, path: Path) -> str:
         """List the checkpoints next to `path`, for messages."""
         names = [f"step-{step}" for step in self.steps()]
-        others = ", ".join(name for name in names if self.root / name != path)
-        return f"\nOther checkpoints in {self.root}: {others}" if others else ""
+        other_names = ", ".join(name for name in names if self.root / name != path)
+        return f"\nOther checkpoints in {self.root}: {other_names}" if other_names else ""
 
 
 def _write(

@@ -86,7 +86,7 @@ class Chat:
             self._note(f"{error}\n/new starts a new chat")
             return
         self._console.print()
-        self._note(_figures(reply))
+        self._note(_metrics_line(reply))
         self._history = [*messages, Message("assistant", reply.text)]
 
     def _note(self, text: str) -> None:
@@ -112,7 +112,7 @@ def _is_control(character: str) -> bool:
     return character != "\n" and category(character) in ("Cc", "Cs")
 
 
-def _figures(reply: Reply) -> str:
+def _metrics_line(reply: Reply) -> str:
     """Describe an answer: tokens, tokens per step, speed, and the reason if it ended early."""
     endings = {
         "length": ", stopped at max_new_tokens",

@@ -168,10 +168,10 @@ def report_failed_streams() -> None:
     for failure in failed_streams():
         if failure.endswith(os.strerror(errno.EPIPE)):
             continue
-        other = output_console()
+        console = output_console()
         if failure.startswith("stdout"):
-            other = error_console()
-        other.print(f"{failure}; what was printed there is incomplete", soft_wrap=True)
+            console = error_console()
+        console.print(f"{failure}; what was printed there is incomplete", soft_wrap=True)
 
 
 def quiet_libraries() -> None:

@@ -36,7 +36,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.training.stop_signals import signals_by_default
 
 if TYPE_CHECKING:
-    from medusa_train.evaluation.questions import Bench
+    from medusa_train.evaluation.questions import Benchmark
 
 #: Group in --help -> keys that have an option in this group.
 OPTIONS = {
@@ -110,7 +110,7 @@ def app(
     # 2. Load the questions, and check the model and the directory of the results.
     questions = None
     if not interactive:
-        questions = _load_bench(cfg)
+        questions = _load_benchmark(cfg)
     if cfg.uses_server:
         if calibrate or interactive or questions is None:
             raise ConfigError(
@@ -122,10 +122,10 @@ def app(
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
     if not interactive:
-        out = paths.home / "eval"
+        directory = paths.home / "eval"
         if cfg.output_dir:
-            out = expand_user(cfg.output_dir)
-        check_writable(out)
+            directory = expand_user(cfg.output_dir)
+        check_writable(directory)
     # 3. Chat, fit a tree, or evaluate.
     console = table_console()
     progress = RunProgress(console, started)
@@ -149,19 +149,19 @@ def app(
 
 def _refuse_other_options(mode: str, flags: dict[str, str | None], read: tuple[str, ...]) -> None:
     """Raise ConfigError if an option is given that a mode does not read."""
-    others = []
+    unread_options = []
     for name, value in flags.items():
         if value is not None and name not in read:
-            others.append(EvalConfig.option_of(name).split()[0])
-    if others:
-        raise ConfigError(f"{mode} does not read {', '.join(others)}; leave them out")
+            unread_options.append(EvalConfig.option_of(name).split()[0])
+    if unread_options:
+        raise ConfigError(f"{mode} does not read {', '.join(unread_options)}; leave them out")
 
 
-def _load_bench(cfg: EvalConfig) -> Bench:
-    from medusa_train.evaluation.questions import load_bench
+def _load_benchmark(cfg: EvalConfig) -> Benchmark:
+    from medusa_train.evaluation.questions import load_benchmark
 
-    bench = load_bench(cfg.bench, error_console().print, cfg.turns_per_chat)
-    return bench.limited(cfg.limit)
+    benchmark = load_benchmark(cfg.bench, error_console().print, cfg.turns_per_chat)
+    return benchmark.limited(cfg.limit)
 
 
 def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
@@ -187,7 +187,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
     return paths
 
 
-def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> None:
+def _measure_servers(cfg: EvalConfig, benchmark: Benchmark, progress: RunProgress) -> None:
     """Measure running servers, or servers that `serve` starts.
 
     For a running server, a run only determines the output directory.
@@ -198,8 +198,8 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     if cfg.serve:
         paths = _resolve_paths(cfg)
     elif cfg.model is not None:
-        at_server = {"base_model": None, "chat_template": None}
-        paths = _resolve_paths(cfg.model_copy(update=at_server))
+        server_keys = {"base_model": None, "chat_template": None}
+        paths = _resolve_paths(cfg.model_copy(update=server_keys))
     # 2. Print in one line what is measured.
     what = str(cfg.server_url)
     if cfg.serve:
@@ -209,17 +209,17 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
         what = f"vLLM with {drafts}"
     if cfg.against:
         what += f" against {cfg.against}"
-    asked = f"bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    questions = f"bench {benchmark.name}: {len(benchmark.questions)} questions of {benchmark.path}"
     counts = ", ".join(map(str, cfg.concurrency))
-    progress.print(f"medusa-eval: {what}; {asked}; concurrency {counts}")
+    progress.print(f"medusa-eval: {what}; {questions}; concurrency {counts}")
     # 3. Measure.
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.run import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    written = measure_servers(cfg, bench, paths, command, progress)
-    _print_paths(progress.console, written)
+    files = measure_servers(cfg, benchmark, paths, command, progress)
+    _print_paths(progress.console, files)
     if cfg.serve and paths is not None:
-        (report,) = (path for path in written if path.name == "served.json")
+        (report,) = (path for path in files if path.name == "served.json")
         print_next(after_serving(paths, parse_json(report.read_text())), progress.console)
 
 
@@ -257,10 +257,10 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
 
     reports = load_reports(names, bench)
     console.print(show(reports))
-    out = runs_directory() / "compare"
+    directory = runs_directory() / "compare"
     if output_dir:
-        out = expand_user(output_dir)
-    _print_paths(console, write(reports, out))
+        directory = expand_user(output_dir)
+    _print_paths(console, write(reports, directory))
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
@@ -279,20 +279,20 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
         console.print(f"next to it: {', '.join(others)}", highlight=False, soft_wrap=True)
 
 
-def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
+def _first_line(cfg: EvalConfig, benchmark: Benchmark | None, paths: ModelPaths) -> str:
     """Describe what is evaluated, including defaults."""
-    asked = ""
-    if bench is not None:
-        asked = f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    questions = ""
+    if benchmark is not None:
+        questions = (
+            f"; bench {benchmark.name}: {len(benchmark.questions)} questions of {benchmark.path}"
+        )
     draft = ""
     if paths.lookup is not None:
         draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}{asked}"
+        return f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}{questions}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return (
-        f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}{asked}"
-    )
+    return f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}{questions}"
 
 
 if __name__ == "__main__":

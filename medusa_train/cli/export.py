@@ -146,14 +146,14 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
     key=value is the run.
     """
     run = None
-    others = []
+    other_arguments = []
     for argument in arguments:
         is_run = not OVERRIDE.match(argument) and not argument.endswith((".yaml", ".yml"))
         if is_run and run is None:
             run = argument
         else:
-            others.append(argument)
-    return read_arguments(ExportConfig, others, flags={"run": run, **flags})
+            other_arguments.append(argument)
+    return read_arguments(ExportConfig, other_arguments, flags={"run": run, **flags})
 
 
 def export_after_training(

@@ -82,8 +82,8 @@ def app(
     from medusa_train.selfdistill.settings import output_path, resolve_model_paths
 
     console = output_console(highlight=False, soft_wrap=True)
-    out = output_path(cfg)
-    console.print(headline(cfg, out))
+    output = output_path(cfg)
+    console.print(headline(cfg, output))
     selected, skipped = load_prompts(cfg, RunProgress(error_console()))
     if skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -94,10 +94,10 @@ def app(
         find_target_model(paths.target_model)
         if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
-    return _generate(cfg, selected, out, console)
+    return _generate(cfg, selected, output, console)
 
 
-def headline(cfg: SelfDistillConfig, out: Path) -> str:
+def headline(cfg: SelfDistillConfig, output: Path) -> str:
     """Return the first line of the output: model, prompts and output file, including defaults."""
     from medusa_train.selfdistill.settings import model_name
 
@@ -108,10 +108,10 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
         model += " (the embedded test model)"
     if cfg.heads is not None:
         model += f" with the heads of {cfg.heads}"
-    return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {out}"
+    return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {output}"
 
 
-def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
+def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], output: Path, console: Console) -> int:
     """Answer the prompts that are not in the output yet.
 
     Raises:
@@ -126,30 +126,30 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console:
     with progress.phase("importing torch and transformers", ticking=True):
         dtype = resolve_dtype(cfg, progress.print)
         settings = output_settings(cfg, dtype)
-    with OutputWriter(out, settings) as writer:
+    with OutputWriter(output, settings) as writer:
         if writer.done:
             writer.check_prompts(prompts)
-            console.print(f"{out}: resuming after {len(writer.done)} conversations")
+            console.print(f"{output}: resuming after {len(writer.done)} conversations")
         is_complete = all(prompt.id in writer.done for prompt in prompts)
         if not is_complete:
             try:
                 _run(cfg, prompts, dtype, writer, console)
             except KeyboardInterrupt as interrupt:
-                error_console().print(f"interrupted; run the same command again to resume {out}")
+                error_console().print(f"interrupted; run the same command again to resume {output}")
                 return signal_exit_code(interrupt)
-    report = drop_report(out, writer.kept, Counter(writer.drop_reasons.values()), cfg)
+    report = drop_report(output, writer.kept, Counter(writer.drop_reasons.values()), cfg)
     if not writer.kept:
         raise DataError(report)
     if report:
         error_console().print(report, style="yellow")
     if is_complete:
-        console.print(f"{out} is complete, nothing to do")
+        console.print(f"{output} is complete, nothing to do")
     asked_again = sum(prompt.id not in writer.done for prompt in prompts)
     if asked_again:
         prompts_again = "1 prompt" if asked_again == 1 else f"{asked_again:,} prompts"
         console.print(f"the same command asks {prompts_again} again, which the server lost")
-    console.print(f"output: {out}")
-    print_next(next_command(cfg, out), console)
+    console.print(f"output: {output}")
+    print_next(next_command(cfg, output), console)
     return 0
 
 
@@ -169,8 +169,8 @@ def _run(
     opening = "importing openai" if cfg.engine == "openai" else "loading the model"
     with progress.phase(opening, ticking=True):
         source = open_source(cfg, dtype, console.print)
-    done = sum(prompt.id in writer.done for prompt in prompts)
-    with progress.phase("conversations", len(prompts), completed=done) as phase:
+    num_done = sum(prompt.id in writer.done for prompt in prompts)
+    with progress.phase("conversations", len(prompts), completed=num_done) as phase:
         stats = distill(
             prompts,
             source,

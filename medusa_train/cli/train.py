@@ -172,10 +172,10 @@ def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
     Raises:
         ConfigError: the value is not a positive number, optionally with K, M or B.
     """
-    given = [argument for argument in arguments if argument.startswith("tokens=")]
-    if not given:
+    token_arguments = [argument for argument in arguments if argument.startswith("tokens=")]
+    if not token_arguments:
         return list(arguments), None
-    text = given[-1].removeprefix("tokens=")
+    text = token_arguments[-1].removeprefix("tokens=")
     match = re.fullmatch(r"([\d.]+)([KMB]?)", text.upper().replace("_", "").replace(",", ""))
     count = 0
     with contextlib.suppress(ValueError):
@@ -183,7 +183,7 @@ def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
             count = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2]])
     if count < 1:
         raise ConfigError(f"tokens: expected a number such as 60M or 60000000, got {text!r}")
-    return [argument for argument in arguments if argument not in given], count
+    return [argument for argument in arguments if argument not in token_arguments], count
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:

@@ -73,14 +73,16 @@ def load_config(
     # 3. All problems, those of stage one included.
     cfg, problems = _validate(cls, source)
     if cls is TrainConfig and _has_stage_one(source, problems):
-        first, problems_of_stage_one = _stage_one(source)
+        stage_one, problems_of_stage_one = _stage_one(source)
         problems += problems_of_stage_one
-        if first is not None:
-            own = source.values[STAGE_ONE]
-            source.ignored += [f"{STAGE_ONE}.{name}" for name in first.ignored if name in own]
+        if stage_one is not None:
+            stage_one_keys = source.values[STAGE_ONE]
+            source.ignored += [
+                f"{STAGE_ONE}.{name}" for name in stage_one.ignored if name in stage_one_keys
+            ]
     if cfg is None or problems:
-        in_order = sorted(problems, key=lambda problem: problem.place.line or math.inf)
-        raise ConfigError(list(dict.fromkeys(map(str, in_order))))
+        ordered = sorted(problems, key=lambda problem: problem.place.line or math.inf)
+        raise ConfigError(list(dict.fromkeys(map(str, ordered))))
     return cfg
 
 
@@ -109,20 +111,20 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> Source:
     """Read a file, which may be a run's own config.yaml."""
-    found = resolve_path(path)
-    if found is None:
+    file = resolve_path(path)
+    if file is None:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
-    if found.is_dir():
+    if file.is_dir():
         raise ConfigError(
             f"{path}: is a directory, not a YAML file (medusa-eval takes a run by --model)"
-            f"{_nearby_files(found / 'config.yaml')}"
+            f"{_nearby_files(file / 'config.yaml')}"
         )
-    source = read_yaml_file(found, str(path))
+    source = read_yaml_file(file, str(path))
     remember_written(source.values)
-    of_runs = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
-    source.is_run = found.name == "config.yaml" and any(map(os.path.exists, of_runs))
+    run_files = (file.with_name("metrics.jsonl"), file.with_name(STAGE_ONE))
+    source.is_run = file.name == "config.yaml" and any(map(os.path.exists, run_files))
     if source.is_run:
-        source.values["output_dir"] = str(found.parent)  # the run may have been moved
+        source.values["output_dir"] = str(file.parent)  # the run may have been moved
     return source
 
 
@@ -148,7 +150,7 @@ def _apply_settings(
     """Set the keys of the command line. If a key is set several times, the last value counts. The
     other values, and keys of the file that contradict the command line, become ignored.
     """
-    given = set()
+    set_keys = set()
     for override in overrides:
         name, equals, text = override.partition("=")
         place = Place(override, is_word=True)
@@ -159,22 +161,22 @@ def _apply_settings(
             continue
         path = tuple(int(part) if part.isdecimal() else part for part in parts)
         source.set_typed(path, text, place)
-        given.add(format_path(path))
+        set_keys.add(format_path(path))
     for name, value in flags.items():
         if value is not None:
             source.set((name,), value, Place(cls.option_of(name).split()[0], is_word=True))
-            given.add(name)
-    _drop_contradicted(cls, source, given)
+            set_keys.add(name)
+    _drop_contradicted(cls, source, set_keys)
 
 
-def _drop_contradicted(cls: type[Config], source: Source, given: set[str]) -> None:
-    """Drop the keys that contradict a key in `given`, which was set later."""
+def _drop_contradicted(cls: type[Config], source: Source, set_keys: set[str]) -> None:
+    """Drop the keys that contradict a key in `set_keys`, which was set later."""
     for name, other in cls.replaces:
         value = source.values.get(name)
         is_set = value is not None and value is not False
         if name == "val_set_size":  # 0 holds nothing out, so test_datasets do not contradict it
             is_set = bool(value)
-        if is_set and name in given and other not in given and source.values.pop(other, None):
+        if is_set and name in set_keys and other not in set_keys and source.values.pop(other, None):
             source.ignored.append(other)
 
 
@@ -194,21 +196,21 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
-    of_stage_one = [path for path in outer.typed if path[0] == STAGE_ONE]
-    source.typed = {path[1:]: outer.typed[path] for path in of_stage_one}
-    own = outer.values[STAGE_ONE]
+    typed_paths = [path for path in outer.typed if path[0] == STAGE_ONE]
+    source.typed = {path[1:]: outer.typed[path] for path in typed_paths}
+    own_values = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
-    for name, value in {**stage_one_values(str(output_dir)), **own}.items():
+    for name, value in {**stage_one_values(str(output_dir)), **own_values}.items():
         place = replace(outer.place((STAGE_ONE, name)), section=STAGE_ONE)
         source.set((name,), value, place)
-        if name in own and name in NOT_IN_STAGE_ONE:
+        if name in own_values and name in NOT_IN_STAGE_ONE:
             source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
-    _drop_contradicted(TrainConfig, source, set(own))
-    first, problems = _validate(TrainConfig, source)
-    if first is not None and first.recipe != "medusa1":
+    _drop_contradicted(TrainConfig, source, set(own_values))
+    stage_one, problems = _validate(TrainConfig, source)
+    if stage_one is not None and stage_one.recipe != "medusa1":
         message = "stage one trains heads on a frozen target model: medusa1"
         problems.append(source.problem(("recipe",), message))
-    return first, problems
+    return stage_one, problems
 
 
 def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
@@ -259,12 +261,12 @@ def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     for name, value in source.values.items():
         removed = explain_removed(name, value, cls.model_fields)
-        of_run = source.is_run and source.place((name,)).source == source.name
-        if removed and not of_run:
+        is_from_run = source.is_run and source.place((name,)).source == source.name
+        if removed and not is_from_run:
             problems.append(source.problem((name,), removed))
         elif removed or name in cls.ignored_axolotl_keys:
             source.ignored += [] if value is None else [name]
-        elif of_run and name == TRUST:
+        elif is_from_run and name == TRUST:
             source.ignored += [name] if value else []
         else:
             values[name] = value

@@ -37,12 +37,12 @@ def expand_variables(text: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
-        found = os.environ.get(name, "")
-        if not found:
+        setting = os.environ.get(name, "")
+        if not setting:
             raise ConfigError(
                 f"{text}: the environment variable {name} is not set; set it, or write the value"
             )
-        return found
+        return setting
 
     for beginning in ("${", "$("):
         if beginning in _VARIABLE.sub("", text):

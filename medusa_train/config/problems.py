@@ -118,8 +118,8 @@ def _explain_rule(detail: ErrorDetails, source: Source) -> str:
     if not isinstance(value, (dict, list)):
         message = f"{format_value(value)}: {message}"
     set_keys = [key for key in detail["ctx"]["keys"] if source.values.get(key) is not None]
-    others = [f"{key}: {source.place((key,))}" for key in set_keys if key != name]
-    return f"{message} ({', '.join(others)})" if others else message
+    other_keys = [f"{key}: {source.place((key,))}" for key in set_keys if key != name]
+    return f"{message} ({', '.join(other_keys)})" if other_keys else message
 
 
 def _switches(cls: type[Config]) -> list[str]:

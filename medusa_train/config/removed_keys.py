@@ -29,12 +29,12 @@ REMOVED_KEYS = {
 }
 
 
-def explain_removed(name: str, value: object, known: Collection[str]) -> str | None:
+def explain_removed(name: str, value: object, command_keys: Collection[str]) -> str | None:
     """Return what happened to a key or to its value; None if neither was removed.
 
     Args:
-        known: the keys of the command.
+        command_keys: the keys of the command.
     """
-    if name in known:
+    if name in command_keys:
         return REMOVED_KEYS.get(f"{name}: {value}")
     return REMOVED_KEYS.get(name)

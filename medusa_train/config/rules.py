@@ -16,9 +16,9 @@ from medusa_train.config.paths import resolve_path
 
 #: Why a benchmark of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
-    "scoring this bench runs code that the model writes; set allow_code_execution=true, or"
+    "scoring this benchmark runs code that the model writes; set allow_code_execution=true, or"
     " score=false to only decode"
-    " (docs/how-to/score-answers.md), or choose another bench"
+    " (docs/how-to/score-answers.md), or choose another benchmark"
 )
 #: Pairs of keys of which at most one may be set. One on the command line replaces the other in a
 #: file.
@@ -205,8 +205,8 @@ def _describe_exports() -> str:
     """Return text that lists for each draft the programs that read it."""
     clauses = []
     for name, section in DRAFT_CONFIGS.items():
-        read = f"draft: {name} is exported to {', '.join(section.exports)}"
-        clauses.append(read if section.exports else f"no program reads {name}")
+        clause = f"draft: {name} is exported to {', '.join(section.exports)}"
+        clauses.append(clause if section.exports else f"no program reads {name}")
     return "; ".join(clauses)
 
 

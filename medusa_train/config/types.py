@@ -247,12 +247,12 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
 
 def _different_names(roles: dict[str, list[str]]) -> dict[str, list[str]]:
     """Validate that no name means two roles."""
-    seen: dict[str, str] = {}
+    roles_by_name: dict[str, str] = {}
     for role, names in roles.items():
         for name in names:
-            if name in seen:
-                raise problem(f"{role}: {name} is listed as {seen[name]}, too")
-            seen[name] = role
+            if name in roles_by_name:
+                raise problem(f"{role}: {name} is listed as {roles_by_name[name]}, too")
+            roles_by_name[name] = role
     return roles
 
 

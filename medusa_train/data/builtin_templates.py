@@ -16,7 +16,7 @@ from medusa_train.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class BuiltinTemplate:
     """A chat template and the token that ends its answers.
 
     Attributes:
@@ -107,17 +107,17 @@ _MISTRAL = (
     "{% endfor %}"
 )
 
-TEMPLATES: dict[str, Template] = {
-    "vicuna_v1.1": Template(_VICUNA),
-    "zephyr": Template(_ZEPHYR),
-    "chatml": Template(_CHATML, answer_end="<|im_end|>"),
-    "llama-2": Template(_LLAMA_2),
-    "llama-3": Template(_LLAMA_3, answer_end="<|eot_id|>"),
-    "mistral": Template(_MISTRAL),
+TEMPLATES: dict[str, BuiltinTemplate] = {
+    "vicuna_v1.1": BuiltinTemplate(_VICUNA),
+    "zephyr": BuiltinTemplate(_ZEPHYR),
+    "chatml": BuiltinTemplate(_CHATML, answer_end="<|im_end|>"),
+    "llama-2": BuiltinTemplate(_LLAMA_2),
+    "llama-3": BuiltinTemplate(_LLAMA_3, answer_end="<|eot_id|>"),
+    "mistral": BuiltinTemplate(_MISTRAL),
 }
 
 
-def get_template(name: str) -> Template:
+def get_template(name: str) -> BuiltinTemplate:
     """Return a built-in template by name, or read the template in a Jinja file. A relative path is
     looked up in the working directory and the project.
     """
@@ -131,7 +131,7 @@ def get_template(name: str) -> Template:
         raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
     if not source.strip():
         raise ConfigError(f"chat template '{name}': the file is empty")
-    return Template(source, answer_end="")
+    return BuiltinTemplate(source, answer_end="")
 
 
 def template_source(tokenizer: Any, name: str | None) -> str:

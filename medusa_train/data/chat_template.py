@@ -316,8 +316,8 @@ def _up_to(tokens: frozenset[str], text: str) -> tuple[str, str]:
     """Return a text up to and including the first of the tokens, and that token. If the text has
     none of them, return it without trailing white space, and ''.
     """
-    found = _pattern(tokens).search(text)
-    return (text[: found.end()], found[0]) if found else (text.rstrip(), "")
+    match = _pattern(tokens).search(text)
+    return (text[: match.end()], match[0]) if match else (text.rstrip(), "")
 
 
 def _common_length(left: str, right: str) -> int:

@@ -97,14 +97,14 @@ def frequent_tokens(
     included. The result depends on the counts only, so all processes agree. Errors call the size
     `key`.
     """
-    kept = torch.zeros_like(counts, dtype=torch.bool)
-    kept[[token for token in special if token < len(counts) and counts[token]]] = True
-    num_kept = int(kept.sum())
+    is_kept = torch.zeros_like(counts, dtype=torch.bool)
+    is_kept[[token for token in special if token < len(counts) and counts[token]]] = True
+    num_kept = int(is_kept.sum())
     if num_kept > size:
         raise ConfigError(
             f"{key}: {size:,} is less than the {num_kept:,} special tokens in the data"
         )
-    priority = torch.where(kept, counts.max() + 1, counts)
+    priority = torch.where(is_kept, counts.max() + 1, counts)
     chosen = priority.argsort(descending=True, stable=True)[:size]
     return chosen.sort().values
 

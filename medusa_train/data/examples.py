@@ -163,12 +163,12 @@ def encode_examples(
     counts = report.counts
     # 1. The rows with supervised tokens, and the part of each that fits.
     rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
-    kept = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
-    if not kept:
+    kept_rows = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
+    if not kept_rows:
         counts["too_long" if rows else "unsupervised"] += 1
         return []
     # 2. The examples.
-    key = conversation.first(kept[0].answers[0].message + 1).content_key
+    key = conversation.first(kept_rows[0].answers[0].message + 1).content_key
     prompt = conversation.first_prompt.content_key
     examples = [
         Example(
@@ -180,11 +180,11 @@ def encode_examples(
             number,
             prompt=prompt,
         )
-        for number, row in enumerate(kept)
+        for number, row in enumerate(kept_rows)
     ]
     # 3. The counts.
     num_answers = sum(len(row.answers) for row in rows)
-    is_complete = num_answers == sum(len(row.answers) for row in kept)
+    is_complete = num_answers == sum(len(row.answers) for row in kept_rows)
     counts["complete" if is_complete else "truncated"] += 1
     answers = [message for message in conversation.messages if message.role == "assistant"]
     counts.update(
@@ -192,6 +192,6 @@ def encode_examples(
         looping=sum(is_looping(answer.content) for answer in answers),
         cut=sum(answer.is_cut for answer in answers),
     )
-    if len(kept) > 1:
-        counts.update(split=1, rows=len(kept))
+    if len(kept_rows) > 1:
+        counts.update(split=1, rows=len(kept_rows))
     return examples

@@ -60,7 +60,7 @@ def from_json(value: object, problem: str) -> Any:
         raise RecordError(f"{problem}: {error}") from None
 
 
-def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
+def turns_under(record: Mapping[str, Any], key: str) -> Sequence[Any]:
     """Return the list of turns that a record has under `key`; it may be JSON text, as in tables."""
     turns = record.get(key)
     if isinstance(turns, str) and turns.lstrip().startswith("["):

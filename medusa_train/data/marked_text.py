@@ -61,10 +61,10 @@ class MarkedTextTokenizer:
         Args:
             follows: other text comes before `text`.
         """
-        found: list[int] = []
+        ids: list[int] = []
         for piece in self._pieces(text, follows):
-            found += self._tokenize(piece)[0]
-        return found
+            ids += self._tokenize(piece)[0]
+        return ids
 
     def overlaps(self, text: str, is_chosen: Sequence[bool]) -> list[bool]:
         """Return for each token of a text with marks whether any of its characters is chosen."""

@@ -118,17 +118,17 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
         source = open_source(entry)
         if not isinstance(source, LocalFiles):
             continue
-        left = FIRST_RECORDS
+        num_left = FIRST_RECORDS
         for name, records in source.parts():
-            first = list(islice(records, left))
-            left -= len(first)
+            first_records = list(islice(records, num_left))
+            num_left -= len(first_records)
             parse_records(
-                [(name if left else f"{name}, its first records", first)],
+                [(name if num_left else f"{name}, its first records", first_records)],
                 entry,
                 skip_bad=skip_bad or source.is_public,
                 variables=None,  # the tokenizer is not loaded yet
             )
-        if left == FIRST_RECORDS:
+        if num_left == FIRST_RECORDS:
             raise DataError(f"{entry.path}: no conversation to read: no records")
 
 
@@ -155,7 +155,7 @@ def describe_problems(problems: Sequence[str], name: str) -> str:
 def first_problems(problems: Sequence[str]) -> list[str]:
     """Return the first `MAX_SHOWN_PROBLEMS` problems, and a line that counts the others."""
     shown = list(problems[:MAX_SHOWN_PROBLEMS])
-    others = len(problems) - len(shown)
-    if others:
-        shown.append(f"... and {others} more")
+    num_others = len(problems) - len(shown)
+    if num_others:
+        shown.append(f"... and {num_others} more")
     return shown

@@ -26,10 +26,10 @@ from medusa_train.data.conversation import (
 from medusa_train.data.json_values import (
     JsonObject,
     RecordError,
-    as_list,
     found_under,
     json_type,
     optional_text,
+    turns_under,
 )
 from medusa_train.data.report import COLUMNS, TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
@@ -121,7 +121,7 @@ def normalize(
     Raises:
         RecordError: the record is not a valid chat.
     """
-    found = Unread()
+    unread_keys = Unread()
     # 1. Parse the turns into messages.
     formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
     if fields is not None and fields.field_messages is not None:
@@ -131,7 +131,7 @@ def normalize(
     turns, keys = _turns_of(record, record_format, formats[record_format], fields)
     if not turns:
         raise RecordError(f"'{formats[record_format].keys[0]}' is an empty list")
-    messages = link_results(parse_turns(turns, keys, found, tags=tags))
+    messages = link_results(parse_turns(turns, keys, unread_keys, tags=tags))
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     for index, reason in zip(answers, _finish_reasons(record, len(answers)), strict=False):
         if reason in ("length", "context", "possibly cut"):
@@ -139,11 +139,11 @@ def normalize(
     # 2. A ShareGPT chat may begin with an answer that continues a longer chat. It is left out, as
     # FastChat does. Turns after the last answer are in no row, so they count as unread.
     if record_format == "sharegpt" and messages[0].role == "assistant":
-        found.add(TURNS, "assistant before the first question")
+        unread_keys.add(TURNS, "assistant before the first question")
         del messages[0]
     if any(message.role == "assistant" for message in messages):
         for message in takewhile(lambda turn: turn.role != "assistant", reversed(messages)):
-            found.add(TURNS, f"{message.role} after the last answer")
+            unread_keys.add(TURNS, f"{message.role} after the last answer")
     # 3. The system message: one of the turns, or the column `system`, which many data sets have but
     # leave empty.
     if not messages or messages[0].role != "system":
@@ -160,8 +160,8 @@ def normalize(
     conversation = Conversation("", tuple(messages), source, template_variables)
     record_id = usable_id(record, *(PROMPT_IDS if is_prompt else ("id",)))
     if unread is not None:
-        found.add(COLUMNS, *record.unread())
-        unread.update(found)
+        unread_keys.add(COLUMNS, *record.unread())
+        unread.update(unread_keys)
     return replace(conversation, id=record_id or conversation.content_key[:16])
 
 
@@ -181,29 +181,29 @@ def parse_user_turns(
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
     """
-    found = Unread()
+    unread_keys = Unread()
     # 1. The turns of the user and the system.
     record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
     turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     # 2. Their texts.
-    said: dict[Role, list[str]] = {"user": [], "system": []}
-    for message in parse_turns(turns, keys, found, roles=_PROMPT_ROLES):
+    texts: dict[Role, list[str]] = {"user": [], "system": []}
+    for message in parse_turns(turns, keys, unread_keys, roles=_PROMPT_ROLES):
         text = message.content.encode("utf-8", "replace").decode()
         if text.strip():
-            said[message.role].append(text)
-    user, system = said["user"], said["system"]
+            texts[message.role].append(text)
+    user, system = texts["user"], texts["system"]
     if not system and (column := optional_text(record, "system")).strip():
         system.append(column)
     # 3. What was not read.
     if unread is not None:
         if len(system) > 1:
-            found[TURNS, "system before the last one"] += len(system) - 1
+            unread_keys[TURNS, "system before the last one"] += len(system) - 1
         if not user:
-            found.add(WITHOUT_PROMPT, "")
+            unread_keys.add(WITHOUT_PROMPT, "")
         usable_id(record, *PROMPT_IDS)
         _finish_reasons(record)
-        found.add(COLUMNS, *record.unread())
-        unread.update(found)
+        unread_keys.add(COLUMNS, *record.unread())
+        unread.update(unread_keys)
     return user, (system[-1] if system else None)
 
 
@@ -222,9 +222,9 @@ def parse_tool_chat(
         return None
     # The variables of the template are not known here, so take those that the record sets.
     names = {TOOLS}
-    own = record.get(TEMPLATE_KWARGS)
-    if isinstance(own, Mapping):  # `normalize` rejects anything else
-        names.update(own)
+    template_kwargs = record.get(TEMPLATE_KWARGS)
+    if isinstance(template_kwargs, Mapping):  # `normalize` rejects anything else
+        names.update(template_kwargs)
     variables = names.difference(TOOL_KWARGS[1:])
     return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
 
@@ -245,8 +245,8 @@ def _request_of(record: object) -> object:
         return record
     if not isinstance(record.get("body"), Mapping):
         return record
-    others = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
-    return {**others, **record["body"]}
+    other_values = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
+    return {**other_values, **record["body"]}
 
 
 def _turns_of(
@@ -269,16 +269,18 @@ def _turns_of(
         return [_said("user", _text(record, "query")), answer], TurnKeys()
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
         is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
-        prompts = as_list(record, column) if is_list else [_text(record, name)]
+        prompts = turns_under(record, column) if is_list else [_text(record, name)]
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
         return turns, TurnKeys()
-    found = as_list(record, column)
+    listed_turns = turns_under(record, column)
     # 2. A list of turns, which may have the keys of another format.
-    if found and isinstance(found[0], Mapping):
-        format = next((other for other in _CHAT_FORMATS.values() if other.role in found[0]), format)
+    if listed_turns and isinstance(listed_turns[0], Mapping):
+        format = next(
+            (other for other in _CHAT_FORMATS.values() if other.role in listed_turns[0]), format
+        )
     keys = TurnKeys(format.role, format.content)
     if fields is None:
-        return found, keys
+        return listed_turns, keys
     names = {name: role for role, names in (fields.roles or {}).items() for name in names}
     keys = TurnKeys(
         fields.role_key or keys.role,
@@ -286,7 +288,7 @@ def _turns_of(
         (fields.message_field_training,) if fields.message_field_training else keys.train,
         names,
     )
-    return found, keys
+    return listed_turns, keys
 
 
 def _detect_format(
@@ -303,17 +305,17 @@ def _detect_format(
         return JsonObject(record), type
     # keys with a value come first, since tables have null in the columns of other formats
     filled = {key for key, value in record.items() if value is not None}
-    found = _format_with(filled, formats) or _format_with(set(record), formats)
-    if type == "auto" and found is not None:
-        return JsonObject(record), found
-    wanted = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
+    detected = _format_with(filled, formats) or _format_with(set(record), formats)
+    if type == "auto" and detected is not None:
+        return JsonObject(record), detected
+    expected = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
     remedy = ""
     if "chat" in record or "trajectory" in record:  # glaive v2, nebius
         remedy = "; docs/reference/data-formats.md says how to convert it"
     elif _format_with(set(record), _PROMPT_FORMATS) is not None:
         remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
     raise RecordError(
-        f"unknown record format, expected the keys {', '.join(wanted)}; its keys:"
+        f"unknown record format, expected the keys {', '.join(expected)}; its keys:"
         f" {', '.join(sorted(map(str, record))) or 'none'}{remedy}"
     )
 
@@ -347,32 +349,36 @@ def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
 
     `tools` may be JSON text, as in tables. Null counts as missing.
     """
-    own = sorted(set(names or ()) - {"system", "messages", TOOLS})
-    values = {name: record[name] for name in own if record.get(name) is not None}
+    own_names = sorted(set(names or ()) - {"system", "messages", TOOLS})
+    values = {name: record[name] for name in own_names if record.get(name) is not None}
     takes_tools = names is None or TOOLS in names
     tools: list[Any] = []
     if names and TOOLS in names:
         for column in _TOOL_COLUMNS:
             tools += parse_tools(record.get(column), column)
-    further = record.get(TEMPLATE_KWARGS)
-    if further is not None:
-        if not isinstance(further, Mapping):
-            raise RecordError(f"'{TEMPLATE_KWARGS}' must be an object, it is {json_type(further)}")
-        taken = sorted(set(further) & RENDERING)
-        if taken:
-            raise RecordError(f"'{TEMPLATE_KWARGS}': {', '.join(taken)}: set by rendering itself")
+    template_kwargs = record.get(TEMPLATE_KWARGS)
+    if template_kwargs is not None:
+        if not isinstance(template_kwargs, Mapping):
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}' must be an object, it is {json_type(template_kwargs)}"
+            )
+        reserved = sorted(set(template_kwargs) & RENDERING)
+        if reserved:
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}': {', '.join(reserved)}: set by rendering itself"
+            )
         # tables have null in the entries of other records
-        given = {name: value for name, value in further.items() if value is not None}
+        kwargs = {name: value for name, value in template_kwargs.items() if value is not None}
         if takes_tools:
             for name in TOOL_KWARGS:
                 if name not in (names or ()) or name == TOOLS:
-                    tools += parse_tools(given.pop(name, None), name)
-        unknown = sorted(set(given) - set(given if names is None else names))
-        if unknown:
+                    tools += parse_tools(kwargs.pop(name, None), name)
+        unknown_names = sorted(set(kwargs) - set(kwargs if names is None else names))
+        if unknown_names:
             raise RecordError(
-                f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown)}"
+                f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown_names)}"
             )
-        values |= given
+        values |= kwargs
     if tools:
         values[TOOLS] = tools
     try:

@@ -54,9 +54,11 @@ class Unread(Counter[tuple[str, str]]):
         """
         parts = []
         for kind in (COLUMNS, TURN_KEYS, TURNS):
-            found = [(count, name) for (of_kind, name), count in self.items() if of_kind == kind]
-            if found:
-                parts.append(f"{kind} {_counted(found)}")
+            counts = [
+                (count, name) for (item_kind, name), count in self.items() if item_kind == kind
+            ]
+            if counts:
+                parts.append(f"{kind} {_counted(counts)}")
         if count := self[WITHOUT_PROMPT, ""]:
             parts.append(f"{WITHOUT_PROMPT} ({count:,})")
         if not parts:
@@ -64,12 +66,12 @@ class Unread(Counter[tuple[str, str]]):
         return [f"{name}: not read: {'; '.join(parts)}"]
 
 
-def _counted(found: list[tuple[int, str]]) -> str:
+def _counted(counts: list[tuple[int, str]]) -> str:
     """Return names with their counts, the most frequent first."""
-    found.sort(key=lambda item: (-item[0], item[1]))
-    shown = [f"{shown_name(name)} ({count:,})" for count, name in found[:MAX_UNREAD]]
-    if len(found) > MAX_UNREAD:
-        shown.append(f"and {len(found) - MAX_UNREAD} more")
+    counts.sort(key=lambda item: (-item[0], item[1]))
+    shown = [f"{shown_name(name)} ({count:,})" for count, name in counts[:MAX_UNREAD]]
+    if len(counts) > MAX_UNREAD:
+        shown.append(f"and {len(counts) - MAX_UNREAD} more")
     return ", ".join(shown)
 
 
@@ -133,9 +135,9 @@ class DataReport:
             # numbers are masked: the same problem in another turn or record is the same reason
             kinds = Counter(re.sub(r"\d+", "N", line.partition(": ")[2]) for line in self.skipped)
             if len(kinds) > 1:
-                found = [f"{kind} ({count})" for kind, count in kinds.most_common(_MAX_KINDS)]
+                reasons = [f"{kind} ({count})" for kind, count in kinds.most_common(_MAX_KINDS)]
                 more = f"; {len(kinds) - _MAX_KINDS} more" if len(kinds) > _MAX_KINDS else ""
-                sentences.append(f"invalid records by reason: {'; '.join(found)}{more}")
+                sentences.append(f"invalid records by reason: {'; '.join(reasons)}{more}")
         limit = f"sequence_len {self.sequence_len}"
         outcomes = {
             "truncated": f"truncated at the end of a turn to fit {limit}",

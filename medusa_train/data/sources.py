@@ -186,13 +186,13 @@ def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalF
     for name in source.data_files or ():
         path = resolve_path(name) if root is None else root / name
         if path is not None and path.exists():
-            found = [path]
+            files = [path]
         else:
-            found = _matching_files(root or Path(), str(expand_user(name)))
-        if not found:
+            files = _matching_files(root or Path(), str(expand_user(name)))
+        if not files:
             place = "" if root is None else f" in {root}"
             raise DataError(f"data_files: {name}: no such file{place}")
-        chosen += found
+        chosen += files
     for path in chosen:
         if path.is_dir():
             raise ConfigError(f"data_files: {path} is a directory; set it as `path`")
@@ -245,13 +245,13 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     if _is_saved(path):
         return _open_saved(source, path)
     if source.name is not None:
-        found = [inner for inner in (path, path / "data") if (inner / source.name).is_dir()]
-        if not found:
+        parents = [inner for inner in (path, path / "data") if (inner / source.name).is_dir()]
+        if not parents:
             raise ConfigError(
                 f"split and name cannot be used with {source.path}, a local path: it has no"
                 f" directory {source.name}; leave name out, or name the directory to read"
             )
-        path = found[0] / source.name
+        path = parents[0] / source.name
     if source.data_files is not None:
         if source.split not in (None, "train"):
             raise ConfigError(
@@ -272,18 +272,18 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     # 2. The files of the split.
     paths = _files_of_split(candidates, source.split, path)
     # 3. Notes on what is not read, and on missing shards.
-    used = {*paths, *map(settings_path, paths)}
+    read_files = {*paths, *map(settings_path, paths)}
     # hidden files, except the ._NAME that macOS writes next to NAME
     hidden = sorted(set(path.glob(".*")) - set(path.glob("._*")))
-    unread = [entry for entry in entries if entry not in used] + hidden
+    unread = [entry for entry in entries if entry not in read_files] + hidden
     notes = _missing_shards(paths) + _same_names(paths)
     if unread:
-        shown = [
+        names_shown = [
             shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
         ]
         if len(unread) > MAX_NAMED:
-            shown[-1] += f" and {len(unread) - MAX_NAMED} more"
-        notes.insert(0, f"{path}: {len(unread)} not read: {', '.join(shown)}")
+            names_shown[-1] += f" and {len(unread) - MAX_NAMED} more"
+        notes.insert(0, f"{path}: {len(unread)} not read: {', '.join(names_shown)}")
     return _local_files(paths, source.ds_type, notes)
 
 
@@ -360,17 +360,17 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     and reads all subdirectories.
     """
     names = {file: _split_names(file) for file in files}
-    wanted = (split or "train").lower()
-    splits = {of_file for of_file, _ in names.values()}
-    matching = splits & {wanted}
+    wanted_split = (split or "train").lower()
+    splits = {file_split for file_split, _ in names.values()}
+    matching = splits & {wanted_split}
     if not matching:
         # the hub's splits may have any name, such as `chat` and `math`
-        series = [file for file in files if names[file][1] == wanted]
+        series = [file for file in files if names[file][1] == wanted_split]
         if series:
             return series
-        matching = {name for name in splits if re.split(r"[-._]", name)[0] == wanted}
+        matching = {name for name in splits if re.split(r"[-._]", name)[0] == wanted_split}
     if len(matching) != 1:
-        have = ", ".join(sorted({series or of_file for of_file, series in names.values()}))
+        have = ", ".join(sorted({series or file_split for file_split, series in names.values()}))
         raise ConfigError(
             f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
             f" has ({have}), or name the file to read"
@@ -382,30 +382,30 @@ def _missing_shards(paths: Sequence[Path]) -> list[str]:
     """Return a note for each incomplete series of shards such as `train-00000-of-00003.parquet`.
     Older files of the hub have a digest after the numbers.
     """
-    found: dict[tuple[Path, str, int, str], set[int]] = {}
+    shards: dict[tuple[Path, str, int, str], set[int]] = {}
     for path in paths:
         match = re.fullmatch(r"(.+?)(\d+)-of-(\d+)(?:-[0-9a-f]{8,})?(\..+)", path.name)
         if match is not None:
             series = (path.parent, match[1], int(match[3]), match[4])
-            found.setdefault(series, set()).add(int(match[2]))
+            shards.setdefault(series, set()).add(int(match[2]))
     return [
         f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending} are missing"
-        for (directory, stem, count, ending), numbers in found.items()
+        for (directory, stem, count, ending), numbers in shards.items()
         if len(numbers) < count
     ]
 
 
 def _same_names(paths: Sequence[Path]) -> list[str]:
     """Return a note on files such as `a.json` and `a.jsonl`, which may hold the same records."""
-    by_stem: dict[Path, list[str]] = {}
+    names_by_stem: dict[Path, list[str]] = {}
     for path in paths:
         suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
         stem = path.with_name(path.name[: -len(suffix)])
-        by_stem.setdefault(stem, []).append(path.name)
+        names_by_stem.setdefault(stem, []).append(path.name)
     return [
         f"{' and '.join(names)}: all are read; name one of them in data_files if they hold the same"
         " records"
-        for names in by_stem.values()
+        for names in names_by_stem.values()
         if len(names) > 1
     ]
 
@@ -431,9 +431,9 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
     if split not in saved:
         raise ConfigError(f"{path} has no split {split}; set `split` to one of {', '.join(saved)}")
     notes: tuple[str, ...] = ()
-    others = [name for name in saved if name != split]
-    if others:
-        notes = (f"{path}: splits not read: {', '.join(others)}",)
+    other_splits = [name for name in saved if name != split]
+    if other_splits:
+        notes = (f"{path}: splits not read: {', '.join(other_splits)}",)
     return HubSplit(f"{path}[{split}]", saved[split], notes)
 
 
@@ -497,8 +497,8 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
             files["data_files"] = source.data_files
         rows: Any = datasets.load_dataset(source.path, source.name, split=split, **files)
     except Exception as error:  # exceptions of HTTP clients have no common base
-        known = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
-        is_known = isinstance(error, known)
+        known_errors = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+        is_known = isinstance(error, known_errors)
         if not is_known and describe_hub_error(error, source.path, "dataset") is None:
             raise
         first_lines = str(error).split("\n")[:2]

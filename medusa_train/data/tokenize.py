@@ -323,16 +323,16 @@ class ChatEncoder:
         trained in an earlier row, or earlier in this row.
         """
         # text that the template writes between the contents is trained only with `train_on_inputs`
-        everything = self.train_on_inputs
-        chosen = [everything] * len(prompt)
-        if everything and first and is_new_row:
+        default = self.train_on_inputs
+        chosen = [default] * len(prompt)
+        if default and first and is_new_row:
             start, _ = template.content_spans(history, prompt, [first])[0]
             chosen[:start] = [False] * start
-        others = [
+        exceptions = [
             index
             for index in range(first, len(history))
-            if self._is_trained(history[index]) != everything
+            if self._is_trained(history[index]) != default
         ]
-        for start, end in template.content_spans(history, prompt, others):
-            chosen[start:end] = [not everything] * (end - start)
+        for start, end in template.content_spans(history, prompt, exceptions):
+            chosen[start:end] = [not default] * (end - start)
         return chosen

@@ -25,24 +25,24 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def parse_calls(given: object, name: str) -> list[dict[str, Any]]:
-    """Return the calls in the value `given` of the key `name`: one call, a list, or JSON text of
+def parse_calls(value: object, name: str) -> list[dict[str, Any]]:
+    """Return the calls in the `value` of the key `name`: one call, a list, or JSON text of
     either.
 
     Each becomes `{"id", "type", "function": {"name", "arguments"}}`, without an id if it has none.
     The arguments become an object: most templates escape arguments that are text, or reject them.
     """
-    if isinstance(given, str) and (quoted := _QUOTED.fullmatch(given.strip())):
-        given = {"name": quoted[1], "arguments": quoted[2]}
-    given = from_json(given, f"'{name}' is not JSON of tool calls")
-    calls = [given] if isinstance(given, Mapping) else given
+    if isinstance(value, str) and (quoted := _QUOTED.fullmatch(value.strip())):
+        value = {"name": quoted[1], "arguments": quoted[2]}
+    value = from_json(value, f"'{name}' is not JSON of tool calls")
+    calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, (list, tuple)):
-        raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(given)}")
+        raise RecordError(f"'{name}' must be a list of tool calls, it is {json_type(value)}")
     return [_parse_call(call) for call in calls]
 
 
-def _parse_call(given: object) -> dict[str, Any]:
-    function = given.get("function", given) if isinstance(given, Mapping) else None
+def _parse_call(value: object) -> dict[str, Any]:
+    function = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RecordError("a tool call has no name")
     name, arguments = function["name"], function.get("arguments")
@@ -59,7 +59,7 @@ def _parse_call(given: object) -> dict[str, Any]:
     except (TypeError, ValueError) as error:  # a table may hold bytes and dates
         raise RecordError(f"{what} are not JSON: {error}") from None
     call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-    call_id = given.get("id") if isinstance(given, Mapping) else None
+    call_id = value.get("id") if isinstance(value, Mapping) else None
     return call if call_id is None else {"id": str(call_id), **call}
 
 

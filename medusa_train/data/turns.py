@@ -177,18 +177,18 @@ def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     """
     if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
         raise RecordError("training of parts of a turn is not supported")
-    said = {key: turn[key] for key in keys if turn.get(key) is not None}
-    for key, switch in said.items():
+    switches = {key: turn[key] for key in keys if turn.get(key) is not None}
+    for key, switch in switches.items():
         if not isinstance(switch, bool):
             raise RecordError(f"'{key}' must be true or false, it is {switch!r}")
     weight = turn.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise RecordError(f"'weight' must be 0 or 1, it is {weight!r}")
     if weight == 0:
-        said["weight"] = False
-    if len(set(said.values())) > 1:
-        raise RecordError(f"{' and '.join(map(repr, said))} contradict each other")
-    return next(iter(said.values()), None)
+        switches["weight"] = False
+    if len(set(switches.values())) > 1:
+        raise RecordError(f"{' and '.join(map(repr, switches))} contradict each other")
+    return next(iter(switches.values()), None)
 
 
 def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
@@ -219,15 +219,15 @@ def read_messages(chat: object) -> list[Message]:
         DataError: a turn is not valid (the message tells which), there is no turn, or the last turn
             is an answer.
     """
-    found = json_type(chat)
+    found_type = json_type(chat)
     turns: list[Any] = []
     if isinstance(chat, Sequence) and not isinstance(chat, (str, bytes)):
         turns = list(chat)
-        found = f"a list with {json_type(turns[0])}" if turns else "an empty list"
+        found_type = f"a list with {json_type(turns[0])}" if turns else "an empty list"
     if not turns or not all(isinstance(turn, Message | Mapping) for turn in turns):
         raise DataError(
             "a prompt is text, or a list of messages such as {'role': 'user', 'content': TEXT}; it"
-            f" is {found}. For several prompts write [model.generate(prompt) for prompt in"
+            f" is {found_type}. For several prompts write [model.generate(prompt) for prompt in"
             " prompts], for token ids model.generate(tokenizer.decode(ids), raw=True)"
         )
     unread = Unread()

@@ -57,13 +57,13 @@ def _texts(
     The texts are decoded again because `turn.text` is stripped, and the continuation of a function
     needs its indentation.
     """
-    by_id = {question.question_id: question for question in questions}
+    questions_by_id = {question.question_id: question for question in questions}
     for turn in turns:
         texts = {
             name: without_reasoning(turn.opened + answer_text(tokenizer, answer.tokens))
             for name, answer in turn.compared.items()
         }
-        yield turn, by_id[turn.question_id], texts
+        yield turn, questions_by_id[turn.question_id], texts
 
 
 def code_samples(
@@ -100,9 +100,9 @@ def score_answers(
         expected = question.expected
         if expected is None or (isinstance(expected, FunctionTest) and sandbox_obstacle()):
             continue
-        by_text = {text: score_text(expected, text) for text in set(texts.values())}
+        scores_by_text = {text: score_text(expected, text) for text in set(texts.values())}
         # both at once: the report of an interrupted evaluation needs both scores or none
-        turn.scores |= {name: by_text[text] for name, text in texts.items()}
+        turn.scores |= {name: scores_by_text[text] for name, text in texts.items()}
         on_answer()
 
 
@@ -143,7 +143,7 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
         ) from None
     if not any(any(question.reference) for question in questions):
         raise ConfigError(
-            "rouge: no question of this bench has a `reference`; remove it, or choose another bench"
+            "rouge: no question of this benchmark has a `reference`; remove it, or choose another benchmark"
         )
     return RougeScorer(list(ROUGE), use_stemmer=True)
 
@@ -166,8 +166,10 @@ def rouge_means(
     if not scored:
         return None
     means: dict[str, Any] = {"answers": len(scored["plain"])}
-    for name, found in scored.items():
-        means[name] = {kind: 100 * fmean(score[kind].fmeasure for score in found) for kind in ROUGE}
+    for name, decoder_scores in scored.items():
+        means[name] = {
+            kind: 100 * fmean(score[kind].fmeasure for score in decoder_scores) for kind in ROUGE
+        }
     return means
 
 

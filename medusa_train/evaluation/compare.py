@@ -17,7 +17,7 @@ from medusa_train.evaluation.report import cells
 from medusa_train.evaluation.report_page import category_names, speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.io import parse_json
-from medusa_train.pages.page import Section, Table, number, render_page, write_files
+from medusa_train.pages.page import PageSection, Table, number, render_page, write_files
 
 #: Keys of `meta` that must be equal for speeds to be comparable, and their labels.
 CONDITIONS = {
@@ -186,10 +186,10 @@ def write(reports: Mapping[str, Json], directory: Path) -> list[Path]:
     return write_files(directory, {"compare.html": page, "compare.json": reports})
 
 
-def _sections(reports: Mapping[str, Json]) -> list[Section]:
+def _sections(reports: Mapping[str, Json]) -> list[PageSection]:
     return [
-        Section(lines=[f"Not comparable as they are: {line}" for line in differences(reports)]),
-        Section(legend=list(reports), tables=[runs_table(reports)]),
-        Section("Speed", figures=[speedup_chart(reports)]),
-        Section(tables=[categories_table(reports)]),
+        PageSection(lines=[f"Not comparable as they are: {line}" for line in differences(reports)]),
+        PageSection(legend=list(reports), tables=[runs_table(reports)]),
+        PageSection("Speed", figures=[speedup_chart(reports)]),
+        PageSection(tables=[categories_table(reports)]),
     ]

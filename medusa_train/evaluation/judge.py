@@ -177,20 +177,20 @@ def grade(
     # 3. compute means, and count failed answers
     categories = {record.question_id: record.category for record in records}
     judged = [judgements[key] for key in prompts if key in judgements]
-    turns: dict[str, list[float]] = {}
-    by_category: dict[str, list[float]] = {}
+    scores_by_turn: dict[str, list[float]] = {}
+    scores_by_category: dict[str, list[float]] = {}
     graded: list[float] = []
     for line in sorted(judged, key=lambda line: line["turn"]):
         if line["score"] != NO_SCORE:
             graded.append(line["score"])
-            turns.setdefault(str(line["turn"]), []).append(line["score"])
-            by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
+            scores_by_turn.setdefault(str(line["turn"]), []).append(line["score"])
+            scores_by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
     result = {
         "model": judge.model,
         "prompt": PROMPT_NAME,
         "score": fmean(graded) if graded else None,
-        "turns": {name: fmean(scores) for name, scores in turns.items()},
-        "categories": {name: fmean(scores) for name, scores in by_category.items()},
+        "turns": {name: fmean(scores) for name, scores in scores_by_turn.items()},
+        "categories": {name: fmean(scores) for name, scores in scores_by_category.items()},
         "graded": len(graded),
         "without_grade": len(judged) - len(graded),
         "failed": len(prompts) - len(judged),
@@ -209,10 +209,10 @@ def parse_grade(reply: str) -> float:
     """
     text = _SCALE.sub("", re.sub(r"\\([\[\]])", r"\1", without_reasoning(reply)))
     grades = _GRADE.findall(text) or _LABELLED.findall(text) or _SINGLE.findall(text)
-    in_range = [float(grade) for grade in grades if 1 <= float(grade) <= 10]
+    valid_grades = [float(grade) for grade in grades if 1 <= float(grade) <= 10]
     is_called_grade = _GRADE.search(text) or _LABELLED.search(text)
-    if in_range and (is_called_grade or len(set(grades)) == 1):
-        return in_range[-1]
+    if valid_grades and (is_called_grade or len(set(grades)) == 1):
+        return valid_grades[-1]
     return NO_SCORE
 
 
@@ -220,13 +220,15 @@ def _prompts(
     records: Sequence[Turn], questions: Sequence[Question]
 ) -> dict[Key, list[dict[str, str]]]:
     """Build the judge's prompt for every turn."""
-    by_id = {question.question_id: question for question in questions}
-    asked: dict[int | str, list[Turn]] = {}
+    questions_by_id = {question.question_id: question for question in questions}
+    turns_by_question: dict[int | str, list[Turn]] = {}
     prompts = {}
     for record in records:
-        turns = asked.setdefault(record.question_id, [])
+        turns = turns_by_question.setdefault(record.question_id, [])
         turns.append(record)
-        prompts[record.question_id, record.turn] = _prompt(by_id[record.question_id], turns)
+        prompts[record.question_id, record.turn] = _prompt(
+            questions_by_id[record.question_id], turns
+        )
     return prompts
 
 
@@ -249,8 +251,8 @@ def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
         *before, asked = question.asked(record.turn)
         for message in before:
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
-            said = "\n".join([message.content, *calls])
-            parts.append(f"### {message.role.capitalize()} message\n{said}")
+            text = "\n".join([message.content, *calls])
+            parts.append(f"### {message.role.capitalize()} message\n{text}")
         parts.append(f"### {asked.role.capitalize()}, message {number}\n{asked.content}")
         if number <= len(references) and references[number - 1]:
             parts.append(f"### Reference answer {number}\n{references[number - 1]}")

@@ -24,9 +24,9 @@ class OtherProcesses:
 
     def cores(self) -> float:
         """Return how many cores other processes have used so far, on average."""
-        used = _seconds_of_others() - self._seconds
+        seconds = _seconds_of_others() - self._seconds
         # the system and the process count in different ticks, so the difference may be negative
-        return round(max(0.0, used / (time.perf_counter() - self._started)), 2)
+        return round(max(0.0, seconds / (time.perf_counter() - self._started)), 2)
 
 
 def _seconds_of_others() -> float:
@@ -34,11 +34,13 @@ def _seconds_of_others() -> float:
     # fields that a system lacks count as 0; Linux already includes guests in `user` and `nice`
     all_times = psutil.cpu_times()._asdict()
     system = sum(all_times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
-    own = psutil.Process().cpu_times()
-    return system - own.user - own.system
+    own_times = psutil.Process().cpu_times()
+    return system - own_times.user - own_times.system
 
 
-def machine_load(others: OtherProcesses, plain_steps: Sequence[float]) -> dict[str, float | None]:
+def machine_load(
+    other_processes: OtherProcesses, plain_steps: Sequence[float]
+) -> dict[str, float | None]:
     """Return the entry `machine_load` of the report's meta.
 
     Returns: `cores`, the number of cores of the machine; `other_cores`, how many of them other
@@ -50,7 +52,7 @@ def machine_load(others: OtherProcesses, plain_steps: Sequence[float]) -> dict[s
         spread = max(plain_steps) / min(plain_steps) - 1
     return {
         "cores": os.cpu_count() or 1,
-        "other_cores": others.cores(),
+        "other_cores": other_processes.cores(),
         "plain_step_spread": spread,
     }
 

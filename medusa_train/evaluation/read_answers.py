@@ -118,9 +118,9 @@ def extract_number(text: str) -> Decimal | None:
         if _NUMBER.search(box):
             return None if _SEVERAL.search(box) and "=" not in box else _result_of(box)
     # 3. the rest of the line after "the answer is"
-    for said in reversed(list(_ANSWER_WORDS.finditer(text))):
-        if "answer" in said[0].lower():
-            line = text[said.end() :].lstrip().split("\n")[0]
+    for answer_words in reversed(list(_ANSWER_WORDS.finditer(text))):
+        if "answer" in answer_words[0].lower():
+            line = text[answer_words.end() :].lstrip().split("\n")[0]
             if _NUMBER.search(line):
                 return _result_of(line)
     # 4. the last number
@@ -140,9 +140,9 @@ def _plain_numbers(text: str) -> str:
     return _POWER.sub(lambda found: f"e{_POWERS[(found[1] or found[2]).lower()]}", text)
 
 
-def _as_decimal(found: re.Match[str]) -> str:
+def _as_decimal(match: re.Match[str]) -> str:
     """Return a matched fraction or mixed number as a decimal."""
-    whole, numerator, denominator = (Decimal(part or 0) for part in found.groups())
+    whole, numerator, denominator = (Decimal(part or 0) for part in match.groups())
     return f"{whole + numerator / denominator:f}"
 
 
@@ -154,13 +154,13 @@ def _result_of(part: str) -> Decimal | None:
         part = part[said.end() :]
     if boxed := _BOXED.search(part):
         part = boxed[1] or boxed[2]
-    first = _NUMBER.search(part)
-    if first is None:
+    match = _NUMBER.search(part)
+    if match is None:
         return None
     # 1. the number at the beginning, unless a second number belongs to it
-    is_first = not _LETTER.search(part[: first.start()])
-    if is_first and not _CALCULATION.match(part, first.end() - 1):
-        return None if _FURTHER.match(part, first.end()) else _value(first)
+    is_first = not _LETTER.search(part[: match.start()])
+    if is_first and not _CALCULATION.match(part, match.end() - 1):
+        return None if _FURTHER.match(part, match.end()) else _value(match)
     # 2. the last side of an equation that is not a calculation
     for side in reversed(part.split("=")):
         numbers = list(_NUMBER.finditer(side))
@@ -218,8 +218,8 @@ def extract_function(test: FunctionTest, text: str) -> str:
 def _candidates(test: FunctionTest, text: str) -> Iterator[str]:
     """Yield candidate programs of an answer, in order of preference."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
-    stated = header.search(test.prompt)
-    before = "" if stated is None else test.prompt[: stated.start()]
+    signature = header.search(test.prompt)
+    before = "" if signature is None else test.prompt[: signature.start()]
     # 1. blocks that define the function, then blocks that continue the prompt. Blocks inside list
     # items are indented, so dedent them
     found = sorted(_BLOCK.findall(text), key=lambda block: not _PYTHON.fullmatch(block[0]))

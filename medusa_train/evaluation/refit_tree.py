@@ -13,7 +13,7 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError
-from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.questions import Benchmark
 from medusa_train.evaluation.target_model_quality import run_config, validation_conversations
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
@@ -49,7 +49,7 @@ def load_with_progress(
 
 
 def calibrate(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
+    cfg: EvalConfig, benchmark: Benchmark, paths: ModelPaths, progress: RunProgress
 ) -> list[Path]:
     """Choose the tree with the most expected tokens per second on this machine, and save it; return
     the paths of the files.
@@ -81,7 +81,7 @@ def calibrate(
 
         # 2. the prompts: from the run, else from the benchmark
         chat = ChatEncoder(target_model.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-        prompts, source = _prompts(cfg, bench, paths, chat)
+        prompts, source = _prompts(cfg, benchmark, paths, chat)
 
         # 3. answer them, and choose the tree
         budget = cfg.calibration_tokens
@@ -129,7 +129,7 @@ def is_compiled(cfg: EvalConfig, paths: ModelPaths) -> bool:
 
 
 def _prompts(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, chat: ChatEncoder
+    cfg: EvalConfig, benchmark: Benchmark, paths: ModelPaths, chat: ChatEncoder
 ) -> tuple[list[Prompts], str]:
     """Return the prompts to fit a tree to, grouped by conversation, and a description of them.
 
@@ -147,10 +147,10 @@ def _prompts(
                 source = f"training prompts of the run, which holds {held_out_count or 'none'} out"
             return prompts_by_conversation(dataset, cfg.calibration_tokens, cfg.seed), source
     source = (
-        f"questions of bench {bench.name}, since the run's data are not available, or too few:"
-        " evaluate on another bench"
+        f"questions of bench {benchmark.name}, since the run's data are not available, or too few:"
+        " evaluate on another benchmark"
     )
-    return [[chat.prompt(one.opening, one.variables)] for one in bench.questions], source
+    return [[chat.prompt(one.opening, one.variables)] for one in benchmark.questions], source
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

@@ -193,11 +193,11 @@ def _equal_cell(group: Json, suffix: str = "") -> str:
     """Format the number of equal answers out of the compared ones, with ties as "+n": in float32,
     or in bfloat16 with the suffix `_bf16`. "-" if they are missing, as in older reports.
     """
-    equal = group.get(f"equal_answers{suffix}")
-    if equal is None:
+    num_equal = group.get(f"equal_answers{suffix}")
+    if num_equal is None:
         return "-"
     ties = group.get("tie_answers") if not suffix else None
-    shown = f"{equal}+{ties}" if ties else str(equal)
+    shown = f"{num_equal}+{ties}" if ties else str(num_equal)
     return f"{shown}/{_compared_answers(group, suffix)}"
 
 
@@ -212,10 +212,10 @@ def _correct_cell(scores: Json | None) -> str:
     """
     if scores is None:
         return "-"
-    plain = scores["plain"]["correct"]
+    plain_correct = scores["plain"]["correct"]
     correct = scores.get("tree", scores["plain"])["correct"]
     cell = f"{correct}/{scores['answers']}"
-    return cell if plain == correct else f"{cell} (plain {plain})"
+    return cell if plain_correct == correct else f"{cell} (plain {plain_correct})"
 
 
 def decoders_table(report: Json) -> Table:
@@ -350,22 +350,22 @@ _OUTPUT = {
 
 
 def _equality_note(overall: Json, dtype: str, outcome: str | None) -> str:
-    equal = overall[f"equal_answers{_DTYPES[dtype]}"]
-    if equal is None:
-        known = outcome not in (None, "not compared", "compared")
-        return f"{dtype}: not compared" + (f" ({outcome})" if known else "")
+    num_equal = overall[f"equal_answers{_DTYPES[dtype]}"]
+    if num_equal is None:
+        has_reason = outcome not in (None, "not compared", "compared")
+        return f"{dtype}: not compared" + (f" ({outcome})" if has_reason else "")
     count = _compared_answers(overall, _DTYPES[dtype])
-    note = f"{dtype}: {equal} of {count}"
+    note = f"{dtype}: {num_equal} of {count}"
     if dtype == "bfloat16":
-        if equal < count:
+        if num_equal < count:
             note += ", since its rounding changes which of two nearly equal logits is larger"
         return note
     note += " answers equal plain decoding's token for token"
     ties = overall["tie_answers"]
     if ties:
         note += f", {ties} first differ at a tie (logits within 1e-4)"
-    if equal + ties < count:
-        note += f", {count - equal - ties} differ without a tie"
+    if num_equal + ties < count:
+        note += f", {count - num_equal - ties} differ without a tie"
     return note
 
 
@@ -412,9 +412,9 @@ def _grades_text(judged: Json) -> str:
         reason = judged.get("reason", "no grade in its replies")
         return f"{judged['model']} graded no answer ({reason})"
     graded = f"{judged['graded']} answers"
-    missing = judged["without_grade"] + judged["failed"]
-    if missing:
-        graded += f", {missing} without a grade"
+    num_missing = judged["without_grade"] + judged["failed"]
+    if num_missing:
+        graded += f", {num_missing} without a grade"
     return f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})"
 
 

@@ -12,7 +12,7 @@ from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import (
     Figure,
-    Section,
+    PageSection,
     Table,
     number,
     render_page,
@@ -46,7 +46,7 @@ def sections_of(
     answers: Sequence[Json],
     tables: Sequence[Table],
     summary: Sequence[str],
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the sections of report.html and report.md.
 
     Args:
@@ -55,15 +55,19 @@ def sections_of(
     shown = {title for table in tables for title in table.titles}
     terms = [text for title, text in TERMS.items() if title in shown]
     return [
-        Section(lines=summary),
-        Section("Speed", figures=_speed_charts(report), tables=tables, remarks=[*terms, BRACKETS]),
-        Section("Draft", figures=_draft_charts(report), remarks=_draft_remarks(report["overall"])),
+        PageSection(lines=summary),
+        PageSection(
+            "Speed", figures=_speed_charts(report), tables=tables, remarks=[*terms, BRACKETS]
+        ),
+        PageSection(
+            "Draft", figures=_draft_charts(report), remarks=_draft_remarks(report["overall"])
+        ),
         answers_section(answers),
-        Section("Run", facts=meta_rows(report["meta"])),
+        PageSection("Run", facts=meta_rows(report["meta"])),
     ]
 
 
-def html_page(report: Json, sections: Sequence[Section]) -> str:
+def html_page(report: Json, sections: Sequence[PageSection]) -> str:
     """Render report.html."""
     meta, overall = report["meta"], report["overall"]
     setting = (
@@ -75,15 +79,15 @@ def html_page(report: Json, sections: Sequence[Section]) -> str:
     first_token_ms = None
     if overall["time_to_first_token_s"] is not None:
         first_token_ms = 1000 * overall["time_to_first_token_s"]
-    plain = number(overall["baseline_tokens_per_s"], 0)
+    plain_rate = number(overall["baseline_tokens_per_s"], 0)
     tiles = [
         (
             number(overall["speedup_over_fastest"], 2, "x", interval),
             f"speedup over {_faster_baseline(overall)}",
         ),
-        (number(overall["acceleration_rate"]), "tokens per step on this bench"),
-        (number(overall["tokens_per_s"], 0), "tokens per second on this bench"),
-        (plain, "tokens per second on this bench, plain decoding"),
+        (number(overall["acceleration_rate"]), "tokens per step on this benchmark"),
+        (number(overall["tokens_per_s"], 0), "tokens per second on this benchmark"),
+        (plain_rate, "tokens per second on this benchmark, plain decoding"),
         (number(first_token_ms, 1, " ms"), "time to first token"),
     ]
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']}"
@@ -244,7 +248,7 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     return drawn
 
 
-def answers_section(answers: Sequence[Json]) -> Section:
+def answers_section(answers: Sequence[Json]) -> PageSection:
     """Return all answers (lines of answers.jsonl) by category. Each accepted token is colored by
     its position in the draft.
     """
@@ -265,7 +269,7 @@ def answers_section(answers: Sequence[Json]) -> Section:
         remarks.append(
             f"{skipped} turns were skipped: prompt and answer do not fit the model's context."
         )
-    return Section(
+    return PageSection(
         "Answers",
         lines=lines,
         legend=[f"token {place}" for place in range(1, heads + 1)],

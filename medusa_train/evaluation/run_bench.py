@@ -41,7 +41,7 @@ from medusa_train.evaluation.output_equality import (
     compare_regenerated_answers,
     compare_timed_answers,
 )
-from medusa_train.evaluation.questions import Bench, Question
+from medusa_train.evaluation.questions import Benchmark, Question
 from medusa_train.evaluation.refit_tree import (
     describe_misfit,
     is_compiled,
@@ -88,7 +88,7 @@ JUDGE_RETRY_SECONDS = 300.0  # a failed request is retried for this long
 
 
 def evaluate(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, command: str, progress: RunProgress
+    cfg: EvalConfig, benchmark: Benchmark, paths: ModelPaths, command: str, progress: RunProgress
 ) -> tuple[dict[str, Any], list[Path]]:
     """Measure speed and output equality of a model on a benchmark, and write the report.
 
@@ -107,13 +107,13 @@ def evaluate(
         CheckpointError: another process evaluates into the same directory.
     """
     if cfg.score:
-        obstacle = require_code_execution(cfg.allow_code_execution, bench.questions)
+        obstacle = require_code_execution(cfg.allow_code_execution, benchmark.questions)
         if obstacle is not None:
             progress.print(obstacle)
     mode = DecodingMode.from_config(cfg)
-    name = mode.directory_name(bench.name, *_drafting(cfg, paths))
+    name = mode.directory_name(benchmark.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
-    evaluation = Evaluation(cfg, bench, paths, mode, directory, progress)
+    evaluation = Evaluation(cfg, benchmark, paths, mode, directory, progress)
     # two evaluations would slow down each other's timing, and delete each other's log
     with only_writer(directory):
         return evaluation.run(command)
@@ -136,7 +136,7 @@ class Evaluation:
     """
 
     cfg: EvalConfig
-    bench: Bench
+    benchmark: Benchmark
     paths: ModelPaths
     mode: DecodingMode
     directory: Path
@@ -156,7 +156,7 @@ class Evaluation:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. first the steps that may fail without a model
-        scorer = rouge_scorer(self.bench.questions) if cfg.rouge else None
+        scorer = rouge_scorer(self.benchmark.questions) if cfg.rouge else None
         judge = _judge(cfg, progress)
         torch.manual_seed(cfg.seed)
 
@@ -167,10 +167,10 @@ class Evaluation:
         if model.dynamic is None:
             self.tree = model.tree
         self.meta = collect_metadata(
-            cfg, self.bench, model, self.paths, dtype, self.baselines, self.turns, command
+            cfg, self.benchmark, model, self.paths, dtype, self.baselines, self.turns, command
         )
         self.meta["machine_load"] = load
-        resumed = completed_turns(log.entries, self.bench.questions)
+        resumed = completed_turns(log.entries, self.benchmark.questions)
         self.meta["resumed_turns"] = sum(map(len, resumed.values()))
         calibration = _calibration(self.paths)
         if calibration is not None:
@@ -230,7 +230,7 @@ class Evaluation:
 
     def _open_log(self) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-        settings = measurement_settings(self.cfg, self.bench, self.paths)
+        settings = measurement_settings(self.cfg, self.benchmark, self.paths)
         log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
         resumption = log.resumption("evaluation", "turns", len(log.entries))
         if resumption is not None:
@@ -257,7 +257,7 @@ class Evaluation:
             prompt = self._leave_out_rejected(chat)
             others = OtherProcesses()
             steps = plain_step_rounds(model.target_model, prompt, self.cfg.batch_size)
-            self._time_bench(model, chat, dtype, log)
+            self._time_benchmark(model, chat, dtype, log)
             steps += plain_step_rounds(model.target_model, prompt, self.cfg.batch_size)
             load = machine_load(others, steps)
         if caught:
@@ -299,29 +299,31 @@ class Evaluation:
         """Remove questions from chats with tools that the chat template cannot render; return the
         prompt of the first remaining question.
         """
-        asked: list[tuple[Question, list[int]]] = []
+        prompts_by_question: list[tuple[Question, list[int]]] = []
         reasons: list[str] = []
-        for question in self.bench.questions:
+        for question in self.benchmark.questions:
             try:
-                asked.append((question, chat.prompt(question.opening, question.variables)))
+                prompts_by_question.append(
+                    (question, chat.prompt(question.opening, question.variables))
+                )
             except DataError as error:
                 if not question.messages:
                     raise
                 reasons.append(str(error))
-        if not asked:
-            raise DataError(f"bench {self.bench.name}: no question can be asked: {reasons[0]}")
+        if not prompts_by_question:
+            raise DataError(f"bench {self.benchmark.name}: no question can be asked: {reasons[0]}")
         if reasons:
             self.progress.print(f"{len(reasons)} questions are left out; the first: {reasons[0]}")
-        questions, prompts = zip(*asked, strict=True)
-        self.bench = dataclasses.replace(self.bench, questions=questions)
-        first: list[int] = prompts[0]
-        return first
+        questions, prompts = zip(*prompts_by_question, strict=True)
+        self.benchmark = dataclasses.replace(self.benchmark, questions=questions)
+        first_prompt: list[int] = prompts[0]
+        return first_prompt
 
-    def _time_bench(
+    def _time_benchmark(
         self, model: LoadedModel, chat: ChatEncoder, dtype: str, log: MeasurementLog[Turn]
     ) -> None:
         """Time every decoder on every turn of the benchmark, and log each turn."""
-        cfg, questions, progress = self.cfg, self.bench.questions, self.progress
+        cfg, questions, progress = self.cfg, self.benchmark.questions, self.progress
         # 1. the decoders
         compared = self.paths.tree_mode != NO_TREE
         decoders = build_decoders(
@@ -389,7 +391,7 @@ class Evaluation:
 
     def _score(self, tokenizer: Any, scorer: Any) -> None:
         """Score the answers as the benchmark defines, and by ROUGE if there is a `scorer`."""
-        questions, turns, progress = self.bench.questions, self.answered, self.progress
+        questions, turns, progress = self.benchmark.questions, self.answered, self.progress
         for name, samples in code_samples(turns, questions, tokenizer).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
             write_files(self.directory, {file: samples})
@@ -459,7 +461,7 @@ class Evaluation:
             f"grading by {judge.model}", len(turns), "turns", ticking=True
         ) as phase:
             model = model_id(self.meta)
-            return grade(turns, self.bench.questions, model, judge, path, phase.advance)
+            return grade(turns, self.benchmark.questions, model, judge, path, phase.advance)
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:

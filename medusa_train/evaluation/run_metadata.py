@@ -22,7 +22,7 @@ from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
-from medusa_train.evaluation.questions import Bench
+from medusa_train.evaluation.questions import Benchmark
 from medusa_train.evaluation.turns import GENERATE, PLAIN, Turn
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version
@@ -37,7 +37,7 @@ BASELINE_KEYS = {PLAIN: "baseline_tokens_per_s", GENERATE: "generate_tokens_per_
 
 def collect_metadata(
     cfg: EvalConfig,
-    bench: Bench,
+    benchmark: Benchmark,
     model: LoadedModel,
     paths: ModelPaths,
     dtype: str,
@@ -63,9 +63,9 @@ def collect_metadata(
     return {
         "model": paths.name and public_name(paths.name),
         "base_model": public_name(paths.target_model),
-        "bench": bench.name,
-        "bench_file": public_name(str(bench.path)),
-        "questions": len(bench.questions),
+        "bench": benchmark.name,
+        "bench_file": public_name(str(benchmark.path)),
+        "questions": len(benchmark.questions),
         "skipped_turns": sum(turn.skipped for turn in turns),
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": paths.chat_template and public_name(paths.chat_template),
@@ -130,7 +130,9 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     return described
 
 
-def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
+def measurement_settings(
+    cfg: EvalConfig, benchmark: Benchmark, paths: ModelPaths
+) -> dict[str, Any]:
     """Return everything that the answers and their times depend on. An interrupted evaluation is
     resumed only if these settings are equal.
     """
@@ -138,7 +140,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     keys = {"max_new_tokens", "dtype", "compile", "generate", "prompt_lookup", "assistant_model"}
     settings: dict[str, Any] = {
         "format": 3,  # version of the log's line format
-        **bench_settings(bench),
+        **benchmark_settings(benchmark),
         **model_settings(paths),
         **cfg.model_dump(include=keys),
         "draft": None,
@@ -164,11 +166,11 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     return settings
 
 
-def bench_settings(bench: Bench) -> dict[str, Any]:
+def benchmark_settings(benchmark: Benchmark) -> dict[str, Any]:
     """Return what identifies the questions of a benchmark, wherever its file is."""
-    questions = [replace(question, source="") for question in bench.questions]
+    questions = [replace(question, source="") for question in benchmark.questions]
     digest = hashlib.sha256(repr(questions).encode()).hexdigest()
-    return {"bench": bench.name, "questions": digest}
+    return {"bench": benchmark.name, "questions": digest}
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class GenerateDecoder:
         if not passes.sizes:
             return [Answer(answer, seconds, rows=len(answers)) for answer in answers]
         (answer,) = answers  # drafts are verified for a single row only
-        first = min(passes.sizes[0], len(answer))
-        return [Answer(answer, seconds, steps=len(passes.sizes) - 1, prefill_tokens=first)]
+        prefill_tokens = min(passes.sizes[0], len(answer))
+        return [Answer(answer, seconds, steps=len(passes.sizes) - 1, prefill_tokens=prefill_tokens)]
 
 
 def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationConfig:
@@ -255,21 +255,23 @@ def build_decoders(
     if generate:
         description = f"generate, {_describe_sampling(mode)}, with its own cache"
         decoders[GENERATE] = GenerateDecoder(target_model, mode, description)
-    others: dict[str, TimedDecoder] = {}
+    extra_decoders: dict[str, TimedDecoder] = {}
     if tree is not None and model.fixed_proposer is not None:
         trees = f"a tree of {tree.size} nodes"
         if model.dynamic is not None:
             trees = "dynamic trees"
             same = f"the same tree of {tree.size} nodes in every step"
-            others[FIXED_TREE] = loop(model.fixed_proposer, tree, same)
+            extra_decoders[FIXED_TREE] = loop(model.fixed_proposer, tree, same)
         if model.heads is not None and model.lookup is not None:
-            others[HEADS_ALONE] = loop(model.heads, tree, f"the heads alone, {trees}")
-            others[LOOKUP_ALONE] = loop(model.lookup, None, "the draft without training alone")
+            extra_decoders[HEADS_ALONE] = loop(model.heads, tree, f"the heads alone, {trees}")
+            extra_decoders[LOOKUP_ALONE] = loop(
+                model.lookup, None, "the draft without training alone"
+            )
     if mode.batch_size == 1:
-        others |= extra_baselines(
+        extra_decoders |= extra_baselines(
             target_model, assistant_model, prompt_lookup=prompt_lookup, note=note, mode=mode
         )
-    return decoders | dict(sorted(others.items()))
+    return decoders | dict(sorted(extra_decoders.items()))
 
 
 def _describe_sampling(mode: DecodingMode) -> str:

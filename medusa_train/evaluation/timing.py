@@ -146,10 +146,10 @@ class SpeedTest:
     ) -> None:
         """Let every decoder answer the same turns, in an order that starts at `rotation`."""
         names = self.names
-        first = rotation % len(names)
+        start = rotation % len(names)
         prompts = [turn.prompt_ids for turn in asked]
         timed: dict[str, list[Answer]] = {}
-        for name in names[first:] + names[:first]:
+        for name in names[start:] + names[:start]:
             timed[name] = self._decoders[name].answer(prompts, self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)

@@ -116,7 +116,7 @@ def card(
     reports = measured("eval/*/report.json", _is_default)
     # earlier versions reported a speedup even without a tree: the same loop compared with itself
     treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
-    with_tree = [report for report in reports if report not in treeless]
+    tree_reports = [report for report in reports if report not in treeless]
     # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
     trained_on = str(run.get("base_model") or paths.target_model)
@@ -127,8 +127,10 @@ def card(
         base_model=trained_on if _is_hub_name(trained_on) else None,
         datasets=[repo for repo in map(_hub_repository, data) if repo is not None] or None,
     )
-    used = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
-    settings = [[f"`{key}`", _without_directory(str(value))] for key, value in used.items()]
+    used_settings = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
+    settings = [
+        [f"`{key}`", _without_directory(str(value))] for key, value in used_settings.items()
+    ]
     # 3. Render the page.
     template = Template(
         Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"),
@@ -149,7 +151,7 @@ def card(
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
         chains=[report for report in reports if report["overall"].get("chain_rates")],
-        shown=[report for report in with_tree if report["overall"].get("speedup") is not None],
+        shown=[report for report in tree_reports if report["overall"].get("speedup") is not None],
         treeless=treeless,
         # reports without a recommendation did not compare a server with and without the draft
         served=measured("eval/served-*/served.json", lambda r: bool(r.get("recommendation"))),

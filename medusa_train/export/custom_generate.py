@@ -310,15 +310,15 @@ def decode(
     hidden, logits = forward(
         model, lm_head, prompt.to(model.device), past_key_values=cache, **options
     )
-    last = hidden[0, -1]  # [d]
+    last_state = hidden[0, -1]  # [d]
     root = int(choose(logits[0, -1:]))
-    done = append([root])
+    is_done = append([root])
     branches = torch.zeros(tree.ancestors.shape, dtype=hidden.dtype, device=hidden.device)
     branches.masked_fill_(~tree.ancestors.to(hidden.device), float("-inf"))  # [n + 1, n + 1]
-    while not done:
+    while not is_done:
         # 2. Guess the tokens of the tree.
         length = cache.get_seq_length()
-        guesses = heads.guess(last, lm_head, tree)  # [n]
+        guesses = heads.guess(last_state, lm_head, tree)  # [n]
         nodes = torch.cat([guesses.new_tensor([root]), guesses])  # [n + 1]
         # 3. Run the model over all nodes. A node attends to the text so far, to its ancestors and
         # to itself. Nodes beyond max_length are never kept. Their positions are clamped, because
@@ -337,9 +337,9 @@ def decode(
         # 4. Keep the path that the model generates itself. The token after it is the next root.
         path, tokens = accept(nodes, choose(logits[0]), tree)
         keep_path(cache, length, path)
-        last = hidden[0, path[-1]]
+        last_state = hidden[0, path[-1]]
         root = tokens[-1]
-        done = append(tokens)
+        is_done = append(tokens)
     if streamer is not None:
         streamer.end()
     if generation_config.return_dict_in_generate:
@@ -378,11 +378,11 @@ def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], lis
     path = [0]
     tokens = [chosen[0]]
     while True:
-        equal = [child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]]
-        if not equal:
+        matches = [child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]]
+        if not matches:
             return path, tokens
-        path.append(equal[0])
-        tokens.append(chosen[equal[0]])
+        path.append(matches[0])
+        tokens.append(chosen[matches[0]])
 
 
 def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
@@ -390,13 +390,13 @@ def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
     those of all other nodes.
     """
     end = length + len(path)
-    kept = torch.tensor(path) + length  # positions of the accepted nodes
+    positions = torch.tensor(path) + length  # positions of the accepted nodes
     is_in_place = path[-1] == len(path) - 1
     for layer in cache.layers:
         for name in ("keys", "values"):
             stored = getattr(layer, name)  # [1, kv_heads, length + n + 1, head_dim]
             if not is_in_place:
-                stored[:, :, length:end] = stored[:, :, kept.to(stored.device)]
+                stored[:, :, length:end] = stored[:, :, positions.to(stored.device)]
             setattr(layer, name, stored[:, :, :end])
 
 

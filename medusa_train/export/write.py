@@ -124,10 +124,10 @@ def _write(
     # 1. Write a draft that is not Medusa, for a server.
     assert paths.heads is not None
     kind = heads_kind(paths.heads)
-    named = target_model_name or _target_model_name(paths)
+    name = target_model_name or _target_model_name(paths)
     if kind != "medusa":
         facts, warnings = write_server_draft(
-            paths, kind, to, exported.files, exported.target, named, licence
+            paths, kind, to, exported.files, exported.target, name, licence
         )
         exported.facts += facts
         exported.warnings += warnings
@@ -135,7 +135,7 @@ def _write(
             exported.warnings += stop_warnings(paths)
         return
     # 2. Write Medusa heads, or the target model that was trained with them.
-    heads = replace(read_heads(paths.heads), target_model_name=named)
+    heads = replace(read_heads(paths.heads), target_model_name=name)
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
     if to in WHOLE_LM_HEADS:
@@ -199,10 +199,10 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     """Raise CheckpointError if the export would overwrite other files than an earlier export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    own = [paths.home.resolve(), Path(paths.target_model).resolve()]
+    input_directories = [paths.home.resolve(), Path(paths.target_model).resolve()]
     if paths.heads is not None:
-        own.append(paths.heads.resolve())
-    if target.resolve() in own or _holds_other_files(target, to):
+        input_directories.append(paths.heads.resolve())
+    if target.resolve() in input_directories or _holds_other_files(target, to):
         raise CheckpointError(
             f"output_dir: {target} holds other files that would be overwritten; name a new directory"
         )
@@ -316,17 +316,17 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
         return []
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
-        of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
+        file_stop_tokens = read_stop_tokens(replace(paths, special_tokens={}))[0]
     except MedusaError:  # the target model is not on this machine
         return []
-    known = of_files.generation_config + of_files.tokenizer
-    unknown = [token for token in stop_tokens.ids if token not in known]
-    if not unknown:
+    known_tokens = file_stop_tokens.generation_config + file_stop_tokens.tokenizer
+    unknown_tokens = [token for token in stop_tokens.ids if token not in known_tokens]
+    if not unknown_tokens:
         return []
-    texts = " and ".join(map(str, tokenizer.convert_ids_to_tokens(unknown)))
+    texts = " and ".join(map(str, tokenizer.convert_ids_to_tokens(unknown_tokens)))
     return [
         f"answers end at {texts}, which neither generation_config.json nor the tokenizer of"
-        f" {paths.target_model} names: add {unknown} to eos_token_id in its generation_config.json,"
+        f" {paths.target_model} names: add {unknown_tokens} to eos_token_id in its generation_config.json,"
         " or send stop_token_ids with each request, else servers go on after the answer"
     ]
 

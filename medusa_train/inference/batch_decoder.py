@@ -172,18 +172,18 @@ class _Row:
         request: the request that the row answers.
         limit: maximum number of tokens of the answer.
         started: `time.perf_counter()` when the request was added.
-        out: the answer so far.
+        generation: the answer so far.
     """
 
     request: PendingRequest
     limit: int
     started: float
-    out: Generation = field(default_factory=lambda: Generation([]))
+    generation: Generation = field(default_factory=lambda: Generation([]))
 
     @property
     def tokens_left(self) -> int:
         """How many tokens the answer may still get."""
-        return self.limit - len(self.out.tokens)
+        return self.limit - len(self.generation.tokens)
 
 
 class RunningBatch:
@@ -246,8 +246,8 @@ class RunningBatch:
             first_tokens = self._steps.prefill(prompts, self._rule, _generators(joining))
             now = time.perf_counter()
             for row, token in zip(joining, first_tokens, strict=True):
-                row.out.tokens = [token]
-                row.out.prefill_seconds = now - row.started
+                row.generation.tokens = [token]
+                row.generation.prefill_seconds = now - row.started
             self.active += joining
         self._retire()
 
@@ -269,13 +269,13 @@ class RunningBatch:
         steps = self._steps
         assert steps is not None
         # 1. the step
-        last_tokens = [row.out.tokens[-1] for row in self.active]
+        last_tokens = [row.generation.tokens[-1] for row in self.active]
         generators = _generators(self.active)
         if self._decoder.can_batch:
             accepted = steps.step(last_tokens, self._rule, generators)
         else:
             (row,) = self.active
-            text = [*row.request.prompt, *row.out.tokens[:-1]]
+            text = [*row.request.prompt, *row.generation.tokens[:-1]]
             target_model = self._decoder.target_model
             accepted = [
                 step_single(target_model, steps, text, last_tokens[0], self._rule, generators)
@@ -284,9 +284,9 @@ class RunningBatch:
         # 2. append its tokens, up to the end of each answer
         for row, (path, tokens) in zip(self.active, accepted, strict=True):
             new = truncate_at_stop(tokens[1:], self._stops, row.tokens_left)
-            row.out.tokens += new
-            row.out.steps += 1
-            row.out.accepted.append(min(len(path) - 1, len(new)))
+            row.generation.tokens += new
+            row.generation.steps += 1
+            row.generation.accepted.append(min(len(path) - 1, len(new)))
 
     def _retire(self) -> None:
         """Remove finished rows.
@@ -294,20 +294,22 @@ class RunningBatch:
         Rows from the end of the batch fill the gaps, so that few keys and values move.
         """
         # 1. finish the answers that are complete
-        kept: list[int] = []
+        kept_rows: list[int] = []
         for i, row in enumerate(self.active):
-            if row.out.tokens[-1] not in self._stops and row.tokens_left > 0:
-                kept.append(i)
+            if row.generation.tokens[-1] not in self._stops and row.tokens_left > 0:
+                kept_rows.append(i)
                 continue
-            row.out.seconds = time.perf_counter() - row.started
-            row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
-            self._finished.append((row.request.request_id, row.out))
-        if len(kept) == len(self.active):
+            row.generation.seconds = time.perf_counter() - row.started
+            row.generation.finish = finish_reason(
+                row.generation.tokens, self._stops, self._max_new_tokens
+            )
+            self._finished.append((row.request.request_id, row.generation))
+        if len(kept_rows) == len(self.active):
             return
         # 2. keep the other rows: rows past the new end move into the gaps before it
-        size = len(kept)
-        stays = set(kept)
-        movable = [i for i in kept if i >= size]
+        size = len(kept_rows)
+        stays = set(kept_rows)
+        movable = [i for i in kept_rows if i >= size]
         order = [i if i in stays else movable.pop() for i in range(size)]
         self.active = [self.active[i] for i in order]
         assert self._steps is not None

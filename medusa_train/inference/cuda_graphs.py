@@ -188,9 +188,9 @@ def graph_obstacle(model: Any) -> str | None:
 
 def weight_addresses(module: torch.nn.Module) -> list[int]:
     """Return the addresses of the parameters and buffers of a module."""
-    found: list[int] = []
+    addresses: list[int] = []
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
-                found.append(tensor.data_ptr())
-    return found
+                addresses.append(tensor.data_ptr())
+    return addresses

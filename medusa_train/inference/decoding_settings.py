@@ -10,7 +10,7 @@ import torch
 
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json
-from medusa_train.models.loading import quantization_of
+from medusa_train.models.loading import loaded_quantization
 from medusa_train.models.precision import device_name
 from medusa_train.models.target_model import TargetModel
 
@@ -54,7 +54,7 @@ class DecodingSettings:
             threads = torch.get_num_threads()
         return cls(
             dtype=str(target_model.dtype).removeprefix("torch."),
-            quantization=quantization_of(target_model.model),
+            quantization=loaded_quantization(target_model.model),
             merged=not has_adapter,
             compiled=target_model.compiled is not None and target_model.compiled.covers(1, 1),
             device=device.type,
@@ -94,12 +94,12 @@ class DecodingSettings:
         """List the fields in which a tree's settings, `fitted`, differ from these, for example
         "dtype bfloat16, now float32".
         """
-        found: list[str] = []
+        differences: list[str] = []
         for name, value in asdict(fitted).items():
             now = getattr(self, name)
             if value != now:
-                found.append(f"{name.replace('_', ' ')} {_text(value)}, now {_text(now)}")
-        return found
+                differences.append(f"{name.replace('_', ' ')} {_text(value)}, now {_text(now)}")
+        return differences
 
 
 def _text(value: object) -> str:

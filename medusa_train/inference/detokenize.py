@@ -126,8 +126,8 @@ class TextStream:
     def _until_stop(self, text: str) -> str:
         self._held += text
         # the text ends before the first stop string
-        found = [self._held.find(stop) for stop in self._stop]
-        matches = [index for index in found if index >= 0]
+        positions = [self._held.find(stop) for stop in self._stop]
+        matches = [index for index in positions if index >= 0]
         if matches:
             self.stopped = True
             self._held = self._held[: min(matches)]

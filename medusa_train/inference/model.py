@@ -102,16 +102,16 @@ class Reply:
         """Take one token, or at the end the text that was held back; return the text that it
         completes, which may be empty.
         """
-        taken = next(self._remaining, None)
+        next_piece = next(self._remaining, None)
         if self._is_closed:  # by another thread, during the pass
             self.close()
-        if taken is None:
+        if next_piece is None:
             self._is_closed = True
             self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
             # text that was held back as the possible beginning of a stop string
             piece = Piece(self._stream.finish(), drafted=False)
         else:
-            self.steps, token, drafted = taken
+            self.steps, token, drafted = next_piece
             self.tokens.append(token)
             text = "" if token in self._stops else self._stream.push(token)
             piece = Piece(text, drafted)

@@ -89,7 +89,7 @@ def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
 
 
 @dataclass
-class _Row:
+class _RowState:
     """What the host keeps about an active row between two steps.
 
     Attributes:
@@ -198,7 +198,7 @@ class Steps:
         self._graphs: dict[Hashable, Replayable] = {}
         self._weights: list[int] = []  # addresses that the graphs read
         # 5. the active rows, and what a step keeps on the device for the next step
-        self._rows: list[_Row] = []
+        self._rows: list[_RowState] = []
         self._prefilled: _Prefilled | None = None
         self._allocate(kv_cache.rows)
 
@@ -628,7 +628,7 @@ class Steps:
             self._aux[rows, 0] = at_positions(hidden_states.aux, last)
         for prompt in prompts:
             state = None if draft is None else draft.new_request_state(prompt)
-            self._rows.append(_Row(len(prompt) - 1, [0], state))
+            self._rows.append(_RowState(len(prompt) - 1, [0], state))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows: row i becomes the former row `rows[i]`.
@@ -705,7 +705,7 @@ class Steps:
         counts = {min(_power_of_two(max(count, 2)), rows) for count in range(1, rows + 1)}
         for count in sorted(counts, reverse=True):
             for key_length in reversed(key_lengths):
-                self._rows = [_Row(key_length - nodes - 1, [0]) for _ in range(count)]
+                self._rows = [_RowState(key_length - nodes - 1, [0]) for _ in range(count)]
                 packed = self._pack([0] * count)
                 self._run_fixed(fixed, packed, key_length, keep_logits=keep_logits)
         self.reset()

@@ -196,11 +196,11 @@ def _attention_by_products(
     queries = (folded * scale).transpose(2, 3).contiguous()  # [B, H_kv, d, G q]
     scores = torch.matmul(key, queries).transpose(2, 3).contiguous()  # [B, H_kv, G q, S]
     if mask is not None:
-        by_head = scores.unflatten(2, (-1, mask.shape[2]))
+        scores_by_head = scores.unflatten(2, (-1, mask.shape[2]))
         if mask.dtype == torch.bool:
-            by_head.masked_fill_(~mask[:, :, None], _HIDDEN)
+            scores_by_head.masked_fill_(~mask[:, :, None], _HIDDEN)
         else:
-            by_head.add_(mask[:, :, None])
+            scores_by_head.add_(mask[:, :, None])
     return torch.matmul(scores.softmax(-1), value)
 
 

@@ -167,9 +167,9 @@ class CompiledPass:
         """Return the form of a pass over `count` tokens in each of `rows` rows: the form for
         exactly this size if its program is compiled, else the form for any size.
         """
-        of_this_size = Form(rows > 1, count)
-        if of_this_size in self._ready:
-            return of_this_size
+        exact_form = Form(rows > 1, count)
+        if exact_form in self._ready:
+            return exact_form
         return Form.of(rows, count)
 
     @torch.inference_mode()
@@ -319,9 +319,9 @@ def compile_layers(layers: nn.ModuleList) -> Callable[[], AbstractContextManager
         layer.compile(dynamic=True)
         programs.append(layer._compiled_call_impl)
 
-    def use(found: Sequence[Any]) -> None:
+    def use(implementations: Sequence[Any]) -> None:
         # `compile` sets this attribute; torch has no public way to unset it
-        for layer, program in zip(layers, found, strict=True):
+        for layer, program in zip(layers, implementations, strict=True):
             layer._compiled_call_impl = program
 
     @contextmanager

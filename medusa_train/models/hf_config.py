@@ -14,10 +14,10 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """Return a checkpoint's quantization settings from its config; None if it has none."""
-    stored: Any = getattr(config, "quantization_config", None)
-    if hasattr(stored, "to_dict"):
-        stored = stored.to_dict()
-    values: dict[str, Any] | None = stored
+    settings: Any = getattr(config, "quantization_config", None)
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    values: dict[str, Any] | None = settings
     return values
 
 
@@ -94,9 +94,11 @@ def largest(config: Any, key: str) -> int | None:
     Sizes of layers that differ are a list (Gemma 3n's intermediate_size), or are in a config per
     layer (Gemma 4's head_dim).
     """
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    layer_configs = (
+        config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    )
     sizes: list[int] = []
-    for layer in of_layers:
+    for layer in layer_configs:
         size = getattr(layer, key, None) or []
         sizes += size if isinstance(size, list) else [size]
     return max(sizes, default=None)
@@ -145,8 +147,8 @@ def length_dependent_rope(config: Any) -> str | None:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     # models with sliding windows have rope parameters for each layer type
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in [rope, *by_layer_type]:
+    layer_type_parameters = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in [rope, *layer_type_parameters]:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             return str(parameters["rope_type"])
     return None

@@ -133,7 +133,7 @@ def load_target_model(
         model = model.to(device)
 
     # 3. check what it can be used for
-    if quantization_of(model) in ("nf4", "fp4"):  # the checkpoint may be stored in 4 bits
+    if loaded_quantization(model) in ("nf4", "fp4"):  # the checkpoint may be stored in 4 bits
         keep_trainable_kernels(model)
     model.eval().requires_grad_(False)  # until a recipe trains it
     target_model = TargetModel(model, tokenizer, name)
@@ -338,7 +338,7 @@ def _refuse_remote_code(error: Exception, name: str) -> None:
     ) from error
 
 
-def quantization_of(model: Any) -> str | None:
+def loaded_quantization(model: Any) -> str | None:
     """Return how the weights of a loaded model are quantized: "nf4", "int8" or transformers' name
     of another method.
     """

@@ -106,9 +106,9 @@ class Adapter:
         """
         from peft import PeftModel
 
-        unknown = _unknown_entries(read_adapter_config(directory))
-        if unknown:
-            warn_once(f"{directory / ADAPTER_CONFIG}: not read: {', '.join(unknown)}")
+        unknown_entries = _unknown_entries(read_adapter_config(directory))
+        if unknown_entries:
+            warn_once(f"{directory / ADAPTER_CONFIG}: not read: {', '.join(unknown_entries)}")
         weights = directory / ADAPTER_WEIGHTS
         if weights.is_file():
             checksums.check(weights)
@@ -200,10 +200,10 @@ def _unknown_entries(config: Mapping[str, Any]) -> list[str]:
     """Return the entries of adapter_config.json that the installed PEFT ignores."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(config["peft_type"]))
-    if known is None:  # PEFT raises its own error
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(config["peft_type"]))
+    if config_class is None:  # PEFT raises its own error
         return []
-    names = {field.name for field in fields(known)}
+    names = {field.name for field in fields(config_class)}
     return sorted(name for name, value in config.items() if name not in names and value is not None)
 
 

@@ -77,13 +77,13 @@ def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tens
 
     With `keep` False, the process only takes part in gathering, and gets an empty dict.
     """
-    whole: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         to_copy = is_partitioned(tensor)  # check before it is gathered
         with gathered([tensor]):
             if keep:
-                whole[name] = tensor.detach().to("cpu", copy=True) if to_copy else tensor.detach()
-    return whole
+                copies[name] = tensor.detach().to("cpu", copy=True) if to_copy else tensor.detach()
+    return copies
 
 
 def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
@@ -96,9 +96,9 @@ def make_whole(parameters: Iterable[nn.Parameter], *, keep: bool) -> None:
         if not is_partitioned(parameter):
             continue
         with gathered([parameter]):
-            whole = parameter.detach().to("cpu", copy=True) if keep else None
-        if whole is not None:
-            parameter.data = whole
+            copy = parameter.detach().to("cpu", copy=True) if keep else None
+        if copy is not None:
+            parameter.data = copy
             parameter.ds_status = type(parameter.ds_status).AVAILABLE  # type: ignore[attr-defined]
 
 

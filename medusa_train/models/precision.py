@@ -111,10 +111,10 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) ->
     if isinstance(dtype, torch.dtype):
         return dtype
     name = auto_dtype(device) if dtype == "auto" else dtype
-    found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    parsed = getattr(torch, str(name), None)
+    if not isinstance(parsed, torch.dtype):
         raise MedusaError(f"dtype: must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    return found
+    return parsed
 
 
 @contextmanager

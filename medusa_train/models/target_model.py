@@ -566,13 +566,13 @@ class TargetModel:
         All stop tokens are added to the generation config. It is written separately, because
         save_pretrained rejects some generation configs as invalid.
         """
-        kept = self.model.generation_config
+        saved_config = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
             self.model.save_pretrained(directory, safe_serialization=True)
         finally:
-            self.model.generation_config = kept
-        saved = copy.deepcopy(kept)
+            self.model.generation_config = saved_config
+        saved = copy.deepcopy(saved_config)
         if self.stop_tokens.added:
             saved.eos_token_id = list(self.stop_tokens.ids)
         saved.to_json_file(directory / GENERATION_CONFIG)

@@ -138,7 +138,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page: paragraphs, names by colour, figures, tables, facts, answers and remarks,
     in this order.
 
@@ -166,7 +166,10 @@ class Section:
 
 
 def render_page(
-    title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()
+    title: str,
+    subtitle: str,
+    sections: Sequence[PageSection],
+    tiles: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Return a page; every text is escaped, and sections without content are left out.
 
@@ -179,7 +182,7 @@ def render_page(
     )
 
 
-def markdown_page(title: str, sections: Sequence[Section]) -> str:
+def markdown_page(title: str, sections: Sequence[PageSection]) -> str:
     """Return the page in Markdown, without figures and answers."""
     blocks = [f"# {title}"]
     for section in sections:

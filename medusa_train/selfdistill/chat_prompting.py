@@ -12,7 +12,7 @@ from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
-from medusa_train.selfdistill.replay import Answer, AnswerFinishReason, Request
+from medusa_train.selfdistill.replay import AnswerFinishReason, ChatRequest, GeneratedAnswer
 
 _MARK = "\ue000words\ue001"  # private use characters, which no template contains
 
@@ -39,7 +39,7 @@ class ChatPrompting:
             tokenizer, template, template_kwargs, reasoning_tags=reasoning_tags
         )
 
-    def prompt(self, request: Request) -> list[int]:
+    def prompt(self, request: ChatRequest) -> list[int]:
         """Return the prompt as token ids.
 
         Raises:
@@ -53,27 +53,27 @@ class ChatPrompting:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(
-        self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason
-    ) -> Answer:
+        self, request: ChatRequest, prompt_tokens: int, tokens: list[int], finish: FinishReason
+    ) -> GeneratedAnswer:
         """Parse the generated `tokens` (a final EOS included) into an answer.
 
         If the prompt opened the reasoning part, its tag is added to the answer, as if the model had
         written it.
         """
         ends_with_eos = finish == "eos"
-        kept = tokens[:-1] if ends_with_eos else tokens
+        answer_tokens = tokens[:-1] if ends_with_eos else tokens
         reason: AnswerFinishReason = "stop" if finish == "eos" else finish
         # 1. a user message ends at the text that the template writes after it
         if request.speaker == "user":
-            written = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
-            text, has_ended = self._split_user_message(request, written)
+            written_text = self.tokenizer.decode(answer_tokens, clean_up_tokenization_spaces=False)
+            text, has_ended = self._split_user_message(request, written_text)
             if has_ended:
                 reason = "stop"
-            return Answer(text, reason, prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
         # 2. the text of an answer
-        text = answer_text(self.tokenizer, kept, self.encoder.template.reasoning_tags)
+        text = answer_text(self.tokenizer, answer_tokens, self.encoder.template.reasoning_tags)
         if not text.strip():
-            return Answer(text, reason, prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
         text = self.encoder.opened_reasoning(request.messages, request.variables) + text
         # 3. its tokens, if training would tokenize the text differently
         message = Message("assistant", text, is_cut=not ends_with_eos)
@@ -85,20 +85,20 @@ class ChatPrompting:
         if len(request.messages) not in (answer.message for answer in row.answers):
             # training would leave the answer out, since the template renders earlier calls
             # differently
-            return Answer(text, "refused", prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, "refused", prompt_tokens, len(tokens))
         trained = row.ids[len(self.prompt(request)) :]
-        is_same = kept in (trained, trained[:-1])  # the last may be the end token
-        token_ids = None if is_same else tuple(kept)
-        return Answer(text, reason, prompt_tokens, len(tokens), token_ids)
+        is_same = answer_tokens in (trained, trained[:-1])  # the last may be the end token
+        token_ids = None if is_same else tuple(answer_tokens)
+        return GeneratedAnswer(text, reason, prompt_tokens, len(tokens), token_ids)
 
-    def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
+    def _split_user_message(self, request: ChatRequest, text: str) -> tuple[str, bool]:
         """Return the user message at the start of `text`, and whether `text` contains its end."""
         after = self._around_user(request)[1].strip().split("\n")[0].strip()
         ends = [mark for mark in (after, *self.tokenizer.all_special_tokens) if mark]
         message, *rest = re.split("|".join(map(re.escape, ends)), text, maxsplit=1)
         return message.strip(), bool(rest)
 
-    def _around_user(self, request: Request) -> tuple[str, str]:
+    def _around_user(self, request: ChatRequest) -> tuple[str, str]:
         """Return the text that the template renders before and after the content of the next user
         message.
         """

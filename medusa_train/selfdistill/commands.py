@@ -36,8 +36,8 @@ def refuse_training_config(path: Path | None) -> None:
         return
     # base_model is empty in a configuration for any model
     model = str(values["base_model"] or "MODEL")
-    written = _commands_in_comments(file.read_text(encoding="utf-8"), model)
-    commands = written or list(_commands_for(values, model, file.stem))
+    commented_commands = _commands_in_comments(file.read_text(encoding="utf-8"), model)
+    commands = commented_commands or list(_commands_for(values, model, file.stem))
     raise ConfigError(
         "\n  ".join([f"{path} is a configuration of medusa-train. To make data for it:", *commands])
     )

@@ -15,7 +15,7 @@ from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.inference.sampling import Sampling
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
+from medusa_train.selfdistill.replay import ChatRequest, ChatSteps, GeneratedAnswer, GeneratedChat
 from medusa_train.selfdistill.settings import resolve_model_paths
 
 DEFAULT_BATCH_SIZE = 16
@@ -63,19 +63,19 @@ class HFEngine:
         self._stop_looping = stop_looping
         self._waiting: list[PendingRequest] = []
         # requests without an answer, each with the length of its prompt
-        self._asked: dict[int, tuple[Request, int]] = {}
-        self._finished: deque[tuple[int, Answer]] = deque()
+        self._asked: dict[int, tuple[ChatRequest, int]] = {}
+        self._finished: deque[tuple[int, GeneratedAnswer]] = deque()
 
     def generate(
         self,
         chats: Iterator[ChatSteps],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[GeneratedAnswer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
         """Generate all conversations, with batch size 1 in their order. See `AnswerSource`."""
         coming = enumerate(chats)
         running: dict[int, ChatSteps] = {}  # conversations in progress, by number
-        ready: deque[tuple[int, Request]] = deque()  # next requests of running conversations
+        ready: deque[tuple[int, ChatRequest]] = deque()  # next requests of running conversations
         pending = 0  # submitted requests without an answer
         while True:
             # 1. submit requests up to the capacity: first those of running conversations, then
@@ -102,16 +102,16 @@ class HFEngine:
                 del running[number]
                 on_chat(end.value)
 
-    def submit(self, request_id: int, request: Request) -> None:
+    def submit(self, request_id: int, request: ChatRequest) -> None:
         """Queue a request; `next` generates its answer."""
         try:
             prompt = self._prompting.prompt(request)
         except DataError:
             # a chat that the template rejects must not end the run
-            self._finished.append((request_id, Answer("", "refused", 0, 0)))
+            self._finished.append((request_id, GeneratedAnswer("", "refused", 0, 0)))
             return
         if len(prompt) > self._decoder.target_model.max_context:
-            self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
+            self._finished.append((request_id, GeneratedAnswer("", "context", len(prompt), 0)))
             return
         generator = None
         if self._sampling:  # on the CPU, so that every device draws the same numbers
@@ -119,7 +119,7 @@ class HFEngine:
         self._asked[request_id] = (request, len(prompt))
         self._waiting.append(PendingRequest(request_id, prompt, generator))
 
-    def next(self) -> tuple[int, Answer]:
+    def next(self) -> tuple[int, GeneratedAnswer]:
         """Return the next finished answer and its request id; generate until there is one."""
         while not self._finished:
             # add several waiting requests at once, when enough rows are free
@@ -155,10 +155,12 @@ class HFEngine:
 
     def _end_looping_rows(self) -> None:
         for row in self._batch.active:
-            if row.out.steps % LOOP_INTERVAL == 0:
-                text = self._prompting.tokenizer.decode(row.out.tokens, skip_special_tokens=True)
+            if row.generation.steps % LOOP_INTERVAL == 0:
+                text = self._prompting.tokenizer.decode(
+                    row.generation.tokens, skip_special_tokens=True
+                )
                 if is_looping(text):
-                    row.limit = len(row.out.tokens)
+                    row.limit = len(row.generation.tokens)
 
 
 def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) -> HFEngine:

@@ -70,12 +70,12 @@ class OutputWriter:
         for prompt in prompts:
             if not prompt.turns or prompt.id not in self._asked:
                 continue
-            asked = mask_keys(prompt.turns[0])  # the file contains masked text
-            answered = self._asked[prompt.id]
-            if asked != answered:
+            asked_question = mask_keys(prompt.turns[0])  # the file contains masked text
+            answered_question = self._asked[prompt.id]
+            if asked_question != answered_question:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {prompt.id}"
-                    f" asks {excerpt(answered, 60)!r}, and now {excerpt(asked, 60)!r}. Choose another"
+                    f" asks {excerpt(answered_question, 60)!r}, and now {excerpt(asked_question, 60)!r}. Choose another"
                     " output=FILE.jsonl"
                 )
 
@@ -132,15 +132,17 @@ def _read(path: Path) -> Iterator[tuple[str, str, str]]:
     """
     for number, record in enumerate(read_records(path), start=1):
         try:
-            said = [one["content"] for one in record.get("messages", ()) if one["role"] == "user"]
+            user_messages = [
+                one["content"] for one in record.get("messages", ()) if one["role"] == "user"
+            ]
             reason = record.get("dropped", {}).get("reason", "")
-            found = str(record["id"]), "".join(said[:1]), str(reason)
+            entry = str(record["id"]), "".join(user_messages[:1]), str(reason)
         except (LookupError, TypeError, AttributeError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id, and messages with"
                 " role and content); fix or delete the file, or choose another output"
             ) from None
-        yield found
+        yield entry
 
 
 def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
@@ -153,7 +155,7 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
         return
     path = settings_path(output)
     try:
-        stored = dict(parse_json(path.read_text(encoding="utf-8")))
+        stored_settings = dict(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(
             f"output {output}: the file exists without its settings {path.name}; choose another"
@@ -162,10 +164,10 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
     except (ValueError, TypeError):
         raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
     # a missing setting equals None; API keys are masked in the file
-    now = json.loads(mask_keys(json.dumps(dict(settings))))
+    settings_now = json.loads(mask_keys(json.dumps(dict(settings))))
     lines = [
-        f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now"
-        for name in differing_keys(stored, now)
+        f"  {name}: {stored_settings.get(name)!r} in the file, {settings_now.get(name)!r} now"
+        for name in differing_keys(stored_settings, settings_now)
     ]
     if lines:
         head = f"output {output}: it holds conversations generated with other settings"

@@ -119,15 +119,17 @@ def read_prompts(
                 raise ValueError(record.error)
             chat = parse_tool_chat(record.value, type, unread) if turns_per_chat else None
             if chat is not None:
-                found = tool_prompts(chat, record.source, turns_per_chat)
+                prompts_of_record = tool_prompts(chat, record.source, turns_per_chat)
             else:
                 turns, system = parse_user_turns(record.value, type, unread)
                 record_id = _record_id(record.value, turns, system)
-                found = [Prompt(record_id, tuple(turns), system, record.source)]
+                prompts_of_record = [Prompt(record_id, tuple(turns), system, record.source)]
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue
-        prompts += [_with_unique_id(prompt, id_counts) for prompt in found if prompt.turns]
+        prompts += [
+            _with_unique_id(prompt, id_counts) for prompt in prompts_of_record if prompt.turns
+        ]
     if problems and (skipped is None or not prompts):
         raise DataError(describe_problems(problems, source.name))
     if skipped is not None:
@@ -148,11 +150,11 @@ def tool_prompts(chat: Conversation, source: str, most: int) -> list[Prompt]:
     prompts = []
     for number in (place * len(points) // count for place in range(count)):
         messages = chat.messages[: points[number]]
-        asked = tuple(message.content for message in messages if message.role == "user")
+        questions = tuple(message.content for message in messages if message.role == "user")
         prompts.append(
             Prompt(
                 f"{chat.id}/{number + 1}",
-                asked,
+                questions,
                 source=source,
                 messages=messages,
                 variables=chat.variables,

@@ -19,11 +19,11 @@ from medusa_train.data.turns import TurnKeys, parse_turns, reasoning_part
 from medusa_train.errors import ServerError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.selfdistill.replay import (
-    Answer,
     AnswerFinishReason,
+    ChatRequest,
     ChatSteps,
+    GeneratedAnswer,
     GeneratedChat,
-    Request,
 )
 from medusa_train.servers.responses import RequestRejected, token_count
 
@@ -72,7 +72,7 @@ class ServerAnswers:
     def generate(
         self,
         chats: Iterator[ChatSteps],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[GeneratedAnswer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
         """Generate all conversations, with as many concurrent requests as the servers take. See
@@ -113,7 +113,7 @@ class ServerAnswers:
             stats[reason] = f"{count:,}"
         return stats
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: ChatRequest) -> GeneratedAnswer:
         """Return the answer to a request. It has no text if the request was refused, too long or
         failed.
         """
@@ -124,10 +124,10 @@ class ServerAnswers:
             return await self._ask(request.messages, request.seed, request.variables, **changes)
         except RequestRejected as rejected:
             if rejected.too_long:
-                return Answer("", "context", 0, 0)
+                return GeneratedAnswer("", "context", 0, 0)
             self.refusals[str(rejected)] += 1
             await self._greet()
-            return Answer("", "failed" if rejected.failed else "refused", 0, 0)
+            return GeneratedAnswer("", "failed" if rejected.failed else "refused", 0, 0)
 
     async def _greet(self) -> None:
         """Send a greeting, unless a server has answered before; raise ServerError if it is refused
@@ -145,7 +145,7 @@ class ServerAnswers:
 
     async def _ask(
         self, messages: Sequence[Message], seed: int, variables: str = "", **changes: Any
-    ) -> Answer:
+    ) -> GeneratedAnswer:
         body = {**request_body(self._parameters, messages, seed, variables), **changes}
         response = await self.servers.complete(body)
         answer = parse_answer(response, self._reasoning_tags, body["max_tokens"])
@@ -187,18 +187,18 @@ def request_body(
         variables: as in `Conversation`.
     """
     body = {**parameters, "messages": openai_messages(messages), "seed": seed % 2**31}
-    given = json.loads(variables) if variables else {}
-    tools = given.pop(TOOLS, None)
+    values = json.loads(variables) if variables else {}
+    tools = values.pop(TOOLS, None)
     if tools:
         body |= {"tools": tools, "tool_choice": "none"}
-    if given:
-        body["chat_template_kwargs"] = {**parameters.get("chat_template_kwargs", {}), **given}
+    if values:
+        body["chat_template_kwargs"] = {**parameters.get("chat_template_kwargs", {}), **values}
     return body
 
 
 def parse_answer(
     response: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
-) -> Answer:
+) -> GeneratedAnswer:
     """Convert a chat completion to an answer. Without `usage` the token counts are 0.
 
     If the finish reason is "length" before `max_new_tokens`, the context is full. If it is "stop",
@@ -245,7 +245,7 @@ def parse_answer(
         elif reasoning and not text:
             reason = "only reasoning"
     prompt_tokens = token_count(response, "prompt_tokens")
-    return Answer(text, reason, prompt_tokens, length, token_ids, parts)
+    return GeneratedAnswer(text, reason, prompt_tokens, length, token_ids, parts)
 
 
 def _finish_reason(finish: object) -> AnswerFinishReason:
@@ -258,7 +258,7 @@ def _finish_reason(finish: object) -> AnswerFinishReason:
         return "possibly cut"
     if isinstance(finish, str) and finish in _REASONS:
         return _REASONS[finish]
-    known = ", ".join(_REASONS)
+    reasons = ", ".join(_REASONS)
     raise RequestRejected(
-        f"unknown finish_reason {excerpt(str(finish), 60)!r} (known: {known})", failed=True
+        f"unknown finish_reason {excerpt(str(finish), 60)!r} (known: {reasons})", failed=True
     )

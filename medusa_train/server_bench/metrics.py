@@ -43,12 +43,14 @@ def collect_cells(
     Args:
         planned: number of blocks by concurrency.
     """
-    found: dict[tuple[str, str, int], list[Measurement]] = {}
+    measurements_by_cell: dict[tuple[str, str, int], list[Measurement]] = {}
     for block, measured in sorted(blocks.items()):
         for server, measurement in measured.items():
-            found.setdefault((server, block.session, block.concurrency), []).append(measurement)
+            measurements_by_cell.setdefault((server, block.session, block.concurrency), []).append(
+                measurement
+            )
     cells = []
-    for (server, session, concurrency), measurements in found.items():
+    for (server, session, concurrency), measurements in measurements_by_cell.items():
         if len(measurements) == planned.get(concurrency):
             place = {"server": server, "session": session, "concurrency": concurrency}
             cells.append(Cell({**place, **cell_metrics(measurements)}, measurements))
@@ -103,11 +105,11 @@ def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
         moments += [(answer.started, 0, number), (answer.started + answer.seconds, 1, number)]
     shares = [0.0] * len(answers)
     running: set[int] = set()
-    last = 0.0
+    last_moment = 0.0
     for moment, _, number in sorted(moments):
         for other in running:
-            shares[other] += (moment - last) / len(running)
-        last = moment
+            shares[other] += (moment - last_moment) / len(running)
+        last_moment = moment
         running ^= {number}
     return shares
 
@@ -133,23 +135,23 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
         answers).
     """
     pairs = list(zip(heads.blocks, plain.blocks, strict=False))
-    with_draft = []
-    without_draft = []
+    draft_counts = []
+    plain_counts = []
     for one, other in pairs:
         common = _texts(one).keys() & _texts(other).keys()
         if common:
-            with_draft.append(_total(one, common))
-            without_draft.append(_total(other, common))
-    plain_rate = _rate(without_draft)
+            draft_counts.append(_total(one, common))
+            plain_counts.append(_total(other, common))
+    plain_rate = _rate(plain_counts)
     if plain_rate == 0:
         return None
-    bounds = block_interval(without_draft, with_draft)
+    bounds = block_interval(plain_counts, draft_counts)
     verdict = "undecided"
     if bounds is not None and not bounds[0] <= 1 <= bounds[1]:
         verdict = "wins" if bounds[0] > 1 else "loses"
     equal, compared = _count_equal(pairs) if greedy else (None, None)
     return {
-        "ratio": _rate(with_draft) / plain_rate,
+        "ratio": _rate(draft_counts) / plain_rate,
         "ratio_interval": None if bounds is None else list(bounds),
         "verdict": verdict,
         "equal_answers": equal,
@@ -185,8 +187,8 @@ def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int,
     """Count the equal answers and the compared answers. Turns after a differing answer are not
     compared, because their histories differ.
     """
-    equal = 0
-    compared = 0
+    num_equal = 0
+    num_compared = 0
     for one, other in pairs:
         texts = _texts(other)
         differing: set[tuple[int | str, int]] = set()
@@ -195,12 +197,12 @@ def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int,
             text = texts.get(_turn(answer))
             if text is None or chat in differing:
                 continue
-            compared += 1
+            num_compared += 1
             if text == answer.text:
-                equal += 1
+                num_equal += 1
             else:
                 differing.add(chat)
-    return equal, compared
+    return num_equal, num_compared
 
 
 def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
@@ -211,9 +213,13 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     draft that beats the faster of the two wins by more than the machine's speed drifted.
     """
     place = (PLAIN, cell.metrics["concurrency"])
-    plain = [one for one in cells if (one.metrics["server"], one.metrics["concurrency"]) == place]
-    together = [one for one in plain if one.metrics["session"] == cell.metrics["session"]]
-    return max(together or plain, key=lambda one: one.metrics["tokens_per_s"], default=None)
+    plain_cells = [
+        one for one in cells if (one.metrics["server"], one.metrics["concurrency"]) == place
+    ]
+    same_session = [one for one in plain_cells if one.metrics["session"] == cell.metrics["session"]]
+    return max(
+        same_session or plain_cells, key=lambda one: one.metrics["tokens_per_s"], default=None
+    )
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

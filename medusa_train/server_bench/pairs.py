@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.selfdistill.replay import Answer
+from medusa_train.selfdistill.replay import GeneratedAnswer
 from medusa_train.selfdistill.server_answers import parse_answer, request_body
 from medusa_train.servers.client import Servers
 from medusa_train.servers.responses import RequestRejected
@@ -135,7 +135,7 @@ class BlockFault(Exception):
     """Requests of a block failed, so its times cannot be used. The message is the reason."""
 
 
-class Conversation(NamedTuple):
+class ServedConversation(NamedTuple):
     """A question, and how often it was asked before at this concurrency (`repeat`)."""
 
     question: Question
@@ -143,7 +143,7 @@ class Conversation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredServer:
     """A server to measure."""
 
     name: str  # the server's name in reports
@@ -165,14 +165,14 @@ class MeasuredServers:
         stop: stops the servers that the sessions started.
     """
 
-    sessions: Mapping[str, Callable[[], AbstractContextManager[Sequence[Target]]]]
+    sessions: Mapping[str, Callable[[], AbstractContextManager[Sequence[MeasuredServer]]]]
     settings: Mapping[str, Any]
     metadata: Mapping[str, Any]
     notes: Sequence[str] = ()
     stop: Callable[[], None] = lambda: None
 
 
-def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
+def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[ServedConversation]]:
     """Divide the conversations of one concurrency into blocks. The servers answer a block in turns.
 
     A short benchmark is repeated until there are at least `LEAST_CONVERSATIONS * concurrency`
@@ -180,11 +180,11 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
     server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    groups: dict[str, list[Conversation]] = {}
+    groups: dict[str, list[ServedConversation]] = {}
     for repeat in range(repeats):
         for question in questions:
             kind = question.category if question.messages else ""
-            groups.setdefault(kind, []).append(Conversation(question, repeat))
+            groups.setdefault(kind, []).append(ServedConversation(question, repeat))
     blocks = []
     for conversations in groups.values():
         count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
@@ -194,7 +194,7 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
 
 
 @dataclass
-class ServerBench:
+class ServerBenchmark:
     """Measures one server, with as many concurrent conversations as `servers` takes requests.
 
     Its connections are open within `async with bench.servers`.
@@ -205,7 +205,7 @@ class ServerBench:
         rejected_tools: why the server rejected a chat with tools; "" if it has not rejected any.
     """
 
-    target: Target
+    target: MeasuredServer
     servers: Servers
     parameters: Mapping[str, Any]
     seed: int
@@ -230,7 +230,7 @@ class ServerBench:
 
     async def measure(
         self,
-        conversations: Sequence[Conversation],
+        conversations: Sequence[ServedConversation],
         on_conversation: Callable[[int], None] = lambda tokens: None,
     ) -> Measurement:
         """Let the server answer a block of conversations, and measure it.
@@ -249,7 +249,7 @@ class ServerBench:
         skipped = 0
         faults: list[str] = []
 
-        async def converse(conversation: Conversation) -> None:
+        async def converse(conversation: ServedConversation) -> None:
             nonlocal skipped
             question, _ = conversation
             turns: list[ServedAnswer] = []
@@ -283,7 +283,7 @@ class ServerBench:
         return None if page is None else parse_metrics(page)
 
     async def _converse(
-        self, conversation: Conversation, began: float, answers: list[ServedAnswer]
+        self, conversation: ServedConversation, began: float, answers: list[ServedAnswer]
     ) -> None:
         """Ask all turns of a question, with the server's own answers as history. Append the answers
         to `answers`.
@@ -319,7 +319,7 @@ class ServerBench:
 
     async def _ask(
         self, question: Question, messages: Sequence[Message], seed: int, salt: str, **changes: Any
-    ) -> tuple[Answer, dict[str, Any]]:
+    ) -> tuple[GeneratedAnswer, dict[str, Any]]:
         """Return one streamed answer to a question: parsed, and as returned by `read_stream`."""
         body = request_body(self.parameters, messages, seed, question.variables)
         body |= {"model": self.target.model, **changes}
@@ -338,7 +338,7 @@ class ServerBench:
         elif answer.completion_tokens > limit:
             wrong = (
                 f"reports {answer.completion_tokens} tokens for an answer of at most {limit}"
-                " (max_tokens), so its figures cannot be trusted"
+                " (max_tokens), so its results cannot be trusted"
             )
         if wrong is not None:
             raise ServerError(f"server {self.target.url}: {wrong}")

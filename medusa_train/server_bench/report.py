@@ -18,7 +18,7 @@ from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, bars
 from medusa_train.pages.page import (
     Figure,
-    Section,
+    PageSection,
     Table,
     markdown_page,
     number,
@@ -53,8 +53,8 @@ HOW = [
 
 ADVICE = (
     "A setting is recommended only where the whole interval is above 1. A server has one setting for"
-    " all its requests: choose by the concurrency of your traffic. These figures hold for this"
-    " machine, model and bench."
+    " all its requests: choose by the concurrency of your traffic. These results hold for this"
+    " machine, model and benchmark."
 )
 
 
@@ -93,8 +93,8 @@ def rows_of(report: Json) -> list[Json]:
     """Return the rows to show. For each concurrency, the first row is the server without a draft in
     its fastest session, then the other servers follow.
     """
-    others = [row for row in report["cells"] if row["server"] != PLAIN]
-    return sorted([*report["plain"], *others], key=lambda row: row["concurrency"])
+    draft_rows = [row for row in report["cells"] if row["server"] != PLAIN]
+    return sorted([*report["plain"], *draft_rows], key=lambda row: row["concurrency"])
 
 
 def metrics_table(report: Json) -> Table:
@@ -176,21 +176,21 @@ def terminal_report(report: Json) -> Group:
     )
 
 
-def sections_of(report: Json) -> list[Section]:
+def sections_of(report: Json) -> list[PageSection]:
     """Return the sections of both pages: notes, charts and table, run, recommendation."""
     meta = {key: value for key, value in report["meta"].items() if key != "notes"}
     servers = list(dict.fromkeys(row["server"] for row in rows_of(report)))
     return [
-        Section(lines=[f"Note: {note}" for note in report["meta"]["notes"]]),
-        Section(
+        PageSection(lines=[f"Note: {note}" for note in report["meta"]["notes"]]),
+        PageSection(
             "Speed",
             legend=servers,
-            figures=_figures(report, servers),
+            figures=_charts(report, servers),
             tables=[metrics_table(report)],
             remarks=HOW,
         ),
-        Section("Run", facts=meta_rows(meta)),
-        Section(
+        PageSection("Run", facts=meta_rows(meta)),
+        PageSection(
             "Recommendation",
             lines=recommendation_lines(report),
             remarks=[ADVICE] if report["recommendation"] else [],
@@ -207,7 +207,7 @@ def _tiles(report: Json) -> list[tuple[str, str]]:
     return tiles
 
 
-def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
+def _charts(report: Json, servers: Sequence[str]) -> list[Figure]:
     """Draw ratios and rates of every server by concurrency, with one color per server."""
     ratios: dict[str, list[Bar]] = {}
     rates: dict[str, list[Bar]] = {}

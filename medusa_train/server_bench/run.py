@@ -19,8 +19,8 @@ from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
-from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.run_metadata import bench_settings
+from medusa_train.evaluation.questions import Benchmark
+from medusa_train.evaluation.run_metadata import benchmark_settings
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.sampling import Sampling
 from medusa_train.json_lines import MeasurementLog
@@ -35,10 +35,10 @@ from medusa_train.server_bench.pairs import (
     Block,
     BlockEntry,
     BlockFault,
+    MeasuredServer,
     MeasuredServers,
     Measurement,
-    ServerBench,
-    Target,
+    ServerBenchmark,
     plan_blocks,
 )
 from medusa_train.server_bench.report import terminal_report, write_report
@@ -53,7 +53,11 @@ FOREIGN_TRAFFIC = 1.2
 
 
 def measure_servers(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths | None, command: str, progress: RunProgress
+    cfg: EvalConfig,
+    benchmark: Benchmark,
+    paths: ModelPaths | None,
+    command: str,
+    progress: RunProgress,
 ) -> list[Path]:
     """Measure servers on a benchmark, and write the report; return the paths of its files.
 
@@ -66,8 +70,8 @@ def measure_servers(
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
-    targets = [] if cfg.serve else find_targets(cfg)
-    directory = output_directory(cfg, mode.directory_name(bench.name), paths, targets)
+    targets = [] if cfg.serve else find_servers(cfg)
+    directory = output_directory(cfg, mode.directory_name(benchmark.name), paths, targets)
     with only_writer(directory):
         if cfg.serve:
             assert paths is not None  # `serve` names a model
@@ -79,7 +83,7 @@ def measure_servers(
         # what answers and times depend on. The concurrencies and numbers of draft tokens are left
         # out, so that a resumed measurement may add to them
         settings = {
-            **bench_settings(bench),
+            **benchmark_settings(benchmark),
             "decoding": mode.as_json,
             "seed": cfg.seed,
             "max_new_tokens": cfg.max_new_tokens,
@@ -91,9 +95,9 @@ def measure_servers(
         meta = {
             "model": None,
             "base_model": None,
-            "bench": bench.name,
-            "bench_file": public_name(str(bench.path)),
-            "questions": len(bench.questions),
+            "bench": benchmark.name,
+            "bench_file": public_name(str(benchmark.path)),
+            "questions": len(benchmark.questions),
             "max_new_tokens": cfg.max_new_tokens,
             "decoding": mode.as_json,
             "concurrency": list(dict.fromkeys(cfg.concurrency)),
@@ -101,7 +105,7 @@ def measure_servers(
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": command,
         }
-        run = BenchRun(cfg, bench, parameters, directory, settings, progress)
+        run = BenchmarkRun(cfg, benchmark, parameters, directory, settings, progress)
         for note in servers.notes:
             run.note(note)
 
@@ -134,7 +138,7 @@ def measure_servers(
         return written
 
 
-class BenchRun:
+class BenchmarkRun:
     """The blocks of one measurement: blocks from the log in `directory`, and blocks to measure.
 
     Attributes:
@@ -145,7 +149,7 @@ class BenchRun:
     def __init__(
         self,
         cfg: EvalConfig,
-        bench: Bench,
+        benchmark: Benchmark,
         parameters: dict[str, Any],
         directory: Path,
         settings: dict[str, Any],
@@ -154,9 +158,9 @@ class BenchRun:
         self.cfg = cfg
         self.directory = directory
         self.progress = progress
-        self._questions = bench.questions
+        self._questions = benchmark.questions
         self._parameters = parameters
-        self._blocks = {count: plan_blocks(bench.questions, count) for count in cfg.concurrency}
+        self._blocks = {count: plan_blocks(benchmark.questions, count) for count in cfg.concurrency}
         self.log: MeasurementLog[BlockEntry] = MeasurementLog(
             directory / "blocks.jsonl", settings, BLOCK_ENTRY
         )
@@ -186,7 +190,7 @@ class BenchRun:
             blocks += [Block(session, concurrency, number) for number in range(len(planned))]
         return [block for block in blocks if block not in self.measured]
 
-    def measure(self, session: str, targets: Sequence[Target]) -> None:
+    def measure(self, session: str, targets: Sequence[MeasuredServer]) -> None:
         """Measure the remaining blocks of a session. Its servers answer each block one after the
         other, in alternating order.
 
@@ -211,7 +215,7 @@ class BenchRun:
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
     async def _measure_concurrency(
-        self, targets: Sequence[Target], blocks: Sequence[Block], phase: Phase
+        self, targets: Sequence[MeasuredServer], blocks: Sequence[Block], phase: Phase
     ) -> None:
         concurrency = blocks[0].concurrency
         async with AsyncExitStack() as stack:
@@ -219,7 +223,7 @@ class BenchRun:
             servers = []
             for target in targets:
                 client = await stack.enter_async_context(connect(self.cfg, target.url, concurrency))
-                servers.append(ServerBench(target, client, self._parameters, self.cfg.seed))
+                servers.append(ServerBenchmark(target, client, self._parameters, self.cfg.seed))
             if self.cfg.warmup:
                 for server in servers:
                     await server.warm_up(self._questions, max(self.cfg.warmup, concurrency))
@@ -234,7 +238,9 @@ class BenchRun:
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    async def _measure_block(self, server: ServerBench, block: Block, phase: Phase) -> Measurement:
+    async def _measure_block(
+        self, server: ServerBenchmark, block: Block, phase: Phase
+    ) -> Measurement:
         """Measure a block on one server; measure it again if requests fail."""
         conversations = self._blocks[block.concurrency][block.number]
         completed = phase.completed
@@ -257,7 +263,7 @@ class BenchRun:
         self._check(server.target, measurement)
         return measurement
 
-    def _check(self, target: Target, measurement: Measurement) -> None:
+    def _check(self, target: MeasuredServer, measurement: Measurement) -> None:
         """Check a server's counters, and note unexpected values.
 
         Raises:
@@ -286,7 +292,7 @@ class BenchRun:
         expected_tokens = sum(answer.tokens for answer in measurement.answers)
         if drafts.generated > FOREIGN_TRAFFIC * expected_tokens + 100:
             self.note(
-                f"{target.name}: others use it too, as its counter of tokens shows: its figures are"
+                f"{target.name}: others use it too, as its counter of tokens shows: its results are"
                 " too low"
             )
 
@@ -321,7 +327,7 @@ def connect(cfg: EvalConfig, url: str, concurrency: int) -> Servers:
     )
 
 
-def running_servers(targets: Sequence[Target]) -> MeasuredServers:
+def running_servers(targets: Sequence[MeasuredServer]) -> MeasuredServers:
     """Return servers that already run, as one session. Nothing is known about their models except
     their names.
     """
@@ -335,7 +341,7 @@ def running_servers(targets: Sequence[Target]) -> MeasuredServers:
     return MeasuredServers({"running servers": lambda: nullcontext(targets)}, settings, metadata)
 
 
-def find_targets(cfg: EvalConfig) -> list[Target]:
+def find_servers(cfg: EvalConfig) -> list[MeasuredServer]:
     """Check the servers and find their models' names; return them with the plain server first.
 
     Raises:
@@ -346,10 +352,10 @@ def find_targets(cfg: EvalConfig) -> list[Target]:
     urls = {ALONE: cfg.server_url}
     if cfg.against is not None:
         urls = {PLAIN: cfg.against, HEADS: cfg.server_url}
-    return [_target(name, url, cfg) for name, url in urls.items()]
+    return [_find_server(name, url, cfg) for name, url in urls.items()]
 
 
-def _target(name: str, url: str, cfg: EvalConfig) -> Target:
+def _find_server(name: str, url: str, cfg: EvalConfig) -> MeasuredServer:
     (server,) = connect(cfg, url, concurrency=1).servers
     model = cfg.base_model
 
@@ -363,22 +369,22 @@ def _target(name: str, url: str, cfg: EvalConfig) -> Target:
         raise ServerError(
             f"server {server.url}: cannot be reached ({fault.reason}); is it running?"
         ) from None
-    listed = ", ".join(models)
+    names = ", ".join(models)
     if model is None and len(models) != 1:
         problem = "lists no models (does the URL end with /v1?)"
         if models:
-            problem = f"lists several models ({listed})"
+            problem = f"lists several models ({names})"
         raise ConfigError(
             f"server {server.url}: {problem}; set base_model to the name of the one to measure"
         )
     if model is not None and models and model not in models:
         raise ConfigError(
-            f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)"
+            f"server {server.url}: does not serve {model}; its models: {names} (set base_model)"
         )
     if model is None:
         model = next(iter(models))
     is_vllm = models.get(model, {}).get("owned_by") == "vllm"
-    return Target(name, server.url, model, is_vllm)
+    return MeasuredServer(name, server.url, model, is_vllm)
 
 
 def request_settings(
@@ -406,7 +412,7 @@ def request_settings(
 
 
 def output_directory(
-    cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]
+    cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[MeasuredServer]
 ) -> Path:
     """Return the directory of the report: inside the run directory if there is one, else a
     directory named after the server's model.

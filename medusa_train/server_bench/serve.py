@@ -29,7 +29,7 @@ from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import PLAIN, MeasuredServers, Target
+from medusa_train.server_bench.pairs import PLAIN, MeasuredServer, MeasuredServers
 from medusa_train.server_bench.vllm import (
     SERVED_NAME,
     VLLMServer,
@@ -147,21 +147,23 @@ class ServerPool:
         self._running: dict[int, VLLMServer] = {}
 
     @contextmanager
-    def session(self, wanted: Sequence[int]) -> Iterator[list[Target]]:
-        """Run the `wanted` servers, and stop all others.
+    def session(self, token_counts: Sequence[int]) -> Iterator[list[MeasuredServer]]:
+        """Run the servers of `token_counts`, and stop all others.
 
         Raises:
             ServerError: a server has ended; the message contains the end of its log.
         """
-        self.keep(wanted)
-        for tokens in wanted:
+        self.keep(token_counts)
+        for tokens in token_counts:
             if tokens not in self._running:
                 self._running[tokens] = self._start(tokens)
                 self._running[tokens].wait_ready(self._seconds, self._progress)
         try:
             yield [
-                Target(server_name(tokens), self._running[tokens].url, SERVED_NAME, is_vllm=True)
-                for tokens in wanted
+                MeasuredServer(
+                    server_name(tokens), self._running[tokens].url, SERVED_NAME, is_vllm=True
+                )
+                for tokens in token_counts
             ]
         except ServerError as error:
             for server in self._running.values():
@@ -169,10 +171,10 @@ class ServerPool:
                     raise ServerError(server.explain()) from error
             raise
 
-    def keep(self, wanted: Sequence[int]) -> None:
-        """Stop all servers except the `wanted` ones, even if stopping one is interrupted."""
+    def keep(self, token_counts: Sequence[int]) -> None:
+        """Stop all servers except those of `token_counts`, even if stopping one is interrupted."""
         with ExitStack() as stack:
-            for tokens in self._running.keys() - wanted:
+            for tokens in self._running.keys() - token_counts:
                 stack.callback(self._running.pop(tokens).stop)
 
 
@@ -232,7 +234,7 @@ def _notes(
         notes.append(FOREIGN_WEIGHTS.format(target_model=target_model))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(
-            f"{version} does not apply the temperature to drafts: the figures with heads mean"
+            f"{version} does not apply the temperature to drafts: the results with heads mean"
             " nothing"
         )
     if heads is not None and (note := note_on_layers(heads, target_model, version)) is not None:

@@ -62,18 +62,18 @@ def vllm_version(python: str) -> str:
         ConfigError: it has no such package, or cannot be run.
     """
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             [python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"serve: cannot run {python} ({PYTHON_VARIABLE}): {error}") from None
-    if found.returncode:
+    if process.returncode:
         raise ConfigError(
             f"serve: vLLM is not installed for {python}; install it (pip install vllm), or set"
             f" {PYTHON_VARIABLE} to the Python interpreter of the environment that has it. A server"
             " that runs elsewhere is measured with --server-url"
         )
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
 def serve_command(

@@ -188,14 +188,14 @@ class Server:
                 answer = await self._post(sent)
                 break
             except RequestRejected as rejected:
-                named = [
+                rejected_names = [
                     name
                     for name, other in self._alternatives.items()
                     if name in sent and (rejected.names(name) or rejected.names(other or name))
                 ]
-                if not named:
+                if not rejected_names:
                     raise
-                replaced[named[0]] = self._alternatives[named[0]]
+                replaced[rejected_names[0]] = self._alternatives[rejected_names[0]]
         for name in replaced.keys() - self._replaced.keys():
             other = replaced[name]
             instead = "it is left out" if other is None else f"{other} takes its place"
@@ -338,13 +338,13 @@ class Servers:
             except Fault as fault:
                 now = time.monotonic()
                 first_fault = now if first_fault is None else first_fault
-                left = first_fault + self._retry_seconds - now
+                seconds_left = first_fault + self._retry_seconds - now
                 self._count_fault(server, fault)
-                if left <= 0:
+                if seconds_left <= 0:
                     raise self._give_up(first_fault) from None
                 # the request keeps its slot during the pause, so the server gets fewer requests
                 pause = fault.pause or backoff * random.uniform(0.5, 1.0)
-                await asyncio.sleep(min(pause, left))
+                await asyncio.sleep(min(pause, seconds_left))
                 backoff = min(2 * backoff, LONGEST_PAUSE)
                 self.retries += 1
             finally:

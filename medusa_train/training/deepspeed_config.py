@@ -206,30 +206,30 @@ def _problems(config: Mapping[str, Any], cfg: TrainConfig, processes: int) -> It
     """Compare every entry with the tables above and with the run's keys; yield the problems."""
     if cfg.fp16:  # fp16 replaces `bf16: auto`
         cfg = cfg.model_copy(update={"bf16": False})
-    wanted = _values_of_run(cfg, processes)
-    known = [*wanted, *_NOT_USED, *_PASSED_ON]
+    run_values = _values_of_run(cfg, processes)
+    known_entries = [*run_values, *_NOT_USED, *_PASSED_ON]
     # the entries of a precision that the run does not use have no effect, so they are accepted
     idle = [name for name in ("fp16", "bf16") if getattr(cfg, name) is False]
-    for name, value in _entries(config, known):
+    for name, value in _entries(config, known_entries):
         section, _, entry = name.partition(".")
         is_idle = section in idle and entry != "enabled"
-        is_auto = value == AUTO and (name in known or section in _ANSWERED)
-        if _is_section(name, known):
+        is_auto = value == AUTO and (name in known_entries or section in _ANSWERED)
+        if _is_section(name, known_entries):
             yield f"{name}: expected a mapping, got {value!r}"
         elif name in _NOT_USED:
             if not _is_off(value):
                 yield f"{name} is not used: {_NOT_USED[name]}"
         elif is_idle or is_auto:
             continue
-        elif name in wanted:
-            expected, reason = wanted[name]
+        elif name in run_values:
+            expected, reason = run_values[name]
             if value != expected:
                 yield f'{name}: {format_value(value)}, but {reason}; remove it, or set it to "auto"'
         elif name in _PASSED_ON:
             yield from _check_value(name, value, _PASSED_ON[name])
         elif section != "zero_optimization":  # DeepSpeed itself checks the entries of this section
-            sections = {entry.partition(".")[0] for entry in known}
-            yield unknown_entry(name, [*known, *sorted(sections)])
+            sections = {entry.partition(".")[0] for entry in known_entries}
+            yield unknown_entry(name, [*known_entries, *sorted(sections)])
 
 
 def _is_off(value: Any) -> bool:
@@ -239,8 +239,8 @@ def _is_off(value: Any) -> bool:
     return value is False
 
 
-def _is_section(name: str, known: Iterable[str]) -> bool:
-    return any(entry.startswith(f"{name}.") for entry in known)
+def _is_section(name: str, entries: Iterable[str]) -> bool:
+    return any(entry.startswith(f"{name}.") for entry in entries)
 
 
 def _entries(
@@ -289,9 +289,9 @@ def _batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
     }
 
 
-def unknown_entry(name: str, known: Iterable[str]) -> str:
+def unknown_entry(name: str, known_entries: Iterable[str]) -> str:
     """Return the message for an unknown entry; it suggests the most similar known entry."""
-    for nearest in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7):
+    for nearest in difflib.get_close_matches(name.lower(), known_entries, n=1, cutoff=0.7):
         return f"{name}: unknown key; did you mean {nearest}?"
     return f"{name}: unknown key, or one that is not used here; remove it"
 
@@ -308,10 +308,10 @@ def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[st
     Args:
         hidden_size: hidden size of the target model.
     """
-    given = _without(AUTO, read_deepspeed(cfg.deepspeed))
+    user_entries = _without(AUTO, read_deepspeed(cfg.deepspeed))
     passed_on = {name.partition(".")[0] for name in _PASSED_ON} - {"optimizer"}
     config: dict[str, Any] = {"steps_per_print": 1 << 62}  # never
-    config.update({name: value for name, value in given.items() if name in passed_on})
+    config.update({name: value for name, value in user_entries.items() if name in passed_on})
     zero = {"reduce_bucket_size": max(hidden_size * hidden_size, 1 << 20)}
     return {
         **config,

@@ -297,8 +297,8 @@ class DeepSpeedStrategy(Strategy):
             return
         # all processes have parts of equal size, so the last part is padded
         part = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype)
-        own = value.flatten()[len(part) * self._distributed.rank :][: len(part)]
-        part[: len(own)] = own
+        own_part = value.flatten()[len(part) * self._distributed.rank :][: len(part)]
+        part[: len(own_part)] = own_part
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
 

@@ -62,17 +62,19 @@ def decide_auto(
     precision = Precision(device, dtype)
     if cfg.gradient_checkpointing != "auto":
         return cfg, precision
-    kept = cfg.model_copy(update={"gradient_checkpointing": False})
+    without_checkpointing = cfg.model_copy(update={"gradient_checkpointing": False})
     memory = gpu_bytes(device)
     recomputes = False
     if cfg.recipe == "medusa2" and memory:
         _, model_config = resolve_target_model(
             cfg.base_model, trust_remote_code=cfg.trust_remote_code
         )
-        needed = Estimate(kept, model_config).memory_of_run(train, precision).total
-        recomputes = needed > USABLE * memory
+        needed_bytes = (
+            Estimate(without_checkpointing, model_config).memory_of_run(train, precision).total
+        )
+        recomputes = needed_bytes > USABLE * memory
         report(
             f"gradient_checkpointing: auto: {str(recomputes).lower()}, without it about"
-            f" {describe_size(needed)} are needed, and the GPU has {describe_size(memory)}"
+            f" {describe_size(needed_bytes)} are needed, and the GPU has {describe_size(memory)}"
         )
     return cfg.model_copy(update={"gradient_checkpointing": recomputes}), precision

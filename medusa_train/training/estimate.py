@@ -34,7 +34,7 @@ GPUS = {
 }
 
 
-class Rate(NamedTuple):
+class MeasuredRate(NamedTuple):
     """The rate that a recipe reached on one H100 with the shape of a 7B model
     (benchmarks/results/gpu.json).
 
@@ -58,9 +58,9 @@ class Rate(NamedTuple):
 
 #: Value of the key `recipe` -> measured rate. Variants that were not measured are assumed to reach
 #: the rate of their recipe.
-RATES: Mapping[str | None, Rate] = {
-    "medusa1": Rate("Medusa-1", 0.38, 20_898),
-    "medusa2": Rate("Medusa-2 with QLoRA", 0.27, 5_846),
+RATES: Mapping[str | None, MeasuredRate] = {
+    "medusa1": MeasuredRate("Medusa-1", 0.38, 20_898),
+    "medusa2": MeasuredRate("Medusa-2 with QLoRA", 0.27, 5_846),
 }
 
 # Bytes per parameter
@@ -148,9 +148,9 @@ class Estimate:
         if settings.get("markov_rank"):
             self._multiplied = count(target_model, **{**settings, "markov_rank": 0})
         # 3. Count the weights that the recipe trains in the target model, or adds to it.
-        plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
+        changes = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
-            cfg.model_copy(update=plain),
+            cfg.model_copy(update=changes),
             target_model,
             Precision(torch.device("meta"), torch.float32),
         )
@@ -218,19 +218,19 @@ class Estimate:
         layers = self._text.num_hidden_layers
         # 1. One forward pass through the target model's layers.
         forward = tokens * (2 * self._in_layers + layers * self._attention(width))
-        in_draft = self.draft_operations(tokens, supervised, width)
+        draft_operations = self.draft_operations(tokens, supervised, width)
         # 2. A frozen target model: only forward passes, and only in one epoch if states are cached.
         if cfg.recipe == "medusa1":
             passes = min(epochs, 1) if cfg.cache_hidden_states else epochs
-            return forward * passes + in_draft * epochs
+            return forward * passes + draft_operations * epochs
         # 3. A trained target model: also the teacher's pass, backward passes, and the lm_head.
         backward = 1 if cfg.adapter else 2
         share = self._trained_layers / layers
         passes = 1 + self._has_teacher + share * (bool(cfg.gradient_checkpointing) + backward)
-        in_lm_head = (
+        lm_head_operations = (
             2 * self._vocab * self._hidden * supervised * (1 + self._has_teacher + backward)
         )
-        return (forward * passes + in_lm_head + in_draft) * epochs
+        return (forward * passes + lm_head_operations + draft_operations) * epochs
 
     def _attention(self, width: int) -> float:
         """Return the operations per token in one layer's attention: two products, each with half of
@@ -284,8 +284,8 @@ class Estimate:
         section, cost = cfg.draft_config, self._cost
         states = tokens * self._hidden * item
         # 1. The draft (its heads one at a time or all at once) and its loss.
-        at_once = 1 if DRAFTS[cfg.draft].independent_heads else section.num_heads
-        draft = at_once * (3 * cost.blocks_per_head + 1) * states
+        heads_at_once = 1 if DRAFTS[cfg.draft].independent_heads else section.num_heads
+        draft = heads_at_once * (3 * cost.blocks_per_head + 1) * states
         draft += cost.layer_passes * tokens * self._layer_bytes(_KEPT_DRAFT, item)
         taught = bool(section.heads_loss.soft_targets)
         loss = self._loss_bytes(self._draft_vocab, tokens, item, device, taught)

@@ -66,8 +66,8 @@ class HiddenStateCache:
         if any process lacks a document.
         """
         documents = list(self._documents(batch))
-        states, missing = self._read(batch, documents)
-        if not self.distributed.any(bool(missing)):
+        states, missing_documents = self._read(batch, documents)
+        if not self.distributed.any(bool(missing_documents)):
             self.read += len(documents)
             first, *aux = states.to(self.device, non_blocking=True)  # [B, T, d] each
             if not aux:
@@ -79,20 +79,20 @@ class HiddenStateCache:
         computed = _states_of(hidden_states)
         for document in documents:
             # use the stored values of known documents, because a resumed run reads them too
-            if document not in missing:
+            if document not in missing_documents:
                 for state, stored in zip(computed, states, strict=True):
                     state[document.row, document.part] = stored[document.row, document.part].to(
                         self.device
                     )
-        self._write(missing, computed)
+        self._write(missing_documents, computed)
         return hidden_states
 
     def describe(self, distributed: DistributedContext) -> str:
         """Describe in one sentence what all processes read and computed. All of them must call
         this.
         """
-        of_each = distributed.gather((self.read, self.computed, self.store.damaged))
-        read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
+        counts_of_ranks = distributed.gather((self.read, self.computed, self.store.damaged))
+        read, computed, damaged = (sum(counts) for counts in zip(*counts_of_ranks, strict=True))
         noted = f"; {damaged} files were damaged" if damaged else ""
         return (
             f"states of {read:,} documents read, {computed:,} computed{noted}"
@@ -118,11 +118,11 @@ class HiddenStateCache:
         states = torch.zeros(
             spec.states, *batch.tokens.shape, spec.width, dtype=spec.dtype, pin_memory=pinned
         )
-        missing: list[_Document] = []
+        missing_documents: list[_Document] = []
         for document in documents:
             values = self.store.read(document.key, document.part.stop - document.part.start)
             if values is None:
-                missing.append(document)
+                missing_documents.append(document)
             else:
                 states[:, document.row, document.part] = values
         if self.store.damaged and not self._warned:
@@ -130,7 +130,7 @@ class HiddenStateCache:
             self.warn(
                 f"cache_hidden_states: damaged files in {self.store.directory} are computed again"
             )
-        return states, missing
+        return states, missing_documents
 
     def _write(self, documents: list[_Document], computed: list[Tensor]) -> None:
         """Store the states of `documents`; if the disk is full, the run continues without storing.
@@ -251,12 +251,12 @@ def _prepare(store: StateStore, documents: dict[str, int]) -> str:
         ConfigError: the states that are not stored yet do not fit on the disk.
     """
     spec, directory = store.format, store.directory
-    needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
+    needed_bytes = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
     free = shutil.disk_usage(existing_parent(directory)).free
     tokens = sum(documents.values())
-    if needed > free:
+    if needed_bytes > free:
         raise ConfigError(
-            f"cache_hidden_states: {directory} needs {describe_size(needed)} more"
+            f"cache_hidden_states: {directory} needs {describe_size(needed_bytes)} more"
             f" ({describe_states(spec, tokens)}), {describe_size(free)} are free. Set"
             " dataset_prepared_path to a directory on a larger disk, or cache_hidden_states: false"
         )
@@ -267,5 +267,5 @@ def _prepare(store: StateStore, documents: dict[str, int]) -> str:
         raise ConfigError(f"cache_hidden_states: {reason}") from error
     return (
         f"{describe_states(spec, tokens)} = {describe_size(spec.size(tokens))} in {directory}, "
-        f"{describe_size(needed)} of them still to be computed"
+        f"{describe_size(needed_bytes)} of them still to be computed"
     )

@@ -43,7 +43,7 @@ SUPERVISED = "bold green"
 CONTEXT = "dim"
 
 
-class _Stage:
+class _StageCosts:
     """A run, or a stage of a run, with the estimates of its cost.
 
     Attributes:
@@ -109,8 +109,8 @@ def inspect_run(
         MedusaError: an error in the configuration or in the data, also one that only occurs with
             this number of processes.
     """
-    first = stage_one_config(cfg)
-    configs = [cfg] if first is None else [first, cfg]
+    stage_one = stage_one_config(cfg)
+    configs = [cfg] if stage_one is None else [stage_one, cfg]
     if processes > 1:
         for config in configs:
             check_run(config, processes)
@@ -124,7 +124,7 @@ def inspect_run(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
     stages = [
-        _Stage(config, data, model_config, processes)
+        _StageCosts(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
     tokenizer = None
@@ -134,7 +134,7 @@ def inspect_run(
         )
     # 2. Print a page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
-        if first is not None:
+        if stage_one is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
         train = stage.data.train
         described = [("training", f"{_describe_tokens(train)}: assumed, none are read")]
@@ -145,7 +145,7 @@ def inspect_run(
         steps = _grid([*described, *_describe_steps(stage)])
         results.print(Group(steps, "", _memory_table(stage), _time_table([stage])))
     # 3. Print the totals of both stages, which run one after the other.
-    if first is not None:
+    if stage_one is not None:
         total = sum(stage.schedule.total_steps for stage in stages)
         memory = describe_size(max(stage.memory.total for stage in stages))
         disk = describe_size(sum(stage.disk for stage in stages))
@@ -175,14 +175,14 @@ def _chosen(examples: Sequence[Example]) -> list[Example]:
     """Choose the examples to show: the first of each data set, and one that is a later row."""
     numbers = sorted({example.dataset for example in examples})
     each = max(1, SAMPLES // len(numbers))
-    shown: list[Example] = []
+    chosen: list[Example] = []
     for number in numbers:
         examples_of_dataset = (example for example in examples if example.dataset == number)
-        shown += islice(examples_of_dataset, each)
+        chosen += islice(examples_of_dataset, each)
     # a later row shows how the template renders earlier turns
-    if not any(example.row for example in shown):
-        shown += islice((example for example in examples if example.row), 1)
-    return shown
+    if not any(example.row for example in chosen):
+        chosen += islice((example for example in examples if example.row), 1)
+    return chosen
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
@@ -196,11 +196,11 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
         # A piece is the difference of two decoded prefixes. Decoded alone, it would lose the space
         # before its first token.
-        whole = tokenizer.decode(
+        text_shown = tokenizer.decode(
             tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        piece = whole[len(before) :]
-        before = whole
+        piece = text_shown[len(before) :]
+        before = text_shown
         if supervised[start]:
             text.append(f"«{piece}»", SUPERVISED)
         else:
@@ -210,7 +210,7 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     return text
 
 
-def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
+def _describe_data(stage: _StageCosts, tokenizer: Any) -> Iterator[tuple[str, str]]:
     """Yield table rows on the data that were read."""
     cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
     yield "training", _describe_tokens(train)
@@ -254,7 +254,7 @@ def _draft_vocabulary(
     return None if tokens is None else DraftVocabulary(tokens, vocab_size)
 
 
-def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
+def _describe_steps(stage: _StageCosts) -> Iterator[tuple[str, str]]:
     """Yield table rows on the loss, and on an epoch's data rows and steps."""
     cfg, train, schedule = stage.cfg, stage.data.train, stage.schedule
     yield "loss", cfg.describe_loss()
@@ -271,8 +271,11 @@ def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     if stage.processes > 1:
         batch += f" x {stage.processes}"
-    of_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
-    yield "steps", f"{of_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}"
+    steps_of_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
+    yield (
+        "steps",
+        f"{steps_of_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}",
+    )
 
 
 def _devices(count: int) -> str:
@@ -294,7 +297,7 @@ def _describe_answers(dataset: EncodedDataset) -> str:
     )
 
 
-def _memory_table(stage: _Stage) -> Table:
+def _memory_table(stage: _StageCosts) -> Table:
     memory, cfg = stage.memory, stage.cfg
     title = Text("needed on one device", "bold")
     rows: list[tuple[RenderableType, ...]] = [
@@ -322,7 +325,7 @@ def _memory_table(stage: _Stage) -> Table:
     return table
 
 
-def _time_table(stages: Sequence[_Stage]) -> Table:
+def _time_table(stages: Sequence[_StageCosts]) -> Table:
     total = sum(stage.operations for stage in stages)
     times = []
     for gpu, rate in GPUS.items():

@@ -145,8 +145,8 @@ class Strategy(ABC):
         self._load_optimizer(state["optimizer"])
         # 2. Restore the step of the schedule, with this run's learning rates.
         scheduler = self.scheduler
-        done = int(state["scheduler"]["last_epoch"])
-        factors = [factor(done) for factor in scheduler.lr_lambdas]
+        steps_done = int(state["scheduler"]["last_epoch"])
+        factors = [factor(steps_done) for factor in scheduler.lr_lambdas]
         rates = [peak * by for peak, by in zip(scheduler.base_lrs, factors, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -253,14 +253,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")
-    kept = []
+    kept_values = []
     for group in optimizer.param_groups:
-        kept.append({name: group[name] for name in _NOT_RESTORED if name in group})
+        kept_values.append({name: group[name] for name in _NOT_RESTORED if name in group})
     if getattr(optimizer, "is_paged", False):
         _load_paged(optimizer, saved)
     else:
         optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
+    for group, values in zip(optimizer.param_groups, kept_values, strict=True):
         group.update(values)
 
 

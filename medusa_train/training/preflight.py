@@ -32,8 +32,8 @@ def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True
     """
     if reads_data:
         check_inputs(cfg)
-    first = stage_one_config(cfg)
-    stages = [cfg] if first is None else [first, cfg]
+    stage_one = stage_one_config(cfg)
+    stages = [cfg] if stage_one is None else [stage_one, cfg]
     for stage in stages:
         check_deepspeed(stage, processes)
         check_initial_weights(stage)
@@ -46,9 +46,11 @@ def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True
     if not reads_data:
         return
     check_first_records(cfg.all_datasets, skip_bad=cfg.skip_bad_records)
-    if first is not None:
-        others = [entry for entry in first.all_datasets if entry not in cfg.all_datasets]
-        check_first_records(others, skip_bad=first.skip_bad_records)
+    if stage_one is not None:
+        stage_one_data = [
+            entry for entry in stage_one.all_datasets if entry not in cfg.all_datasets
+        ]
+        check_first_records(stage_one_data, skip_bad=stage_one.skip_bad_records)
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -90,11 +92,11 @@ def check_shape(
             f"{cfg.draft_config.vocab_size_key}: {size:,} must be less than the {vocab_size:,}"
             " tokens of the target model; leave it out to use all of them"
         )
-    stored = (quantization or {}).get("quant_method")
-    can_be_merged = stored is None or (stored == "bitsandbytes" and cfg.adapter is not None)
+    method = (quantization or {}).get("quant_method")
+    can_be_merged = method is None or (method == "bitsandbytes" and cfg.adapter is not None)
     if cfg.recipe == "medusa2" and not can_be_merged:
         raise ConfigError(
-            f"base_model: {cfg.base_model} is quantized ({stored}), and joint training needs an"
+            f"base_model: {cfg.base_model} is quantized ({method}), and joint training needs an"
             " adapter that can be merged: name the original model, with load_in_4bit: true and"
             " adapter: qlora where memory is short"
         )
@@ -186,11 +188,11 @@ def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> 
         what: describes the weights in the message.
         settings: triples of a key, the value it had in training, and the configured value.
     """
-    different = [setting for setting in settings if setting[1] != setting[2]]
-    if different:
-        trained = ", ".join(f"{key}: {value}" for key, value, _ in different)
-        wanted = ", ".join(f"{key}: {value}" for key, _, value in different)
-        raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {wanted}")
+    differing = [setting for setting in settings if setting[1] != setting[2]]
+    if differing:
+        trained = ", ".join(f"{key}: {value}" for key, value, _ in differing)
+        configured = ", ".join(f"{key}: {value}" for key, _, value in differing)
+        raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {configured}")
 
 
 def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
@@ -205,7 +207,7 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
     targets = saved.get("target_modules") or ()
     if isinstance(targets, str):
         targets = [targets]
-    stored = {
+    saved_values = {
         "lora_r": saved.get("r"),
         "lora_alpha": saved.get("lora_alpha"),
         "lora_dropout": saved.get("lora_dropout"),
@@ -214,13 +216,13 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
     }
     # 2. Compare them with the keys that the user set.
     settings = []
-    for key, value in stored.items():
-        wanted = getattr(cfg, key)
-        if isinstance(wanted, list):
-            wanted = sorted(wanted)
+    for key, value in saved_values.items():
+        configured = getattr(cfg, key)
+        if isinstance(configured, list):
+            configured = sorted(configured)
         is_overridden = key == "lora_target_modules" and cfg.lora_target_linear
-        if key in cfg.model_fields_set and wanted is not None and not is_overridden:
-            settings.append((key, value, wanted))
+        if key in cfg.model_fields_set and configured is not None and not is_overridden:
+            settings.append((key, value, configured))
     check_same_settings(f"the adapter in {directory} has", settings)
     # 3. If all linear layers are to be trained, check that the adapter has them all.
     if cfg.lora_target_linear and config is not None:

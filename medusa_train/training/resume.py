@@ -65,13 +65,17 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
         return NEW_STAGE
 
     # 1. Look for a checkpoint of the run itself. If there are two stages, this is stage two.
-    named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
-    if named and stage_one and named.resolve().is_relative_to(stage_one.run_dir.resolve()):
+    resume_from = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
+    if (
+        resume_from
+        and stage_one
+        and resume_from.resolve().is_relative_to(stage_one.run_dir.resolve())
+    ):
         raise CheckpointError(
-            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
+            f"resume_from_checkpoint: {resume_from} is a checkpoint of stage one;"
             " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
         )
-    checkpoint = named or CheckpointStore(cfg.run_dir).latest()
+    checkpoint = resume_from or CheckpointStore(cfg.run_dir).latest()
     if checkpoint is not None:
         return _resume_from(checkpoint, cfg, stage_one_is_finished=stage_one is not None)
 
@@ -138,8 +142,10 @@ def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     """Return the keys that affect weights and optimizer -> their values."""
-    others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
-    return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **others}
+    weight_values = {
+        name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys
+    }
+    return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **weight_values}
 
 
 def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
@@ -164,27 +170,27 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
 
 
 def check_target_model(
-    checkpoint: LoadedCheckpoint, target_model: str, found: str | None, console: Console
+    checkpoint: LoadedCheckpoint, target_model: str, digest: str | None, console: Console
 ) -> None:
     """Raise CheckpointError if the checkpoint was trained on other weights of the target model. If
     that cannot be checked, print a note.
 
     Args:
-        found: the digest of the weights of `target_model`; None if no weight files were found.
+        digest: the digest of the weights of `target_model`; None if no weight files were found.
     """
-    expected = checkpoint.snapshot["run"].get("base_model_digest")
+    saved_digest = checkpoint.snapshot["run"].get("base_model_digest")
     unknown = f"whether the weights of {target_model} are those that it was trained on is not known"
-    if found is None:
+    if digest is None:
         console.print(
             f"note: {checkpoint.path}: no weight files of {target_model} were found to compare;"
             f" {unknown}",
         )
-    elif expected is None:
+    elif saved_digest is None:
         console.print(
             f"note: {checkpoint.path} was written by an earlier version, or where no weight files"
             f" were found: {unknown}",
         )
-    elif expected != found:
+    elif saved_digest != digest:
         raise CheckpointError(
             f"{checkpoint.path}: was trained on other weights than those of base_model {target_model}"
             " now. Restore these, or name the directory that holds them; or start a new run from"

@@ -281,11 +281,11 @@ def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> N
     )
     heads = sum(parameter.numel() for parameter in draft.parameters())
     trained = sum(full_shape(parameter).numel() for parameter in recipe.parameters.values())
-    whole = recipe.target_model.model
-    if any(map(is_partitioned, whole.parameters())):
-        total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
+    model = recipe.target_model.model
+    if any(map(is_partitioned, model.parameters())):
+        total = sum(full_shape(parameter).numel() for parameter in model.parameters())
     else:  # quantized weights pack two parameters into a byte
-        total = int(whole.num_parameters())
+        total = int(model.num_parameters())
     target_model = f"target model {(total - trained) / 1e6:.1f}M frozen"
     if trained:
         target_model += f" and {trained / 1e6:.2f}M trained"
@@ -461,21 +461,21 @@ def open_run(
     rank 0 has logs.
     """
     cfg = _as_used(stage, models.recipe.adapter)
-    out = cfg.run_dir
+    run_dir = cfg.run_dir
     console = stage.progress.console
-    stage.distributed.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
+    stage.distributed.run_on_main(lambda: prepare_output_dir(run_dir, state.step, cfg.initial_run))
     if not stage.distributed.is_main:
         return MetricLoggers([])
-    write_config(cfg, out)
+    write_config(cfg, run_dir)
     boards = []
     if cfg.use_tensorboard:
-        boards.append(tensorboard(console, out, state.step))
+        boards.append(tensorboard(console, run_dir, state.step))
     if cfg.wandb_project is not None:
         settings = cfg.model_dump(mode="json", exclude_none=True)  # wandb() masks secrets
         boards.append(
             wandb(
                 console,
-                out,
+                run_dir,
                 cfg.wandb_project,
                 cfg.wandb_entity,
                 cfg.wandb_run_id,
@@ -483,27 +483,31 @@ def open_run(
                 settings,
             )
         )
-    with writing(out):
+    with writing(run_dir):
         shown = ConsoleLogger(console, schedule.total_steps, state.step, stage.progress.title)
-        file = MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn)
+        file = MetricsFile(run_dir / METRICS, state.step, state.evaluated, shown.warn)
         return MetricLoggers([file, shown, *boards])
 
 
 def _as_used(stage: Stage, adapter: Adapter | None) -> TrainConfig:
     """Return the configuration with the values that were taken from the data and the adapter."""
     cfg = stage.cfg
-    used: dict[str, Any] = {
+    used_values: dict[str, Any] = {
         "chat_template": stage.data.chat_template,
         "sequence_len": stage.data.sequence_len,
     }
     if adapter is not None:
         lora = adapter.peft.peft_config["default"]
-        used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
+        used_values |= {
+            "lora_r": lora.r,
+            "lora_alpha": lora.lora_alpha,
+            "lora_dropout": lora.lora_dropout,
+        }
         if find_initial_adapter(cfg.initial_run) is not None:  # the adapter is from lora_model_dir
-            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            used_values["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
             if not cfg.lora_target_linear:
                 targets = lora.target_modules
                 if isinstance(targets, str):  # a pattern
                     targets = [targets]
-                used["lora_target_modules"] = sorted(targets)
-    return cfg.model_copy(update=used)
+                used_values["lora_target_modules"] = sorted(targets)
+    return cfg.model_copy(update=used_values)

@@ -83,11 +83,11 @@ class TrainState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
         """Restore the output of `dataclasses.asdict`, also after a round trip through JSON."""
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        window = known.pop("window", {})
+        known_values = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        window = known_values.pop("window", {})
         if "sums" not in window:  # an earlier version saved other sums
-            return cls(**known)
-        return cls(**known, window=Window(**window))
+            return cls(**known_values)
+        return cls(**known_values, window=Window(**window))
 
 
 def take_weights(

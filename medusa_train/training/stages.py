@@ -60,20 +60,20 @@ def train_stages(
         KeyboardInterrupt: Ctrl-C before there was anything to save; for SIGTERM its subclass
             Terminated.
     """
-    first = stage_one_config(cfg)
+    stage_one = stage_one_config(cfg)
     progress = RunProgress(console)
     with signals_as_interrupts(), ExitStack() as lock:
         # 1. Lock the run directory, and decide where the run resumes.
         distributed.run_on_main(lambda: check_output_dir(cfg))
         distributed.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
-        plan = distributed.run_on_main(lambda: plan_resume(cfg, first))
-        if first is not None and plan.stage_one_is_finished:
-            console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished")
+        plan = distributed.run_on_main(lambda: plan_resume(cfg, stage_one))
+        if stage_one is not None and plan.stage_one_is_finished:
+            console.print(f"{TITLES[0]}: the heads in {stage_one.output_dir} are finished")
             progress.title = TITLES[1]
-            first = None
+            stage_one = None
 
         # 2. Load the data of all stages.
-        stages = [cfg] if first is None else [first, cfg]
+        stages = [cfg] if stage_one is None else [stage_one, cfg]
         with LoadingProgress(progress) as shown:
             data = load_stages(stages, console, distributed, shown)
         schedules = [
@@ -84,7 +84,7 @@ def train_stages(
             console.print(plan.note)
 
         # 3. Train one stage, or both.
-        if first is None:
+        if stage_one is None:
             return train(cfg, data[0], progress, results, distributed, plan)
 
         for line in _describe_stages(stages, schedules):
@@ -93,7 +93,7 @@ def train_stages(
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         code = train(
-            first, data[0], progress, results, distributed, plan, parent_run_dir=cfg.run_dir
+            stage_one, data[0], progress, results, distributed, plan, parent_run_dir=cfg.run_dir
         )
         if code != 0:
             return code
@@ -167,8 +167,8 @@ def _begin(cfg: TrainConfig) -> None:
     """Delete the run that this one overwrites, including its stage one, and write the configuration
     of both stages.
     """
-    out = cfg.run_dir
+    run_dir = cfg.run_dir
     if cfg.resume_from_checkpoint is None:
-        prepare_output_dir(out, 0)
-    out.mkdir(parents=True, exist_ok=True)
-    write_config(cfg, out)
+        prepare_output_dir(run_dir, 0)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_config(cfg, run_dir)

@@ -31,7 +31,7 @@ from medusa_train.training.resume import NEW_STAGE, ResumePlan
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
-from medusa_train.training.trainer import Outcome, Trainer
+from medusa_train.training.trainer import Trainer, TrainingEnd
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose_tree import (
     MIN_CONVERSATIONS,
@@ -101,7 +101,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
         outcome = trainer.run(stop, lambda seconds: _print_time_left(trainer, data, seconds))
     trainer.progress.seconds["training"] = state.seconds - seconds_before
-    if outcome is Outcome.INTERRUPTED:
+    if outcome is TrainingEnd.INTERRUPTED:
         console.print(
             f"stopped after step {state.step}, saved. To resume:\n  {resume_command(trainer)}",
         )
@@ -110,7 +110,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
 
     # 2. Load the weights to save, and evaluate them if no evaluation of them exists.
     step = state.step
-    if outcome is Outcome.EARLY:
+    if outcome is TrainingEnd.EARLY:
         step = trainer.restore_best()
         console.print(
             "stopped early: no lower validation loss in"
@@ -127,7 +127,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
     # 4. In rank 0 alone, write the files, choose the tree and print the closing tables.
     try:
         if trainer.distributed.is_main:
-            with writing(trainer.output_dir):
+            with writing(trainer.run_dir):
                 choice = _save(trainer, data, took_no_step=first_step == state.step)
                 _print_results(trainer, step, choice, cache_summary, results)
     finally:
@@ -138,14 +138,14 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
 
 def _save(trainer: Trainer, data: TrainingData, *, took_no_step: bool) -> TreeChoice | None:
     """Save the trainer's weights, and choose the tree unless these weights already have one."""
-    cfg, out, progress = trainer.cfg, trainer.output_dir, trainer.progress
-    heads, tree = out / HEADS, out / TREE
+    cfg, run_dir, progress = trainer.cfg, trainer.run_dir, trainer.progress
+    heads, tree = run_dir / HEADS, run_dir / TREE
     # 1. Check for a tree from an earlier, finished run, which wrote its tree after its heads.
     has_tree = took_no_step and tree.is_file() and heads.is_dir()
     has_tree = has_tree and tree.stat().st_mtime >= heads.stat().st_mtime
     # 2. Save the weights in the dtype used for decoding; checkpoints keep float32.
     before = digest_files(find_heads(heads).files)
-    trainer.recipe.save_trained(out)
+    trainer.recipe.save_trained(run_dir)
     save_draft(trainer.draft.to(trainer.recipe.precision.dtype), heads, cfg.base_model)
     # 3. Choose the tree, unless it was already fitted to these heads.
     if has_tree and digest_files(find_heads(heads).files) == before:
@@ -176,16 +176,16 @@ def _print_results(
         step: the step whose weights are saved; after early stopping it is not the last step.
         cache_summary: describes what was read from the hidden-state cache; None without a cache.
     """
-    cfg, out = trainer.cfg, trainer.output_dir
+    cfg, run_dir = trainer.cfg, trainer.run_dir
     if (table := heads_table(trainer.last_validation, choice)) is not None:
         results.print(table)
     results.print(_summary(trainer, step, choice, cache_summary))
     following = "stage two"
     if trainer.parent_run_dir is None:
         lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
-        following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
+        following = after_training(cfg.base_model, run_dir, lacks_tree=lacks_tree)
         if trainer.recipe.target_model.tree_obstacle is not None:
-            following = shlex.join(["medusa-export", str(out), "--to", "vllm"])
+            following = shlex.join(["medusa-export", str(run_dir), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
@@ -224,7 +224,7 @@ def resume_command(trainer: Trainer) -> str:
         is_one_machine = int(known) == processes
     # 2. Build the command. A run on several machines is started again by srun or torchrun, so it
     # gets no --num-gpus.
-    config = (trainer.parent_run_dir or trainer.output_dir) / CONFIG
+    config = (trainer.parent_run_dir or trainer.run_dir) / CONFIG
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
     if trainer.cfg.trust_remote_code:  # the run's own file cannot allow it
         command.append("trust_remote_code=true")
@@ -252,7 +252,7 @@ def _keys_for_less_memory(cfg: TrainConfig) -> Iterator[str]:
 def _describe_interruption(trainer: Trainer) -> str:
     """Describe what is saved of a run interrupted within a step or while it was finishing."""
     step = trainer.state.step
-    heads = trainer.output_dir / HEADS
+    heads = trainer.run_dir / HEADS
     is_saved = trainer.store.at(step) is not None
     if is_saved and heads.exists() and trainer.parent_run_dir is None:
         status = f"{heads} is saved, {TREE} is not. To create it"
@@ -280,8 +280,8 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
         without a tree.
     """
     cfg, draft, progress = trainer.cfg, trainer.draft, trainer.progress
-    out = trainer.output_dir
-    again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
+    run_dir = trainer.run_dir
+    again = shlex.join(["medusa-eval", "--calibrate", "--model", str(run_dir)])
     trainer.recipe.train(False)
     draft.eval()
     try:
@@ -302,8 +302,8 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
             reason = "not enough memory next to training"
         progress.print(f"no tree was chosen: {reason}. To choose it: {again}", style="yellow")
         return None
-    paths = resolve_model(str(out), None, None, trust_remote_code=cfg.trust_remote_code)
-    choice.save(out, traced, paths)
+    paths = resolve_model(str(run_dir), None, None, trust_remote_code=cfg.trust_remote_code)
+    choice.save(run_dir, traced, paths)
     return choice
 
 
@@ -321,12 +321,12 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
     dtype = recipe.precision.dtype
     if getattr(target_model.model, "is_quantized", False):
         packed = WeightMemory.of(target_model.model, target_model.device).quantized
-        needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
+        needed_bytes = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
         free = free_memory(target_model.device)
-        if free is not None and needed > free:
+        if free is not None and needed_bytes > free:
             raise MedusaError(
                 "decoding merges the adapter into dequantized weights, which take"
-                f" {describe_size(needed)} next to training, and {describe_size(free)} are free"
+                f" {describe_size(needed_bytes)} next to training, and {describe_size(free)} are free"
             )
     recipe.adapter.merge()
     return target_model.to_dtype(dtype)  # also casts `modules_to_save`, trained in float32
@@ -362,7 +362,7 @@ def _summary(
     trainer: Trainer, step: int, choice: TreeChoice | None, cache_summary: str | None
 ) -> Table:
     """Tabulate what was trained, the validation results, the tree, the time, and what was saved."""
-    cfg, state, out = trainer.cfg, trainer.state, trainer.output_dir
+    cfg, state, run_dir = trainer.cfg, trainer.state, trainer.run_dir
     validation, progress = trainer.last_validation, trainer.progress
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -404,6 +404,6 @@ def _summary(
         )
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")
-    files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (out / name).exists()]
-    table.add_row("saved", Text(f"{out} ({', '.join(files)})"))
+    files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (run_dir / name).exists()]
+    table.add_row("saved", Text(f"{run_dir} ({', '.join(files)})"))
     return table

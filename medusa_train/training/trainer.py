@@ -46,7 +46,7 @@ from medusa_train.training.validation import ValidationResult, validate
 TIMED_STEPS = 20
 
 
-class Outcome(Enum):
+class TrainingEnd(Enum):
     """Why the training loop ended."""
 
     FINISHED = "finished"
@@ -96,13 +96,13 @@ class Trainer:
         self._resumable_best = self.state.best_step
 
     @property
-    def output_dir(self) -> Path:
+    def run_dir(self) -> Path:
         """The run directory."""
         return self.store.root.parent
 
     def run(
         self, stop: StopRequest, on_timed: Callable[[float], None] = lambda seconds: None
-    ) -> Outcome:
+    ) -> TrainingEnd:
         """Train until the schedule's last step, a request to stop, or early stopping.
 
         On return, the last finished step has a checkpoint, and the weights of the best evaluation
@@ -125,7 +125,7 @@ class Trainer:
             if is_best:
                 self._save_checkpoint()
             if self.distributed.any(bool(stop)):
-                return Outcome.INTERRUPTED
+                return TrainingEnd.INTERRUPTED
         # 2. Train, evaluate and save.
         batches = iter(self.loader)
         self.recipe.train()
@@ -148,13 +148,13 @@ class Trainer:
             elif is_best:
                 self._save_best()
             if stopping:
-                return Outcome.INTERRUPTED
+                return TrainingEnd.INTERRUPTED
         # 3. Return why it ended. A signal may have arrived while the last checkpoint was written.
         if self.distributed.any(bool(stop)):
-            return Outcome.INTERRUPTED
+            return TrainingEnd.INTERRUPTED
         if self._out_of_patience():
-            return Outcome.EARLY
-        return Outcome.FINISHED
+            return TrainingEnd.EARLY
+        return TrainingEnd.FINISHED
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of every process.
@@ -352,11 +352,11 @@ class Trainer:
         reason = f"the loss is {loss}"
         if math.isfinite(loss):
             reason += ", its gradient is not finite"
-        own: list[str] = []
+        own_records: list[str] = []
         for batch, row in zip(batches, rows, strict=True):
             if math.isfinite(loss) or not math.isfinite(row[0]):
-                own += batch.records
-        records = list(itertools.chain.from_iterable(self.distributed.gather(own)))
+                own_records += batch.records
+        records = list(itertools.chain.from_iterable(self.distributed.gather(own_records)))
         # 2. Abort, or skip the step.
         state = self.state
         step = state.step + 1

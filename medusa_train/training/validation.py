@@ -204,10 +204,10 @@ def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple
         loss, target_ranks = _score(hidden[valid], indices, head)
         ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
         # 3. Count the targets among the best 1, 2, ..., 10 guesses.
-        kept = target_ranks[target_ranks >= 0]
-        hits = torch.bincount(kept, minlength=MAX_RANK).cumsum(dim=0)  # [10]
-        known = int((indices >= 0).sum())
-        counts = [loss, len(indices), known, *hits.tolist()]
+        ranks_of_targets = target_ranks[target_ranks >= 0]
+        hits = torch.bincount(ranks_of_targets, minlength=MAX_RANK).cumsum(dim=0)  # [10]
+        num_known = int((indices >= 0).sum())
+        counts = [loss, len(indices), num_known, *hits.tolist()]
         sums[i] = torch.tensor(counts, dtype=torch.float64)
     return sums, ranks
 
@@ -310,12 +310,12 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
     """
     # 1. Use only every n-th conversation of a larger set.
     total = sum(len(answer) for conversation in conversations for answer in conversation)
-    used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
-    if len(used) < 2:
+    sample = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
+    if len(sample) < 2:
         return None
     # 2. Split them into two halves, fit a tree to each half, and evaluate it on the other half.
     first, second = (
-        [Trace(answer.tolist()) for conversation in used[half::2] for answer in conversation]
+        [Trace(answer.tolist()) for conversation in sample[half::2] for answer in conversation]
         for half in (0, 1)
     )
     tree_of_first = fit_trees(first, [nodes])[nodes]

@@ -257,11 +257,11 @@ def _all_fit(
     effort = Effort(1, QUICK.steps)
     time_steps(target_model, draft, [Tree.empty()], prompt, progress, effort)
     continuation = (time.perf_counter() - started) / 2
-    needed = continuation * num_trees * (QUICK.rounds + 1)
-    if needed <= seconds:
+    needed_seconds = continuation * num_trees * (QUICK.rounds + 1)
+    if needed_seconds <= seconds:
         return True
     progress.print(
-        f"timing fewer trees: all would take about {needed:.0f} s, {seconds:.0f} s are left for it"
+        f"timing fewer trees: all would take about {needed_seconds:.0f} s, {seconds:.0f} s are left for it"
         " after this run; medusa-eval --calibrate times all"
     )
     return False
@@ -273,10 +273,10 @@ def fastest_of_each_size(candidates: Iterable[TreeCandidate]) -> list[TreeCandid
     def size_and_speed(candidate: TreeCandidate) -> tuple[int, float]:
         return candidate.tree.size, candidate.tokens_per_s
 
-    by_size = {
+    fastest_by_size = {
         candidate.tree.size: candidate for candidate in sorted(candidates, key=size_and_speed)
     }
-    return list(by_size.values())
+    return list(fastest_by_size.values())
 
 
 def smallest_of_the_fastest(candidates: Sequence[TreeCandidate]) -> TreeCandidate:

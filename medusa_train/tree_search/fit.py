@@ -144,9 +144,9 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
         count = 0
         hits: Counter[int] = Counter()
         for trace in traces:
-            with_target = trace.ranks[: -k - 1]
-            count += len(with_target)
-            hits.update(ranks[k] for ranks in with_target)
+            ranks_of_targets = trace.ranks[: -k - 1]
+            count += len(ranks_of_targets)
+            hits.update(ranks[k] for ranks in ranks_of_targets)
         # ranks below 1, 2, ..., 10
         top_hits = itertools.accumulate(hits[rank] for rank in range(MAX_RANK))
         table.append([top / max(count, 1) for top in top_hits])
@@ -214,8 +214,8 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
     """
     # 1. probability and rank of each head's tokens, the most probable first
     levels: list[list[tuple[float, int]]] = []
-    for of_head in probabilities:
-        guesses = [(probability, rank) for rank, probability in enumerate(of_head)]
+    for head_probabilities in probabilities:
+        guesses = [(probability, rank) for rank, probability in enumerate(head_probabilities)]
         levels.append(sorted(guesses, key=lambda guess: -guess[0]))
     # 2. a heap with the best path below each parent that is not yielded yet. Entries: minus the
     # product (the largest product first), the path, its place in `level`, the parent's product
@@ -258,8 +258,8 @@ def cross_validate(
     # 2. decode each part with trees fitted to the others
     steps = dict.fromkeys(sizes, 0)
     for index, held_out in enumerate(parts):
-        others = parts[:index] + parts[index + 1 :]
-        fitted_to = list(itertools.chain.from_iterable(others))
+        other_parts = parts[:index] + parts[index + 1 :]
+        fitted_to = list(itertools.chain.from_iterable(other_parts))
         for size, tree in fit_trees(fitted_to, sizes, max_depth).items():
             accepted = AcceptedLength(tree)
             steps[size] += sum(len(trace.simulate(accepted)) for trace in held_out)

@@ -64,9 +64,9 @@ def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) 
     for example in shuffled:
         # a conversation may have several rows, and a prompt several answers
         prompts = conversations.setdefault(example.prompt, [])
-        new = [prompt for prompt in example.prompts() if prompt not in prompts]
-        prompts += new
-        if new:
+        new_prompts = [prompt for prompt in example.prompts() if prompt not in prompts]
+        prompts += new_prompts
+        if new_prompts:
             remaining -= int(example.supervised.sum())
         if remaining <= 0:
             break
@@ -111,10 +111,10 @@ def trace_conversations(
             trace = trace_answer(target_model, draft, prompts[i], answer)
             traced.setdefault(owners[i], []).append(trace)
     # 3. the median prompt
-    by_length = sorted((prompts[i] for i in answers), key=len)
+    prompts_by_length = sorted((prompts[i] for i in answers), key=len)
     median: list[int] = []
-    if by_length:
-        median = by_length[len(by_length) // 2]
+    if prompts_by_length:
+        median = prompts_by_length[len(prompts_by_length) // 2]
     return TracedAnswers(list(traced.values()), median)
 
 
@@ -157,10 +157,10 @@ def greedy_answers(
     batch = BatchDecoder(target_model).begin(max_new_tokens)
     while True:
         # with fewer rows, even answers of full length would not reach the budget
-        needed = min(rows, ceil_div(remaining, max_new_tokens))
-        free = needed - len(batch.active)
+        needed_rows = min(rows, ceil_div(remaining, max_new_tokens))
+        free = needed_rows - len(batch.active)
         joining: list[PendingRequest] = []
-        if free * REFILL_FRACTION >= needed:
+        if free * REFILL_FRACTION >= needed_rows:
             joining = list(islice(waiting, free))
         if joining:
             batch.add_requests(joining)
@@ -193,24 +193,24 @@ def trace_answer(
     inputs = tokens[:, :-1]  # [1, T]
     hidden_states = target_model.run(inputs, aux_layers=draft.aux_layers)
     all_states = draft.teacher_forced_states(hidden_states, Rows.from_tokens(inputs))
-    # 2. head by head, the ranks of the answer's tokens. At position `first` + p, where answer[p] is
-    # the root, head k predicts answer[p + k]
+    # 2. head by head, the ranks of the answer's tokens. At position `first_position` + p, where
+    # answer[p] is the root, head k predicts answer[p + k]
     count = len(answer)
-    first = len(prompt) - 1
+    first_position = len(prompt) - 1
     heads = min(draft.num_heads, count - 1)
     ranks = torch.full((count, draft.num_heads), -1, dtype=torch.long)
     confidence: list[float] = []
     for k, states in zip(range(1, heads + 1), all_states, strict=False):
         head = draft.lm_head(k)
-        known = count - k  # number of positions that have a target
-        read = states[0, first : first + known]  # [known, d]
-        logits = head.logits(read)  # [known, V]
+        num_targets = count - k  # number of positions that have a target
+        read_states = states[0, first_position : first_position + num_targets]  # [num_targets, d]
+        logits = head.logits(read_states)  # [num_targets, V]
         if k == 1 and "threshold" in draft.setting_names:
-            best = logits.float().softmax(-1).amax(-1)  # [known]
+            best = logits.float().softmax(-1).amax(-1)  # [num_targets]
             confidence = [round(p, 6) for p in best.tolist()]
-        guesses = head.guesses(read, logits, MAX_RANK)  # [known, MAX_RANK]
-        targets = head.indices_of(tokens[0, len(prompt) + k :])  # [known]
-        ranks[:known, k - 1] = rank_of(guesses, targets).cpu()
+        guesses = head.guesses(read_states, logits, MAX_RANK)  # [num_targets, MAX_RANK]
+        targets = head.indices_of(tokens[0, len(prompt) + k :])  # [num_targets]
+        ranks[:num_targets, k - 1] = rank_of(guesses, targets).cpu()
     return Trace(ranks.tolist(), confidence)
 
 

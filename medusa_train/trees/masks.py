@@ -122,10 +122,10 @@ def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: tor
         [B, 1, q, key_length], a slice whose rows are aligned in memory.
     """
     keys = torch.arange(key_length + _ALIGNMENT, device=columns.device)
-    own = columns[..., None]  # [B, q, 1]
-    visible = keys <= own  # [B, q, key_length + 8]
+    own_columns = columns[..., None]  # [B, q, 1]
+    visible = keys <= own_columns  # [B, q, key_length + 8]
     if window is not None:
-        visible &= keys > own - window
+        visible &= keys > own_columns - window
     return additive_mask(visible, dtype)[:, None, :, :key_length]
 
 

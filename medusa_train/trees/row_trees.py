@@ -130,13 +130,13 @@ class TokenTree:
 
     def subset(self, nodes: Iterable[int]) -> TokenTree:
         """Return the tree of the root and `nodes`, which must include their parents."""
-        kept = [0, *sorted(nodes)]
-        index = {node: i for i, node in enumerate(kept)}
-        tokens = [self.tokens[node] for node in kept]
+        kept_nodes = [0, *sorted(nodes)]
+        index = {node: i for i, node in enumerate(kept_nodes)}
+        tokens = [self.tokens[node] for node in kept_nodes]
         parents = [-1]
-        for node in kept[1:]:
+        for node in kept_nodes[1:]:
             parents.append(index[self.parents[node]])
-        counts = [self.counts[node] for node in kept]
+        counts = [self.counts[node] for node in kept_nodes]
         return TokenTree(tokens, parents, counts)
 
     def merge(self, other: TokenTree) -> None:

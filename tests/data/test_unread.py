@@ -16,7 +16,7 @@ from medusa_train.data.report import COLUMNS, MAX_UNREAD, Unread
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.tokenize_datasets import DatasetReader
-from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.questions import load_benchmark
 from medusa_train.selfdistill.prompts import read_prompts
 
 Make = Callable[..., Any]
@@ -69,7 +69,7 @@ def test_every_column_and_key_of_turns_is_counted_by_name(
     read_prompts(path, unread=unread)
     assert unread.describe(str(path)) == [counted]
     lines: list[str] = []
-    load_bench(str(path), lines.append)
+    load_benchmark(str(path), lines.append)
     assert lines == [counted]
 
 

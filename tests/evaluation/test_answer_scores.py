@@ -17,7 +17,7 @@ from medusa_train.evaluation.answer_scores import (
     summarize_scores,
     wilson_interval,
 )
-from medusa_train.evaluation.code_sandbox import Outcome
+from medusa_train.evaluation.code_sandbox import ProgramOutcome
 from medusa_train.evaluation.questions import FunctionTest, Question
 from medusa_train.evaluation.turns import Answer, Score, Turn
 from tests.evaluation.make_turn import make_turn
@@ -180,7 +180,7 @@ def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
     # of 1, and 2
     assert means["tree"] == pytest.approx({"rouge1": 200 / 3, "rouge2": 400 / 7, "rougeL": 200 / 3})
     assert means["plain"] == pytest.approx({"rouge1": 50, "rouge2": 0, "rougeL": 50})
-    with pytest.raises(ConfigError, match="no question of this bench has a `reference`"):
+    with pytest.raises(ConfigError, match="no question of this benchmark has a `reference`"):
         rouge_scorer(QUESTIONS)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(ConfigError, match="pip install rouge-score"):
@@ -190,9 +190,9 @@ def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[str] = []
 
-    def run_program(program: str) -> Outcome:
+    def run_program(program: str) -> ProgramOutcome:
         programs.append(program)
-        return Outcome("failed", "AssertionError")
+        return ProgramOutcome("failed", "AssertionError")
 
     monkeypatch.setattr(answer_scores, "run_program", run_program)
     monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
@@ -226,7 +226,7 @@ def test_samples_have_the_programs_of_the_answers() -> None:
 def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    outcomes = iter([Outcome("passed", "")])
+    outcomes = iter([ProgramOutcome("passed", "")])
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
     monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
     records = [turn(1, (0,), (1,))]

@@ -16,11 +16,11 @@ from medusa_train.data.report import COLUMNS, WITHOUT_PROMPT, Unread
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import (
-    Bench,
+    Benchmark,
     FunctionTest,
     Question,
-    find_bench,
-    load_bench,
+    find_benchmark,
+    load_benchmark,
     read_questions,
 )
 from tests.tool_chats import CHAT, TOOL
@@ -147,7 +147,7 @@ def test_a_bench_of_another_length_is_not_kept(
     length = {"Content-Length": str(2 * len(line))}
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Answered(line, **length))
     with pytest.raises(DataError, match=f"the answer has {len(line)} bytes in place of"):
-        load_bench("specbench")
+        load_benchmark("specbench")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -163,7 +163,7 @@ def test_a_bench_with_a_url_is_downloaded_once(
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
     for _ in range(2):
-        assert load_bench("specbench").path == kept
+        assert load_benchmark("specbench").path == kept
     assert len(asked) == 1
     assert "Spec-Bench" in asked[0]
 
@@ -175,7 +175,7 @@ def test_a_download_that_is_no_question_file_is_not_kept(
         "urllib.request.urlopen", lambda url, timeout: Answered(b"<html>sign in</html>")
     )
     with pytest.raises(DataError, match="could not be downloaded"):
-        load_bench("specbench")
+        load_benchmark("specbench")
     assert not (
         nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
     ).exists()
@@ -201,7 +201,7 @@ def test_a_bench_of_the_users_directory_names_what_it_leaves_out(
     silent = {"messages": [{"role": "assistant", "content": "Here."}]}
     write(tmp_path / "mybench.jsonl", asked, silent)
     notes: list[str] = []
-    bench = load_bench("mybench", notes.append)
+    bench = load_benchmark("mybench", notes.append)
     assert (bench.name, len(bench.questions)) == ("mybench", 1)
     assert "topic (1)" in " ".join(notes)
     assert "records without a message of the user (1)" in " ".join(notes)
@@ -269,7 +269,7 @@ def test_the_users_bench_directory_comes_first(
     monkeypatch.chdir(tmp_path / "here")  # where a directory has the same name
     path = write(tmp_path / place, GOOD)
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
-    bench = load_bench(name)
+    bench = load_benchmark(name)
     assert (bench.name, bench.path) == (name, path)
 
 
@@ -280,32 +280,32 @@ def test_an_odd_line_is_skipped_in_a_bench_of_a_known_name_only(
     path = write(tmp_path / "specbench.jsonl", GOOD, {**GOOD, "question_id": 82, "turns": [3]})
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     notes: list[str] = []
-    bench = load_bench("specbench", notes.append)
+    bench = load_benchmark("specbench", notes.append)
     assert [question.question_id for question in bench.questions] == [81]
     assert notes == [
         f"bench specbench: skipped invalid questions (1):\n  {path}:2: turns[0]: Input should be a"
         " valid string"
     ]
     with pytest.raises(DataError, match=r":2: turns\[0\]: Input should be a valid string"):
-        load_bench(str(path))
+        load_benchmark(str(path))
     write(path, {"what": 1})
     with pytest.raises(DataError, match="unknown record format"):
-        load_bench("specbench")
+        load_benchmark("specbench")
 
 
 def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "mine" / "question.jsonl", GOOD)
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
-    assert load_bench("mine").name == "mine"
-    assert load_bench(str(path)).name == "mine"
-    assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
+    assert load_benchmark("mine").name == "mine"
+    assert load_benchmark(str(path)).name == "mine"
+    assert load_benchmark(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path / "elsewhere"))
-    bench = load_bench(str(path.parent))
+    bench = load_benchmark(str(path.parent))
     assert (bench.name, bench.path) == ("mine", path)
     # a bare name is that of a bench, whatever lies where the command is run
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "code" / "question.jsonl", GOOD)
-    assert load_bench("code").path == PROJECT_ROOT / "data/bench/code/question.jsonl"
+    assert load_benchmark("code").path == PROJECT_ROOT / "data/bench/code/question.jsonl"
 
 
 def test_an_unknown_bench_is_an_error_with_names_and_searched_paths(
@@ -313,7 +313,7 @@ def test_an_unknown_bench_is_an_error_with_names_and_searched_paths(
 ) -> None:
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     with pytest.raises(DataError) as caught:
-        find_bench("tinny")
+        find_benchmark("tinny")
     message = str(caught.value)
     assert "tiny, mtbench, specbench, humaneval, gsm8k" in message
     assert str(tmp_path / "tinny" / "question.jsonl") in message
@@ -328,7 +328,7 @@ def test_a_missing_bench_is_an_error_that_says_which_file_to_put_where(
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "hub_is_unreachable", lambda: True)
     with pytest.raises(DataError) as caught:
-        find_bench("specbench")
+        find_benchmark("specbench")
     message = str(caught.value)
     assert str(tmp_path / "data" / "bench" / "specbench" / "question.jsonl") in message
     assert "/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl" in message
@@ -350,13 +350,15 @@ def test_a_bench_on_the_hub_is_downloaded_from_there(
     monkeypatch.setattr(benches, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(benches, "fetch_dataset_file", fetch)
     notes: list[str] = []
-    assert load_bench("mtbench", notes.append) == Bench("mtbench", fetched, read_questions(fetched))
+    assert load_benchmark("mtbench", notes.append) == Benchmark(
+        "mtbench", fetched, read_questions(fetched)
+    )
     assert asked == [("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")]
     assert notes == ["bench mtbench: fetching raw/question.jsonl of HuggingFaceH4/mt_bench_prompts"]
 
 
 def test_limit_takes_from_every_category_and_keeps_the_order() -> None:
-    bench = Bench(
+    bench = Benchmark(
         "b",
         Path("f"),
         tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc")),
@@ -384,7 +386,7 @@ def test_humaneval_is_found_in_its_package_which_is_not_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
-    bench = benches.load_bench("humaneval")
+    bench = benches.load_benchmark("humaneval")
     assert bench.path == data
     assert [question.question_id for question in bench.questions] == ["HumanEval/0"]
 
@@ -438,7 +440,7 @@ def test_results_after_an_answer_show_that_it_makes_calls(tmp_path: Path) -> Non
 
 def test_the_shipped_chats_with_tools_make_calls_and_answer_in_text() -> None:
     notes: list[str] = []
-    bench = load_bench("tools", notes.append)
+    bench = load_benchmark("tools", notes.append)
     assert not notes
     categories = Counter(question.category for question in bench.questions)
     assert categories == {"with calls": 31, "without calls": 21}

@@ -12,7 +12,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
-from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.questions import load_benchmark
 from medusa_train.evaluation.refit_tree import (
     calibrate,
     describe_misfit,
@@ -38,7 +38,7 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
     tree = None if cfg.tree is None else Path(cfg.tree)
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     written = calibrate(
-        cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), progress
+        cfg, load_benchmark(cfg.bench), resolve_model(str(paths_of), None, tree), progress
     )
     return written, progress.console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -250,7 +250,7 @@ def test_calibration_errors(
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):
         calibrate(
             EvalConfig(),
-            load_bench(str(questions)),
+            load_benchmark(str(questions)),
             alone,
             RunProgress(Console(file=io.StringIO())),
         )

@@ -178,7 +178,7 @@ def test_simulated_speed_is_told_from_that_of_the_bench() -> None:
         {"nodes": nodes, "tokens_per_step": 1.0 + nodes, "tokens_per_s": 9.0} for nodes in (0, 2)
     ]
     html = page([record(1, "math")], calibration={"sizes": sizes, "nodes": 2})
-    assert "<span>tokens per second on this bench</span>" in html
+    assert "<span>tokens per second on this benchmark</span>" in html
     assert "these are of the calibration&#39;s answers and without prefill" in html
 
 

@@ -20,7 +20,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, TargetModelError
 from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
-from medusa_train.evaluation.questions import Question, load_bench
+from medusa_train.evaluation.questions import Question, load_benchmark
 from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Turn
@@ -44,7 +44,7 @@ def run(
     cfg = EvalConfig(
         bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys
     )
-    bench = load_bench(str(bench_file))
+    bench = load_benchmark(str(bench_file))
     paths = resolve_model(
         None if model is None else str(model),
         cfg.base_model,
@@ -255,7 +255,7 @@ def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
         paths = resolve_model(str(tmp_path / "run"), None, cfg.tree, threshold=cfg.threshold)
         report, _ = evaluate(
             cfg,
-            load_bench(cfg.bench).limited(1),
+            load_benchmark(cfg.bench).limited(1),
             paths,
             "",
             RunProgress(Console(file=io.StringIO())),

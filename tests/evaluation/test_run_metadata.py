@@ -8,8 +8,8 @@ import pytest
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
-from medusa_train.evaluation.questions import load_bench
-from medusa_train.evaluation.run_metadata import bench_settings, measurement_settings
+from medusa_train.evaluation.questions import load_benchmark
+from medusa_train.evaluation.run_metadata import benchmark_settings, measurement_settings
 from tests.evaluation.tiny_model import write_bench
 
 SAMPLES = ["acceptance=sampling", "temperature=0.7"]
@@ -19,7 +19,7 @@ TYPICAL = ["acceptance=typical"]
 def settings_of(run: Path, bench: Path, words: list[str]) -> dict[str, Any]:
     cfg = load_config(EvalConfig, None, [f"bench={bench}", *words])
     paths = resolve_model(str(run), None, cfg.tree, lookup=cfg.lookup_choice)
-    return measurement_settings(cfg, load_bench(cfg.bench).limited(cfg.limit), paths)
+    return measurement_settings(cfg, load_benchmark(cfg.bench).limited(cfg.limit), paths)
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_a_question_file_that_was_moved_or_extended(tmp_path: Path) -> None:
         path.parent.mkdir()
         write_bench(path)
     longer.write_text(longer.read_text() + '{"question_id": 4, "turns": ["Say no."]}')
-    settings = [bench_settings(load_bench(str(path))) for path in (here, there, longer)]
+    settings = [benchmark_settings(load_benchmark(str(path))) for path in (here, there, longer)]
     assert settings[0] == settings[1] != settings[2]

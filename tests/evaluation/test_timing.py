@@ -10,7 +10,7 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import TargetModelError
-from medusa_train.evaluation.questions import Question, load_bench
+from medusa_train.evaluation.questions import Question, load_benchmark
 from medusa_train.evaluation.timed_decoders import GREEDY, build_decoders
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.evaluation.turns import Answer, Turn
@@ -44,8 +44,8 @@ def test_every_decoder_answers_every_turn_and_all_agree(
     subject: LoadedModel, bench_file: Path
 ) -> None:
     test = speed_test(subject, 24)
-    test.warm_up(load_bench(str(bench_file)).questions)
-    records, skipped = split(run(test, load_bench(str(bench_file)).questions))
+    test.warm_up(load_benchmark(str(bench_file)).questions)
+    records, skipped = split(run(test, load_benchmark(str(bench_file)).questions))
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),
         (1, 2),
@@ -68,7 +68,7 @@ def test_every_decoder_answers_every_turn_and_all_agree(
 def test_the_plain_first_answer_is_the_history_of_the_second_turn(
     subject: LoadedModel, bench_file: Path
 ) -> None:
-    first, second = run(speed_test(subject, 12), load_bench(str(bench_file)).questions[:1])
+    first, second = run(speed_test(subject, 12), load_benchmark(str(bench_file)).questions[:1])
     tokenizer = subject.target_model.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
     assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(
@@ -255,7 +255,7 @@ def test_no_graph_is_captured_while_answers_are_timed(
 def test_rows_whose_prompt_does_not_fit_leave_the_batch(
     subject: LoadedModel, bench_file: Path
 ) -> None:
-    questions = load_bench(str(bench_file)).questions  # the third one is too long
+    questions = load_benchmark(str(bench_file)).questions  # the third one is too long
     records, skipped = split(run(mode_test(subject, DecodingMode(batch_size=3)), questions))
     assert [(record.question_id, record.turn) for record in records] == [
         (1, 1),

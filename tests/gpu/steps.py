@@ -91,7 +91,7 @@ def measure(keys: dict[str, Any]) -> Measured:
         dtype=trainer.recipe.precision.dtype,
         device=trainer.recipe.precision.device.type,
     )
-    losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
+    losses = [record["loss"] for record in metrics(trainer.run_dir) if record["kind"] == "train"]
     return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))
 
 

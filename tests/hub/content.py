@@ -21,7 +21,7 @@ from transformers import (
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN
 from medusa_train.data.sources import PUBLIC_DATASETS
-from medusa_train.evaluation.questions import NAMED_BENCHES
+from medusa_train.evaluation.questions import NAMED_BENCHMARKS
 from tests.chat_templates import LLAMA_3_1, QWEN3, SMOLLM2, TOOLS_CHATML
 from tests.model_types import tiny_model
 from tests.tool_chats import CHAT
@@ -67,7 +67,7 @@ def write_hub(root: Path) -> None:
     for name in MODELS:
         if name not in _LOCAL:
             write_model(root / "models" / name, name)
-    sharegpt, mtbench = PUBLIC_DATASETS["sharegpt"], NAMED_BENCHES["mtbench"]
+    sharegpt, mtbench = PUBLIC_DATASETS["sharegpt"], NAMED_BENCHMARKS["mtbench"]
     chats = [
         {"id": f"c{n}", "conversations": [_as_sharegpt(message) for message in messages]}
         for n, messages in enumerate(_chats())

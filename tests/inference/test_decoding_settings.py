@@ -10,7 +10,7 @@ import torch
 
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.models.loading import quantization_of
+from medusa_train.models.loading import loaded_quantization
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
@@ -50,9 +50,9 @@ def test_names_of_quantizations(config: dict[str, object], name: str) -> None:
     model = SimpleNamespace(
         is_quantized=True, config=SimpleNamespace(quantization_config=SimpleNamespace(**config))
     )
-    assert quantization_of(model) == name
+    assert loaded_quantization(model) == name
     model.is_quantized = False
-    assert quantization_of(model) is None
+    assert loaded_quantization(model) is None
 
 
 def test_tree_json_records_the_form(tmp_path: Path) -> None:

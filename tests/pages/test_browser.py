@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
-from medusa_train.pages.page import Figure, Section, Table, render_page
+from medusa_train.pages.page import Figure, PageSection, Table, render_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (1280, 360)
@@ -50,8 +50,8 @@ def report() -> str:
     titles = ["run", *[f"number {number}" for number in range(9)]]
     tables = [Table(titles, [[name, *["1.54x (1.46-1.68)"] * 9]])]
     answer = {"summary": name, "details": "64 tokens", "asked": name, "runs": [(1, name), (0, "b")]}
-    section = Section("Speed", legend=[name], figures=figures, tables=tables)
-    answers = Section("Answers", answers={"math": [answer]})
+    section = PageSection("Speed", legend=[name], figures=figures, tables=tables)
+    answers = PageSection("Answers", answers={"math": [answer]})
     tiles = [("1.45x (1.36-1.56)", "speedup over plain decoding, the faster baseline")] * 5
     return render_page(name, "greedy decoding", [section, answers], tiles)
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from medusa_train.pages.page import Figure, Section, render_page, write_files
+from medusa_train.pages.page import Figure, PageSection, render_page, write_files
 
 
 @pytest.mark.parametrize(("count", "columns"), [(2, "cards"), (3, "cards"), (4, "cards two")])
@@ -14,7 +14,7 @@ def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
     """Three cards fit a row; a wide one has its own."""
     figures = [Figure(f"figure {number}", "<svg></svg>", "") for number in range(count)]
     wide = Figure("the tree", "<svg></svg>", "", wide=True)
-    page = render_page("title", "subtitle", [Section("Draft", figures=[*figures, wide])])
+    page = render_page("title", "subtitle", [PageSection("Draft", figures=[*figures, wide])])
     assert f'<div class="{columns}">' in page
     assert page.count("<figure>") == count
     assert "<figure class=wide>" in page
@@ -28,7 +28,7 @@ def test_a_number_that_is_not_finite_is_null_in_a_file(tmp_path, content) -> Non
 
 def test_no_column_of_cards_is_wider_than_a_phone() -> None:
     """A minimum in pixels alone makes the page scroll sideways where the screen is narrower."""
-    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    page = render_page("title", "subtitle", [PageSection("Draft", lines=["text"])])
     columns = re.findall(r"grid-template-columns:([^;}]*)", page)
     assert columns
     for column in columns:
@@ -38,6 +38,6 @@ def test_no_column_of_cards_is_wider_than_a_phone() -> None:
 @pytest.mark.parametrize("selector", ["h1", "summary", ".question", ".answer"])
 def test_long_words_are_broken(selector: str) -> None:
     """Names of runs, addresses and categories may be wider than a phone."""
-    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    page = render_page("title", "subtitle", [PageSection("Draft", lines=["text"])])
     rules = re.findall(rf"(?:^|\}}){re.escape(selector)}\{{([^}}]*)\}}", page, flags=re.MULTILINE)
     assert any("overflow-wrap:anywhere" in rule for rule in rules)

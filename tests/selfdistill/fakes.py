@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Mapping
 
 from medusa_train.selfdistill.local import HFEngine
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
+from medusa_train.selfdistill.replay import ChatRequest, ChatSteps, GeneratedAnswer, GeneratedChat
 
 
-def said(text: str, reason: str = "stop") -> Answer:
-    return Answer(text, reason, prompt_tokens=10, completion_tokens=len(text.split()) + 1)  # type: ignore[arg-type]
+def said(text: str, reason: str = "stop") -> GeneratedAnswer:
+    return GeneratedAnswer(text, reason, prompt_tokens=10, completion_tokens=len(text.split()) + 1)  # type: ignore[arg-type]
 
 
 class FakeEngine:
@@ -17,18 +17,18 @@ class FakeEngine:
     Of several requests, the newest first.
     """
 
-    def __init__(self, script: dict[str, Answer] | None = None, capacity: int = 1) -> None:
+    def __init__(self, script: dict[str, GeneratedAnswer] | None = None, capacity: int = 1) -> None:
         self.script = script or {}
         self.capacity = capacity
-        self.asked: list[Request] = []
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self.asked: list[ChatRequest] = []
+        self._waiting: deque[tuple[int, ChatRequest]] = deque()
         self.most = 0  # requests at hand at a time
 
-    def submit(self, request_id: int, request: Request) -> None:
+    def submit(self, request_id: int, request: ChatRequest) -> None:
         self._waiting.append((request_id, request))
         self.most = max(self.most, len(self._waiting))
 
-    def next(self) -> tuple[int, Answer]:
+    def next(self) -> tuple[int, GeneratedAnswer]:
         request_id, request = self._waiting.pop()
         return request_id, self.answer(request)
 
@@ -37,7 +37,7 @@ class FakeEngine:
     def stats(self) -> Mapping[str, str]:
         return {}
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: ChatRequest) -> GeneratedAnswer:
         self.asked.append(request)
         last = request.messages[-1].content if request.messages else "nothing"
         verb = "answer to" if request.speaker == "assistant" else "question after"

@@ -8,7 +8,7 @@ from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.records import parse_tool_chat
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.replay import Request
+from medusa_train.selfdistill.replay import ChatRequest
 from tests.chat_templates import QWEN3, R1, TOOLS_CHATML, TOOLS_HEADLESS
 from tests.tool_chats import CHAT
 
@@ -67,7 +67,7 @@ def test_an_answer_is_written_as_training_takes_it_apart(
         Message("assistant", "<think>x</think>no"),
         Message("user", "sure?"),
     )
-    request = Request(messages, seed=0)
+    request = ChatRequest(messages, seed=0)
     # others drop earlier reasoning
     prompt = fast.decode(prompting.prompt(request))
     assert ("x</think>no" in prompt) == (template == VICUNA)
@@ -96,7 +96,7 @@ def test_a_call_is_trained_as_the_tokens_that_were_generated() -> None:
     fast = tokenizer(TOOLS_CHATML, [*SPECIAL, "<tool_call>", "</tool_call>"])
     chat = parse_tool_chat(CHAT)
     assert chat is not None
-    request = Request(chat.messages[:4], 0, variables=chat.variables)
+    request = ChatRequest(chat.messages[:4], 0, variables=chat.variables)
     prompting = ChatPrompting(fast)
     assert '<tools>{"type": "function"' in fast.decode(prompting.prompt(request))
     text = '<tool_call>\n{"name": "find", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
@@ -112,5 +112,5 @@ def test_an_answer_that_training_would_leave_out_is_refused() -> None:
     fast = tokenizer(TOOLS_HEADLESS, SPECIAL)
     chat = parse_tool_chat(CHAT)
     assert chat is not None
-    answer = ChatPrompting(fast).answer(Request(chat.messages[1:6], 0), 0, [40, 41], "length")
+    answer = ChatPrompting(fast).answer(ChatRequest(chat.messages[1:6], 0), 0, [40, 41], "length")
     assert answer.finish_reason == "refused"

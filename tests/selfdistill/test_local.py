@@ -19,7 +19,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill import local
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.local import HFEngine, open_local
-from medusa_train.selfdistill.replay import Answer, Request
+from medusa_train.selfdistill.replay import ChatRequest, GeneratedAnswer
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_target_model
 from tests.inference.test_static_batches import CountingRunner
@@ -27,8 +27,8 @@ from tests.inference.test_static_batches import CountingRunner
 PROMPT = (Message("user", "Say something."),)
 
 
-def asks(text: str) -> Request:
-    return Request((Message("user", text),), seed=0)
+def asks(text: str) -> ChatRequest:
+    return ChatRequest((Message("user", text),), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def engine(
     )
 
 
-def ask(answering: HFEngine, request: Request) -> Answer:
+def ask(answering: HFEngine, request: ChatRequest) -> GeneratedAnswer:
     answering.submit(5, request)
     request_id, made = answering.next()
     assert request_id == 5
@@ -78,14 +78,14 @@ def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(
     demanding.tokenizer.chat_template = refusal + demanding.tokenizer.chat_template
     answering = engine(demanding, batch_size=2)
     answering.submit(1, asks("a"))
-    answering.submit(2, Request(PROMPT, seed=0))
+    answering.submit(2, ChatRequest(PROMPT, seed=0))
     made = dict(answering.next() for _ in range(2))
-    assert made[1] == Answer("", "refused", 0, 0)
+    assert made[1] == GeneratedAnswer("", "refused", 0, 0)
     assert made[2].completion_tokens > 0
 
 
 def test_greedy_is_the_argmax_continuation(target_model: TargetModel) -> None:
-    answer = ask(engine(target_model), Request(PROMPT, 1))
+    answer = ask(engine(target_model), ChatRequest(PROMPT, 1))
     ids = target_model.tokenizer(
         target_model.tokenizer.apply_chat_template(
             [PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True
@@ -104,18 +104,21 @@ def test_greedy_is_the_argmax_continuation(target_model: TargetModel) -> None:
         len(ids),
         12,
     )
-    assert ask(engine(target_model), Request(PROMPT, 2)) == answer
+    assert ask(engine(target_model), ChatRequest(PROMPT, 2)) == answer
 
 
 def test_the_end_token_ends_an_answer_and_is_no_text(target_model: TargetModel) -> None:
     free = engine(target_model, max_new_tokens=8)
-    third = Decoder(target_model).generate(free._prompting.prompt(Request(PROMPT, 0)), 8).tokens[2]
+    third = (
+        Decoder(target_model).generate(free._prompting.prompt(ChatRequest(PROMPT, 0)), 8).tokens[2]
+    )
     before = target_model.eos_ids
     try:
         target_model.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
             answer = ask(
-                engine(target_model, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0)
+                engine(target_model, temperature=temperature, max_new_tokens=8),
+                ChatRequest(PROMPT, 0),
             )
             assert (answer.finish_reason, answer.completion_tokens) == ("stop", 3)
     finally:
@@ -189,7 +192,7 @@ def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -
         ids = target_model.tokenizer(
             "<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False
         )["input_ids"]
-        assert ask(named, Request(PROMPT, 0)).prompt_tokens == len(ids)
+        assert ask(named, ChatRequest(PROMPT, 0)).prompt_tokens == len(ids)
     finally:
         target_model.tokenizer.chat_template = template
 
@@ -197,14 +200,14 @@ def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -
 QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
 
 
-def all_answers(answering: HFEngine) -> list[Answer]:
+def all_answers(answering: HFEngine) -> list[GeneratedAnswer]:
     """Answers to all questions, in their order, with as many at hand as the engine wants."""
-    found: dict[int, Answer] = {}
+    found: dict[int, GeneratedAnswer] = {}
     coming = list(enumerate(QUESTIONS))[::-1]
     while len(found) < len(QUESTIONS):
         while coming and len(QUESTIONS) - len(coming) - len(found) < answering.capacity:
             number, text = coming.pop()
-            answering.submit(number, Request((Message("user", text),), seed=100 + number))
+            answering.submit(number, ChatRequest((Message("user", text),), seed=100 + number))
         request_id, answer = answering.next()
         found[request_id] = answer
     return [found[number] for number in range(len(QUESTIONS))]
@@ -232,7 +235,7 @@ def test_answers_do_not_depend_on_the_batch(
     assert max(sizes) == 4
     if temperature:
         sampling = engine(target_model, temperature, 40)
-        assert ask(sampling, Request(PROMPT, 1)) != ask(sampling, Request(PROMPT, 2))
+        assert ask(sampling, ChatRequest(PROMPT, 1)) != ask(sampling, ChatRequest(PROMPT, 2))
         limited = engine(target_model, temperature, 40, top_k=3, top_p=0.9)
         assert all_answers(limited) != alone
         assert all_answers(
@@ -314,7 +317,7 @@ def test_steps_on_fixed_memory_give_the_same_answers(
     target_model = mixed_lengths(directory)
     draft, tree = MedusaDraft.from_target_model(target_model, num_heads=2), Tree.cartesian([2, 2])
 
-    def both() -> list[list[Answer]]:
+    def both() -> list[list[GeneratedAnswer]]:
         plain = engine(target_model, temperature, 24, batch_size=batch_size)
         heads = engine(target_model, temperature, 24, batch_size=batch_size, draft=draft, tree=tree)
         return [all_answers(plain), all_answers(heads)]

@@ -16,11 +16,11 @@ from medusa_train.errors import ServerError
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
-    Answer,
+    ChatRequest,
     ChatSteps,
     DropRules,
+    GeneratedAnswer,
     GeneratedChat,
-    Request,
     replay,
 )
 from medusa_train.selfdistill.run import RunStats, distill
@@ -60,13 +60,13 @@ def client(
     return ServerAnswers(servers, "served", parameters, reasoning_tags)
 
 
-def request(text: str, seed: int = 1) -> Request:
-    return Request((Message("user", text),), seed)
+def request(text: str, seed: int = 1) -> ChatRequest:
+    return ChatRequest((Message("user", text),), seed)
 
 
-def ask(asking: ServerAnswers, *requests: Request) -> list[Answer]:
+def ask(asking: ServerAnswers, *requests: ChatRequest) -> list[GeneratedAnswer]:
     """Ask one after the other."""
-    answers: list[Answer] = []
+    answers: list[GeneratedAnswer] = []
 
     def steps() -> ChatSteps:
         for each in requests:
@@ -623,10 +623,10 @@ def test_an_error_ends_the_run_and_requests_under_way_are_no_faults() -> None:
     assert len(server.bodies) < 12
 
 
-def tool_request() -> Request:
+def tool_request() -> ChatRequest:
     chat = parse_tool_chat(CHAT)
     assert chat is not None
-    return Request(chat.messages[:4], 1, variables=chat.variables)
+    return ChatRequest(chat.messages[:4], 1, variables=chat.variables)
 
 
 def test_a_chat_with_tools_is_sent_as_openais_clients_do_and_answered_in_text() -> None:

@@ -15,10 +15,10 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.questions import load_benchmark
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import Conversation, ServerBench, Target
+from medusa_train.server_bench.pairs import MeasuredServer, ServedConversation, ServerBenchmark
 from medusa_train.server_bench.report import metrics_table
 from medusa_train.server_bench.run import connect, measure_servers, request_settings
 from tests import chatml
@@ -53,7 +53,7 @@ def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     cfg = load_config(EvalConfig, None, [f"bench={questions}", *defaults, *overrides])
     console = Console(width=160, record=True, quiet=False, file=(tmp_path / "console").open("a"))
     try:
-        measure_servers(cfg, load_bench(cfg.bench), None, "medusa-eval", RunProgress(console))
+        measure_servers(cfg, load_benchmark(cfg.bench), None, "medusa-eval", RunProgress(console))
     finally:
         (tmp_path / "printed").write_text(console.export_text(clear=False))
     return json.loads((tmp_path / "out" / "served.json").read_text()), console.export_text()
@@ -99,7 +99,7 @@ def test_two_servers_are_measured_in_turns(
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
 
 
-async def measure_block(bench: ServerBench, conversation: Conversation) -> None:
+async def measure_block(bench: ServerBenchmark, conversation: ServedConversation) -> None:
     async with bench.servers:
         await bench.measure([conversation])
 
@@ -110,11 +110,11 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
     cfg = load_config(EvalConfig, None, [f"bench={questions}", "serve=true"])
     paths = resolve_model(None, str(target_model), None)
     parameters = request_settings(cfg, DecodingMode(), paths)
-    question = load_bench(cfg.bench).questions[0]
+    question = load_benchmark(cfg.bench).questions[0]
     with bench_server() as server:
-        target = Target("plain", server.url, "m", is_vllm=True)
-        bench = ServerBench(target, connect(cfg, server.url, 1), parameters, seed=1)
-        asyncio.run(measure_block(bench, Conversation(question, 0)))
+        target = MeasuredServer("plain", server.url, "m", is_vllm=True)
+        bench = ServerBenchmark(target, connect(cfg, server.url, 1), parameters, seed=1)
+        asyncio.run(measure_block(bench, ServedConversation(question, 0)))
     expected = [chatml.END_OF_TEXT, chatml.IM_END]
     assert server.fake.bodies[-1]["stop_token_ids"] == expected
 

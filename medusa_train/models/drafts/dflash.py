@@ -268,15 +268,15 @@ class DFlashDraft(Draft):
         # 1. keys and values of the context, for each layer
         context = self.context(hidden_states)  # [B, T, d]
         angles = self.rotary_emb(context, batch.positions)
-        known: list[Tensor] = []
+        context_keys_values: list[Tensor] = []
         for attention in self._attentions:
-            known += attention.keys_values(context, angles)
+            context_keys_values += attention.keys_values(context, angles)
         # 2. x_{t+1}. After the last position of a document there is no target, so any token will do
         last_tokens = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # [B, T]
         # 3. a few blocks at a time; the backward pass recomputes their activations
         parts = []
         for part in places.split(BLOCKS, dim=1):
-            arguments = (part, last_tokens, batch.positions, batch.segments, *known)
+            arguments = (part, last_tokens, batch.positions, batch.segments, *context_keys_values)
             parts.append(checkpoint(self._run_blocks, *arguments, use_reentrant=False))
         return torch.cat(parts, dim=1)
 
@@ -286,7 +286,7 @@ class DFlashDraft(Draft):
         last_tokens: Tensor,
         positions: Tensor,
         segments: Tensor,
-        *known: Tensor,
+        *context_keys_values: Tensor,
     ) -> Tensor:
         """Run the layers over N blocks at once, [B, N] -> [B, N, K, d]."""
         slots = self.num_heads + 1  # S
@@ -302,18 +302,18 @@ class DFlashDraft(Draft):
         # 3. and its own block
         number = torch.arange(at.shape[1], device=places.device)  # [N S]
         block = number // slots
-        own = block[:, None] == block  # [N S, N S]
+        same_block = block[:, None] == block  # [N S, N S]
         if self.window:
-            own &= number <= number[:, None]
+            same_block &= number <= number[:, None]
             slot = at + 1 + number % slots  # [B, N S] column of each slot
             visible &= columns > slot[..., None] - self.window
-        visible = torch.cat([visible, own.expand(len(places), -1, -1)], dim=2)
+        visible = torch.cat([visible, same_block.expand(len(places), -1, -1)], dim=2)
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         mask = additive_mask(visible, mask_dtype)[:, None]  # [B, 1, N S, T + N S]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys = torch.cat([known[2 * i], key], dim=2)
-            values = torch.cat([known[2 * i + 1], value], dim=2)
+            keys = torch.cat([context_keys_values[2 * i], key], dim=2)
+            values = torch.cat([context_keys_values[2 * i + 1], value], dim=2)
             return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
         states = self._run_layers(states, slot_positions.flatten(1), attend)

@@ -397,9 +397,9 @@ def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
     if len(outputs) != 1:
         return []
     output, output_weight = outputs[0]
-    kept = output.shape[1]
+    num_kept = output.shape[1]
     units = output_weight.shape[1]
-    if kept > units:
+    if num_kept > units:
         return []
     # 2. a unit's strength: the product of the norms of its weights
     strength = output_weight.float().norm(dim=0)  # [units]
@@ -408,11 +408,11 @@ def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
             matrices = weight.float().view(-1, units, weight.shape[1])  # [n, units, d]
             strength = strength * matrices.norm(dim=2).prod(dim=0)
     # 3. the strongest units, in their original order
-    strongest = strength.topk(kept).indices.sort().values  # [kept]
+    strongest = strength.topk(num_kept).indices.sort().values  # [num_kept]
     narrowed = [(output, output_weight[:, strongest])]
     for parameter, weight in inputs:
-        by_unit = weight.unflatten(0, (-1, units))  # [n, units, d] or [n, units]
-        narrowed.append((parameter, by_unit[:, strongest].flatten(0, 1)))
+        rows_by_unit = weight.unflatten(0, (-1, units))  # [n, units, d] or [n, units]
+        narrowed.append((parameter, rows_by_unit[:, strongest].flatten(0, 1)))
     return narrowed
 
 

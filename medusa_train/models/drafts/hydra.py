@@ -93,8 +93,8 @@ class HydraDraft(LMHeadsDraft):
         self.blocks = nn.ModuleList()
         for k in range(1, num_heads + 1):
             first = _FirstBlock(size, k + 1, dropout, dtype)
-            others = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
-            self.blocks.append(nn.Sequential(first, *others))
+            other_blocks = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
+            self.blocks.append(nn.Sequential(first, *other_blocks))
         lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.lm_heads = nn.ModuleList(lm_heads)
         if self.prefix is not None and target_model.device.type != "meta":

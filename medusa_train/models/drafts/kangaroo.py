@@ -145,10 +145,10 @@ class KangarooDraft(Draft):
 
     def lm_head(self, k: int) -> LMHead:
         """Return the target model's lm_head, or the draft's own."""
-        own = self.own_lm_head
-        if own is None:
+        own_head = self.own_lm_head
+        if own_head is None:
             return self.shared
-        return replace(self.shared, weight=own.weight, bias=own.bias)
+        return replace(self.shared, weight=own_head.weight, bias=own_head.bias)
 
     # Decoding. In each step, the adapter first reads the last accepted node, which `extend` leaves
     # for `propose`, together with the root.

@@ -21,7 +21,7 @@ from medusa_train.trees.tree import Tree
 MAX_CANDIDATES = 32
 
 
-class Text(Protocol):
+class RowText(Protocol):
     """The tokens of a row so far."""
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -43,7 +43,7 @@ class LookupDraft(Proposer):
         proposed     cat - sat - on
                         `- ran - away                          one tree; common prefixes are shared
 
-    A row's `Text`, kept on the host, chooses which nodes of this tree are proposed. The given tree
+    A row's `RowText`, kept on the host, chooses which nodes of this tree are proposed. The given tree
     is ignored. If nothing is found for any row, the step is plain decoding.
 
     Args:
@@ -58,18 +58,18 @@ class LookupDraft(Proposer):
         self._root_only = Tree.empty()
 
     @abstractmethod
-    def text(self, tokens: Sequence[int]) -> Text:
+    def text(self, tokens: Sequence[int]) -> RowText:
         """Return a row's text with the tokens of its prompt."""
 
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of this draft's own trees."""
         return Limits(self.nodes, self.num_heads)
 
-    def new_request_state(self, prompt: Sequence[int]) -> Text:
+    def new_request_state(self, prompt: Sequence[int]) -> RowText:
         """Return the text of a request, with its prompt indexed."""
         return self.text(prompt)
 
-    def extend_request_state(self, state: Text, tokens: Sequence[int]) -> None:
+    def extend_request_state(self, state: RowText, tokens: Sequence[int]) -> None:
         """Append accepted tokens to a text."""
         state.extend(tokens)
 
@@ -289,7 +289,7 @@ class RestDraft(LookupDraft):
         self.max_ngram = max_ngram
         self.datastore = datastore
 
-    def text(self, tokens: Sequence[int]) -> Text:
+    def text(self, tokens: Sequence[int]) -> RowText:
         """Return the last tokens of the prompt, with which continuations are looked up."""
         return _DatastoreText(self.datastore, tokens, self.max_ngram)
 
