@@ -25,7 +25,6 @@ from medusa_train.errors import DataError, MedusaError
 from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
@@ -61,39 +60,15 @@ class TrainingData:
 def load_data(
     cfg: TrainConfig,
     console: Console,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    processes: int = 1,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
     """Check the configuration against the base model's config and tokenize the data; no weights are
-    loaded.
+    loaded. Of several processes only rank 0 calls this, see `stages.load_stages`.
 
-    Rank 0 tokenizes, and the other processes receive the result. An error is raised in all
-    processes.
+    Args:
+        processes: number of processes that train together.
     """
-    return distributed.run_on_main(lambda: _load_data(cfg, console, distributed.size, on_progress))
-
-
-def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
-    """Check the configuration as `load_data` does, and return dummy data with this number of
-    tokens.
-
-    Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
-    """
-    _, config = check_run(cfg, processes)
-    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
-    length = min(ASSUMED_LENGTH, cfg.sequence_len)
-    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
-    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
-    report = DataReport(cfg.sequence_len)
-    row_len = cfg.sequence_len if cfg.sample_packing else None
-    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
-    nothing = EncodedDataset([], report)
-    return TrainingData(train, nothing, train, cfg.sequence_len)
-
-
-def _load_data(
-    cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
-) -> TrainingData:
     # 1. Load the tokenizer and build the encoder of chats.
     resolved, config = check_run(cfg, processes)
     text_config = config.get_text_config()
@@ -138,36 +113,6 @@ def _load_data(
     )
 
 
-def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
-    """Set Axolotl's template for ShareGPT data if there is no other template."""
-    if cfg.chat_template or tokenizer.chat_template:
-        return cfg
-    all_have_template = all(entry.conversation for entry in cfg.all_datasets)
-    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
-        return cfg
-    console.print(
-        f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
-    )
-    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
-
-
-def _print_reports(
-    cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
-) -> None:
-    """Print what was skipped or truncated, and the share of answers that loop."""
-    reports = {"data": train.report}
-    if cfg.test_datasets is not None:  # otherwise both have the same report
-        reports["test data"] = validation.report
-    for name, report in reports.items():
-        for line in report.describe():
-            console.print(f"{name}: {line}")
-    if train.report.looping_share > NOTABLE_LOOPING:
-        console.print(
-            f"warning: {train.report.describe_looping()}",
-            style="yellow",
-        )
-
-
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
     """Limit sequence_len to the model's context length. With longrope, limit it also to the length
     at which the rotary angles switch, if several rows share a forward pass.
@@ -188,6 +133,111 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
         )
         cfg = cfg.model_copy(update={"sequence_len": switch})
     return cfg
+
+
+def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
+    """Set Axolotl's template for ShareGPT data if there is no other template."""
+    if cfg.chat_template or tokenizer.chat_template:
+        return cfg
+    all_have_template = all(entry.conversation for entry in cfg.all_datasets)
+    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
+        return cfg
+    console.print(
+        f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
+    )
+    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
+
+
+def chat_encoder(
+    cfg: TrainConfig, tokenizer: Any, eos_token_id: int | list[int] | None = None
+) -> ChatEncoder:
+    """Build the encoder from which the encoder of every data set is derived.
+
+    Without `chat_template`, the template of the first data set is used if every data set has a
+    `conversation` and either all are equal or the tokenizer has no template.
+
+    Args:
+        eos_token_id: the one in the generation config.
+    """
+    template = cfg.chat_template or None
+    if template is None:
+        dataset_templates = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(dataset_templates)) == 1
+        if all(dataset_templates) and (all_equal or not tokenizer.chat_template):
+            template = dataset_templates[0]
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
+    return ChatEncoder(
+        tokenizer,
+        template,
+        cfg.chat_template_kwargs,
+        stops=[token for token in stops if token is not None],
+        max_tool_rows=cfg.max_rows_per_chat,
+    )
+
+
+def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
+    """Yield notes on variables that the template does not use, and on data that were generated with
+    other prompts.
+    """
+    note = encoder.template.describe_unused_kwargs()
+    if note:
+        yield note
+    for entry in cfg.all_datasets:
+        path = resolve_path(entry.path)
+        if path is None or path.is_dir() or not settings_path(path).is_file():
+            continue
+        dataset_encoder = encoder.with_settings(template=entry.conversation)
+        note = None
+        # ignore a file that has no settings, or a template that rejects the chat
+        with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
+            settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
+            note = _prompts_differ(settings, dataset_encoder)
+        if note is not None:
+            yield f"{entry.path} {note}"
+
+
+def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
+    """Describe how the prompts with which data were generated differ from this run's; None if they
+    are equal.
+
+    Args:
+        settings: settings that self-distillation wrote next to the data.
+        encoder: this run's encoder.
+    """
+    kwargs = settings.get("chat_template_kwargs") or {}
+    name = settings.get("chat_template") or None
+    # a plain base model answered with its tokenizer's template, a run with the template of its
+    # heads
+    is_of_target_model = "model" in settings and "weights" not in settings
+    if name is None and not is_of_target_model:
+        name = encoder.template_name
+    generated = ChatEncoder(encoder.tokenizer, name, kwargs).template
+    chat = [Message("user", "Hello")]
+    if generated.render(chat, prompt=True) == encoder.template.render(chat, prompt=True):
+        return None
+    return (
+        "was generated with other prompts: its chat_template and chat_template_kwargs are"
+        f" {name} and {kwargs}, those of this run {encoder.template_name} and"
+        f" {dict(encoder.template.kwargs)}"
+    )
+
+
+def _print_reports(
+    cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
+) -> None:
+    """Print what was skipped or truncated, and the share of answers that loop."""
+    reports = {"data": train.report}
+    if cfg.test_datasets is not None:  # otherwise both have the same report
+        reports["test data"] = validation.report
+    for name, report in reports.items():
+        for line in report.describe():
+            console.print(f"{name}: {line}")
+    if train.report.looping_share > NOTABLE_LOOPING:
+        console.print(
+            f"warning: {train.report.describe_looping()}",
+            style="yellow",
+        )
 
 
 def _drop_unknown_tokens(
@@ -222,76 +272,19 @@ def _drop_unknown_tokens(
     return found
 
 
-def chat_encoder(
-    cfg: TrainConfig, tokenizer: Any, eos_token_id: int | list[int] | None = None
-) -> ChatEncoder:
-    """Build the encoder from which the encoder of every data set is derived.
+def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
+    """Check the configuration as `load_data` does, and return dummy data with this number of
+    tokens.
 
-    Without `chat_template`, the template of the first data set is used if every data set has a
-    `conversation` and either all are equal or the tokenizer has no template.
-
-    Args:
-        eos_token_id: the one in the generation config.
+    Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
     """
-    template = cfg.chat_template or None
-    if template is None:
-        of_datasets = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(of_datasets)) == 1
-        if all(of_datasets) and (all_equal or not tokenizer.chat_template):
-            template = of_datasets[0]
-    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
-    return ChatEncoder(
-        tokenizer,
-        template,
-        cfg.chat_template_kwargs,
-        stops=[token for token in stops if token is not None],
-        max_tool_rows=cfg.max_rows_per_chat,
-    )
-
-
-def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
-    """Yield notes on variables that the template does not use, and on data that were generated with
-    other prompts.
-    """
-    note = encoder.template.describe_unused_kwargs()
-    if note:
-        yield note
-    for entry in cfg.all_datasets:
-        path = resolve_path(entry.path)
-        if path is None or path.is_dir() or not settings_path(path).is_file():
-            continue
-        of_dataset = encoder.with_settings(template=entry.conversation)
-        note = None
-        # ignore a file that has no settings, or a template that rejects the chat
-        with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
-            settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
-            note = _prompts_differ(settings, of_dataset)
-        if note is not None:
-            yield f"{entry.path} {note}"
-
-
-def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
-    """Describe how the prompts with which data were generated differ from this run's; None if they
-    are equal.
-
-    Args:
-        settings: settings that self-distillation wrote next to the data.
-        encoder: this run's encoder.
-    """
-    kwargs = settings.get("chat_template_kwargs") or {}
-    name = settings.get("chat_template") or None
-    # a plain base model answered with its tokenizer's template, a run with the template of its
-    # heads
-    is_of_target_model = "model" in settings and "weights" not in settings
-    if name is None and not is_of_target_model:
-        name = encoder.template_name
-    generated = ChatEncoder(encoder.tokenizer, name, kwargs).template
-    chat = [Message("user", "Hello")]
-    if generated.render(chat, prompt=True) == encoder.template.render(chat, prompt=True):
-        return None
-    return (
-        "was generated with other prompts: its chat_template and chat_template_kwargs are"
-        f" {name} and {kwargs}, those of this run {encoder.template_name} and"
-        f" {dict(encoder.template.kwargs)}"
-    )
+    _, config = check_run(cfg, processes)
+    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    length = min(ASSUMED_LENGTH, cfg.sequence_len)
+    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
+    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
+    report = DataReport(cfg.sequence_len)
+    row_len = cfg.sequence_len if cfg.sample_packing else None
+    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
+    nothing = EncodedDataset([], report)
+    return TrainingData(train, nothing, train, cfg.sequence_len)
