@@ -56,7 +56,7 @@ os._exit(0)
 """
 
 
-class Outcome(NamedTuple):
+class ProgramResult(NamedTuple):
     """How a program ended."""
 
     # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, because this machine cannot isolate it
@@ -81,17 +81,17 @@ def sandbox_obstacle() -> str | None:
     return f"bubblewrap ({tool}) does not work here: {tried.detail}"
 
 
-def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> Outcome:
+def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> ProgramResult:
     """Run a Python program in its own process, with limited time and memory. Its output is
     discarded.
     """
     obstacle = sandbox_obstacle()
     if obstacle is not None:
-        return Outcome(REFUSED, obstacle)
+        return ProgramResult(REFUSED, obstacle)
     return _run(program, seconds, megabytes)
 
 
-def _run(program: str, seconds: float, megabytes: int) -> Outcome:
+def _run(program: str, seconds: float, megabytes: int) -> ProgramResult:
     secret = secrets.token_hex(16)
     started = time.monotonic()
     try:
@@ -104,19 +104,21 @@ def _run(program: str, seconds: float, megabytes: int) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(TIMED_OUT, f"its process did not end within {seconds + MARGIN:g} seconds")
+        return ProgramResult(
+            TIMED_OUT, f"its process did not end within {seconds + MARGIN:g} seconds"
+        )
     late = time.monotonic() - started >= seconds
     report = done.stdout.decode("utf-8", "replace")
     # a fork of the program also reports, so the secret may appear twice
     if done.returncode == 0 and report.startswith(secret):
-        return Outcome(PASSED, "")
+        return ProgramResult(PASSED, "")
     if late and done.returncode == 128 + signal.SIGKILL:
-        return Outcome(TIMED_OUT, f"after {seconds:g} seconds")
+        return ProgramResult(TIMED_OUT, f"after {seconds:g} seconds")
     if done.returncode == 128 + signal.SIGKILL:
-        return Outcome(FAILED, "the program was killed, by itself or because memory ran out")
+        return ProgramResult(FAILED, "the program was killed, by itself or because memory ran out")
     errors = done.stderr.decode("utf-8", "replace").strip().split("\n")[-1]
     ended = f"the program ended with status {done.returncode} before its last line"
-    return Outcome(FAILED, report[:DETAIL_CHARACTERS] or errors or ended)
+    return ProgramResult(FAILED, report[:DETAIL_CHARACTERS] or errors or ended)
 
 
 def sandbox_command(seconds: float, megabytes: int) -> list[str]:

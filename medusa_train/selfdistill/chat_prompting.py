@@ -12,7 +12,7 @@ from medusa_train.data.tokenize import ChatEncoder, Row
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
-from medusa_train.selfdistill.replay import Answer, AnswerFinishReason, Request
+from medusa_train.selfdistill.replay import AnswerFinishReason, GeneratedAnswer, Request
 
 _MARK = "\ue000words\ue001"  # private use characters, which no template contains
 
@@ -54,7 +54,7 @@ class ChatPrompting:
 
     def answer(
         self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason
-    ) -> Answer:
+    ) -> GeneratedAnswer:
         """Parse the generated `tokens` (a final EOS included) into an answer.
 
         If the prompt opened the reasoning part, its tag is added to the answer, as if the model had
@@ -69,11 +69,11 @@ class ChatPrompting:
             text, has_ended = self._split_user_message(request, written)
             if has_ended:
                 reason = "stop"
-            return Answer(text, reason, prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
         # 2. the text of an answer
         text = answer_text(self.tokenizer, kept, self.encoder.template.reasoning_tags)
         if not text.strip():
-            return Answer(text, reason, prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
         text = self.encoder.opened_reasoning(request.messages, request.variables) + text
         # 3. its tokens, if training would tokenize the text differently
         message = Message("assistant", text, is_cut=not ends_with_eos)
@@ -85,11 +85,11 @@ class ChatPrompting:
         if len(request.messages) not in (answer.message for answer in row.answers):
             # training would leave the answer out, since the template renders earlier calls
             # differently
-            return Answer(text, "refused", prompt_tokens, len(tokens))
+            return GeneratedAnswer(text, "refused", prompt_tokens, len(tokens))
         trained = row.ids[len(self.prompt(request)) :]
         is_same = kept in (trained, trained[:-1])  # the last may be the end token
         token_ids = None if is_same else tuple(kept)
-        return Answer(text, reason, prompt_tokens, len(tokens), token_ids)
+        return GeneratedAnswer(text, reason, prompt_tokens, len(tokens), token_ids)
 
     def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
         """Return the user message at the start of `text`, and whether `text` contains its end."""

@@ -15,7 +15,7 @@ from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.inference.sampling import Sampling
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
+from medusa_train.selfdistill.replay import ChatSteps, GeneratedAnswer, GeneratedChat, Request
 from medusa_train.selfdistill.settings import resolve_model_paths
 
 DEFAULT_BATCH_SIZE = 16
@@ -64,12 +64,12 @@ class HFEngine:
         self._waiting: list[PendingRequest] = []
         # requests without an answer, each with the length of its prompt
         self._asked: dict[int, tuple[Request, int]] = {}
-        self._finished: deque[tuple[int, Answer]] = deque()
+        self._finished: deque[tuple[int, GeneratedAnswer]] = deque()
 
     def generate(
         self,
         chats: Iterator[ChatSteps],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[GeneratedAnswer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
         """Generate all conversations, with batch size 1 in their order. See `AnswerSource`."""
@@ -108,10 +108,10 @@ class HFEngine:
             prompt = self._prompting.prompt(request)
         except DataError:
             # a chat that the template rejects must not end the run
-            self._finished.append((request_id, Answer("", "refused", 0, 0)))
+            self._finished.append((request_id, GeneratedAnswer("", "refused", 0, 0)))
             return
         if len(prompt) > self._decoder.target_model.max_context:
-            self._finished.append((request_id, Answer("", "context", len(prompt), 0)))
+            self._finished.append((request_id, GeneratedAnswer("", "context", len(prompt), 0)))
             return
         generator = None
         if self._sampling:  # on the CPU, so that every device draws the same numbers
@@ -119,7 +119,7 @@ class HFEngine:
         self._asked[request_id] = (request, len(prompt))
         self._waiting.append(PendingRequest(request_id, prompt, generator))
 
-    def next(self) -> tuple[int, Answer]:
+    def next(self) -> tuple[int, GeneratedAnswer]:
         """Return the next finished answer and its request id; generate until there is one."""
         while not self._finished:
             # add several waiting requests at once, when enough rows are free

@@ -1,9 +1,9 @@
 """The two modes that generate conversations, replay and self-talk, and the rules for dropping
 answers.
 
-A mode is a generator: it yields `Request`s, receives their `Answer`s by `send`, and returns a
-`GeneratedChat`. So any number of conversations can be in progress at once, with any model and in
-any order. An answer depends only on its request.
+A mode is a generator: it yields `Request`s, receives their `GeneratedAnswer`s by `send`, and
+returns a `GeneratedChat`. So any number of conversations can be in progress at once, with any model
+and in any order. An answer depends only on its request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedAnswer:
     """A generated message, without its end token. `parts` is set if the server parsed tool calls,
     see `Message`.
     """
@@ -71,8 +71,8 @@ def is_asked_again(reason: str, *, from_server: bool) -> bool:
     A local model would give the same answer again, and a chat template would reject the prompt
     again. But if a server refused the prompt or sent no answer, it may have been set up wrongly.
     """
-    of_servers = ("refused", "empty", "only reasoning")
-    return reason == "failed" or (from_server and reason in of_servers)
+    server_reasons = ("refused", "empty", "only reasoning")
+    return reason == "failed" or (from_server and reason in server_reasons)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class DropRules:
     drop_truncated: bool = True
     drop_looping: bool = True
 
-    def drop_reason(self, answer: Answer) -> DropReason | None:
+    def drop_reason(self, answer: GeneratedAnswer) -> DropReason | None:
         """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason in ("refused", "failed", "only reasoning"):
             return answer.finish_reason
@@ -108,7 +108,7 @@ class GeneratedChat:
     # the system message, then each question and its answer; for a chat with tools, the recorded
     # messages and one answer
     messages: list[Message] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # the kept answers
+    answers: list[GeneratedAnswer] = field(default_factory=list)  # the kept answers
     dropped: DropReason | None = None  # why an answer, and all turns after it, were dropped
     dropped_turns: int = 0
 
@@ -128,7 +128,7 @@ class GeneratedChat:
         """
         return self.dropped == "failed" or not self.answers
 
-    def add(self, question: Sequence[Message], answer: Answer) -> None:
+    def add(self, question: Sequence[Message], answer: GeneratedAnswer) -> None:
         """Append the messages of a question and its answer. Answers inside the question are not
         trained on, because the model did not generate them.
         """
@@ -148,7 +148,7 @@ class GeneratedChat:
         return self
 
 
-ChatSteps = Generator[Request, Answer, GeneratedChat]
+ChatSteps = Generator[Request, GeneratedAnswer, GeneratedChat]
 
 
 def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:

@@ -16,7 +16,12 @@ from medusa_train.data.conversation import NOTABLE_LOOPING
 from medusa_train.progress import duration
 from medusa_train.selfdistill.output import OutputWriter, dropped_path, write_chat
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, is_asked_again
+from medusa_train.selfdistill.replay import (
+    ChatSteps,
+    GeneratedAnswer,
+    GeneratedChat,
+    is_asked_again,
+)
 from medusa_train.selfdistill.settings import model_name
 
 MOST = 0.5  # warn if more than this share of the prompts was dropped
@@ -28,7 +33,7 @@ class AnswerSource(Protocol):
     def generate(
         self,
         chats: Iterator[ChatSteps],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[GeneratedAnswer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
         """Generate all conversations, several at a time.
@@ -40,7 +45,7 @@ class AnswerSource(Protocol):
         """Return statistics for the summary, by name."""
 
 
-def open_source(
+def open_answer_source(
     cfg: SelfDistillConfig, dtype: str | None, note: Callable[[str], None]
 ) -> AnswerSource:
     """Load the model, or prepare the connections to the servers, as configured.
@@ -96,7 +101,7 @@ def distill(
     stats = RunStats(total=len(prompts), earlier=len(prompts) - len(todo))
     on_progress(stats)
 
-    def on_answer(answer: Answer) -> None:
+    def on_answer(answer: GeneratedAnswer) -> None:
         stats.tokens += answer.completion_tokens
         on_progress(stats)
 

@@ -19,9 +19,9 @@ from medusa_train.data.turns import TurnKeys, parse_turns, reasoning_part
 from medusa_train.errors import ServerError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.selfdistill.replay import (
-    Answer,
     AnswerFinishReason,
     ChatSteps,
+    GeneratedAnswer,
     GeneratedChat,
     Request,
 )
@@ -72,7 +72,7 @@ class ServerAnswers:
     def generate(
         self,
         chats: Iterator[ChatSteps],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[GeneratedAnswer], None],
         on_chat: Callable[[GeneratedChat], None],
     ) -> None:
         """Generate all conversations, with as many concurrent requests as the servers take. See
@@ -113,7 +113,7 @@ class ServerAnswers:
             stats[reason] = f"{count:,}"
         return stats
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: Request) -> GeneratedAnswer:
         """Return the answer to a request. It has no text if the request was refused, too long or
         failed.
         """
@@ -124,10 +124,10 @@ class ServerAnswers:
             return await self._ask(request.messages, request.seed, request.variables, **changes)
         except RequestRejected as rejected:
             if rejected.too_long:
-                return Answer("", "context", 0, 0)
+                return GeneratedAnswer("", "context", 0, 0)
             self.refusals[str(rejected)] += 1
             await self._greet()
-            return Answer("", "failed" if rejected.failed else "refused", 0, 0)
+            return GeneratedAnswer("", "failed" if rejected.failed else "refused", 0, 0)
 
     async def _greet(self) -> None:
         """Send a greeting, unless a server has answered before; raise ServerError if it is refused
@@ -145,7 +145,7 @@ class ServerAnswers:
 
     async def _ask(
         self, messages: Sequence[Message], seed: int, variables: str = "", **changes: Any
-    ) -> Answer:
+    ) -> GeneratedAnswer:
         body = {**request_body(self._parameters, messages, seed, variables), **changes}
         response = await self.servers.complete(body)
         answer = parse_answer(response, self._reasoning_tags, body["max_tokens"])
@@ -198,7 +198,7 @@ def request_body(
 
 def parse_answer(
     response: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
-) -> Answer:
+) -> GeneratedAnswer:
     """Convert a chat completion to an answer. Without `usage` the token counts are 0.
 
     If the finish reason is "length" before `max_new_tokens`, the context is full. If it is "stop",
@@ -245,7 +245,7 @@ def parse_answer(
         elif reasoning and not text:
             reason = "only reasoning"
     prompt_tokens = token_count(response, "prompt_tokens")
-    return Answer(text, reason, prompt_tokens, length, token_ids, parts)
+    return GeneratedAnswer(text, reason, prompt_tokens, length, token_ids, parts)
 
 
 def _finish_reason(finish: object) -> AnswerFinishReason:

@@ -26,21 +26,21 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
-from medusa_train.server_bench.metrics import collect_cells, summarize
-from medusa_train.server_bench.pairs import (
+from medusa_train.server_bench.blocks import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
     PLAIN,
-    Block,
     BlockEntry,
     BlockFault,
+    BlockKey,
     MeasuredServers,
     Measurement,
     ServerBench,
     Target,
     plan_blocks,
 )
+from medusa_train.server_bench.metrics import collect_cells, summarize
 from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import KEY_VARIABLE, started_servers
 from medusa_train.servers.client import Servers
@@ -179,11 +179,11 @@ class BenchRun:
                 self.log.append(text)
             self.progress.print(f"note: {text}", style="yellow")
 
-    def remaining(self, session: str) -> list[Block]:
+    def remaining(self, session: str) -> list[BlockKey]:
         """Return the blocks of a session that are not measured yet, by concurrency."""
         blocks = []
         for concurrency, planned in self._blocks.items():
-            blocks += [Block(session, concurrency, number) for number in range(len(planned))]
+            blocks += [BlockKey(session, concurrency, number) for number in range(len(planned))]
         return [block for block in blocks if block not in self.measured]
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
@@ -211,7 +211,7 @@ class BenchRun:
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
     async def _measure_concurrency(
-        self, targets: Sequence[Target], blocks: Sequence[Block], phase: Phase
+        self, targets: Sequence[Target], blocks: Sequence[BlockKey], phase: Phase
     ) -> None:
         concurrency = blocks[0].concurrency
         async with AsyncExitStack() as stack:
@@ -234,7 +234,9 @@ class BenchRun:
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    async def _measure_block(self, server: ServerBench, block: Block, phase: Phase) -> Measurement:
+    async def _measure_block(
+        self, server: ServerBench, block: BlockKey, phase: Phase
+    ) -> Measurement:
         """Measure a block on one server; measure it again if requests fail."""
         conversations = self._blocks[block.concurrency][block.number]
         completed = phase.completed

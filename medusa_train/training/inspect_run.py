@@ -43,7 +43,7 @@ SUPERVISED = "bold green"
 CONTEXT = "dim"
 
 
-class _Stage:
+class _StageCosts:
     """A run, or a stage of a run, with the estimates of its cost.
 
     Attributes:
@@ -124,7 +124,7 @@ def inspect_run(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
     stages = [
-        _Stage(config, data, model_config, processes)
+        _StageCosts(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
     tokenizer = None
@@ -210,7 +210,7 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     return text
 
 
-def _describe_data(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
+def _describe_data(stage: _StageCosts, tokenizer: Any) -> Iterator[tuple[str, str]]:
     """Yield table rows on the data that were read."""
     cfg, train, validation = stage.cfg, stage.data.train, stage.data.validation
     yield "training", _describe_tokens(train)
@@ -254,7 +254,7 @@ def _draft_vocabulary(
     return None if tokens is None else DraftVocabulary(tokens, vocab_size)
 
 
-def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
+def _describe_steps(stage: _StageCosts) -> Iterator[tuple[str, str]]:
     """Yield table rows on the loss, and on an epoch's data rows and steps."""
     cfg, train, schedule = stage.cfg, stage.data.train, stage.schedule
     yield "loss", cfg.describe_loss()
@@ -271,8 +271,8 @@ def _describe_steps(stage: _Stage) -> Iterator[tuple[str, str]]:
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     if stage.processes > 1:
         batch += f" x {stage.processes}"
-    of_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
-    yield "steps", f"{of_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}"
+    per_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
+    yield "steps", f"{per_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}"
 
 
 def _devices(count: int) -> str:
@@ -294,7 +294,7 @@ def _describe_answers(dataset: EncodedDataset) -> str:
     )
 
 
-def _memory_table(stage: _Stage) -> Table:
+def _memory_table(stage: _StageCosts) -> Table:
     memory, cfg = stage.memory, stage.cfg
     title = Text("needed on one device", "bold")
     rows: list[tuple[RenderableType, ...]] = [
@@ -322,7 +322,7 @@ def _memory_table(stage: _Stage) -> Table:
     return table
 
 
-def _time_table(stages: Sequence[_Stage]) -> Table:
+def _time_table(stages: Sequence[_StageCosts]) -> Table:
     total = sum(stage.operations for stage in stages)
     times = []
     for gpu, rate in GPUS.items():

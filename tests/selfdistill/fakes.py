@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Mapping
 
 from medusa_train.selfdistill.local import HFEngine
-from medusa_train.selfdistill.replay import Answer, ChatSteps, GeneratedChat, Request
+from medusa_train.selfdistill.replay import ChatSteps, GeneratedAnswer, GeneratedChat, Request
 
 
-def said(text: str, reason: str = "stop") -> Answer:
-    return Answer(text, reason, prompt_tokens=10, completion_tokens=len(text.split()) + 1)  # type: ignore[arg-type]
+def said(text: str, reason: str = "stop") -> GeneratedAnswer:
+    return GeneratedAnswer(text, reason, prompt_tokens=10, completion_tokens=len(text.split()) + 1)  # type: ignore[arg-type]
 
 
 class FakeEngine:
@@ -17,7 +17,7 @@ class FakeEngine:
     Of several requests, the newest first.
     """
 
-    def __init__(self, script: dict[str, Answer] | None = None, capacity: int = 1) -> None:
+    def __init__(self, script: dict[str, GeneratedAnswer] | None = None, capacity: int = 1) -> None:
         self.script = script or {}
         self.capacity = capacity
         self.asked: list[Request] = []
@@ -28,7 +28,7 @@ class FakeEngine:
         self._waiting.append((request_id, request))
         self.most = max(self.most, len(self._waiting))
 
-    def next(self) -> tuple[int, Answer]:
+    def next(self) -> tuple[int, GeneratedAnswer]:
         request_id, request = self._waiting.pop()
         return request_id, self.answer(request)
 
@@ -37,7 +37,7 @@ class FakeEngine:
     def stats(self) -> Mapping[str, str]:
         return {}
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> GeneratedAnswer:
         self.asked.append(request)
         last = request.messages[-1].content if request.messages else "nothing"
         verb = "answer to" if request.speaker == "assistant" else "question after"

@@ -19,7 +19,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.selfdistill import local
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.local import HFEngine, open_local
-from medusa_train.selfdistill.replay import Answer, Request
+from medusa_train.selfdistill.replay import GeneratedAnswer, Request
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_target_model
 from tests.inference.test_static_batches import CountingRunner
@@ -62,7 +62,7 @@ def engine(
     )
 
 
-def ask(answering: HFEngine, request: Request) -> Answer:
+def ask(answering: HFEngine, request: Request) -> GeneratedAnswer:
     answering.submit(5, request)
     request_id, made = answering.next()
     assert request_id == 5
@@ -80,7 +80,7 @@ def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(
     answering.submit(1, asks("a"))
     answering.submit(2, Request(PROMPT, seed=0))
     made = dict(answering.next() for _ in range(2))
-    assert made[1] == Answer("", "refused", 0, 0)
+    assert made[1] == GeneratedAnswer("", "refused", 0, 0)
     assert made[2].completion_tokens > 0
 
 
@@ -197,9 +197,9 @@ def test_a_model_without_a_chat_template_is_refused(target_model: TargetModel) -
 QUESTIONS = [f"{'why ' * (n % 5)}question {n}" for n in range(11)]
 
 
-def all_answers(answering: HFEngine) -> list[Answer]:
+def all_answers(answering: HFEngine) -> list[GeneratedAnswer]:
     """Answers to all questions, in their order, with as many at hand as the engine wants."""
-    found: dict[int, Answer] = {}
+    found: dict[int, GeneratedAnswer] = {}
     coming = list(enumerate(QUESTIONS))[::-1]
     while len(found) < len(QUESTIONS):
         while coming and len(QUESTIONS) - len(coming) - len(found) < answering.capacity:
@@ -314,7 +314,7 @@ def test_steps_on_fixed_memory_give_the_same_answers(
     target_model = mixed_lengths(directory)
     draft, tree = MedusaDraft.from_target_model(target_model, num_heads=2), Tree.cartesian([2, 2])
 
-    def both() -> list[list[Answer]]:
+    def both() -> list[list[GeneratedAnswer]]:
         plain = engine(target_model, temperature, 24, batch_size=batch_size)
         heads = engine(target_model, temperature, 24, batch_size=batch_size, draft=draft, tree=tree)
         return [all_answers(plain), all_answers(heads)]

@@ -2,8 +2,8 @@ import pytest
 
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
-    Answer,
     DropRules,
+    GeneratedAnswer,
     GeneratedChat,
     replay,
     selftalk,
@@ -105,7 +105,7 @@ TALK = Prompt("s1", ("hello", "never asked"), system="be kind")
 
 
 def talk_of(
-    script: dict[str, Answer] | None = None, rounds: int = 3
+    script: dict[str, GeneratedAnswer] | None = None, rounds: int = 3
 ) -> tuple[GeneratedChat, FakeEngine]:
     engine = FakeEngine(script)
     return drive(selftalk(TALK, random_seed=7, rules=DropRules(), rounds=rounds), engine), engine

@@ -8,7 +8,7 @@ from medusa_train.data.read_chats import read_conversations
 from medusa_train.data.records import normalize
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
-from medusa_train.selfdistill.replay import Answer, DropRules, Request, replay
+from medusa_train.selfdistill.replay import DropRules, GeneratedAnswer, Request, replay
 from medusa_train.selfdistill.run import RunStats, distill, summary
 from tests.selfdistill.fakes import FakeEngine, said
 from tests.tool_chats import CHAT, TOOL
@@ -72,7 +72,7 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     run(whole, SEEDS, FakeEngine(SCRIPT))
 
     class Interrupted(FakeEngine):
-        def answer(self, request: Request) -> Answer:
+        def answer(self, request: Request) -> GeneratedAnswer:
             if request.messages[-1].content in ("four", "five"):
                 raise KeyboardInterrupt
             return super().answer(request)

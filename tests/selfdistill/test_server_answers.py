@@ -16,9 +16,9 @@ from medusa_train.errors import ServerError
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
-    Answer,
     ChatSteps,
     DropRules,
+    GeneratedAnswer,
     GeneratedChat,
     Request,
     replay,
@@ -64,9 +64,9 @@ def request(text: str, seed: int = 1) -> Request:
     return Request((Message("user", text),), seed)
 
 
-def ask(asking: ServerAnswers, *requests: Request) -> list[Answer]:
+def ask(asking: ServerAnswers, *requests: Request) -> list[GeneratedAnswer]:
     """Ask one after the other."""
-    answers: list[Answer] = []
+    answers: list[GeneratedAnswer] = []
 
     def steps() -> ChatSteps:
         for each in requests:

@@ -18,7 +18,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import Conversation, ServerBench, Target
+from medusa_train.server_bench.blocks import AskedQuestion, ServerBench, Target
 from medusa_train.server_bench.report import metrics_table
 from medusa_train.server_bench.run import connect, measure_servers, request_settings
 from tests import chatml
@@ -38,7 +38,7 @@ def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.server_bench.pairs.LEAST_CONVERSATIONS", 4)
+    monkeypatch.setattr("medusa_train.server_bench.blocks.LEAST_CONVERSATIONS", 4)
 
 
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -99,7 +99,7 @@ def test_two_servers_are_measured_in_turns(
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
 
 
-async def measure_block(bench: ServerBench, conversation: Conversation) -> None:
+async def measure_block(bench: ServerBench, conversation: AskedQuestion) -> None:
     async with bench.servers:
         await bench.measure([conversation])
 
@@ -114,7 +114,7 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
     with bench_server() as server:
         target = Target("plain", server.url, "m", is_vllm=True)
         bench = ServerBench(target, connect(cfg, server.url, 1), parameters, seed=1)
-        asyncio.run(measure_block(bench, Conversation(question, 0)))
+        asyncio.run(measure_block(bench, AskedQuestion(question, 0)))
     expected = [chatml.END_OF_TEXT, chatml.IM_END]
     assert server.fake.bodies[-1]["stop_token_ids"] == expected
 

@@ -1,5 +1,5 @@
-"""Ask a server the questions of a benchmark, with several concurrent conversations. Measure
-answers, times and the server's counters; entries of the log of blocks.
+"""Divide the questions of a benchmark into blocks, let a server answer a block with several
+concurrent conversations, and measure it: answers, times and the server's counters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from medusa_train.data.conversation import REASONING_TAGS, Message
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.selfdistill.replay import Answer
+from medusa_train.selfdistill.replay import GeneratedAnswer
 from medusa_train.selfdistill.server_answers import parse_answer, request_body
 from medusa_train.servers.client import Servers
 from medusa_train.servers.responses import RequestRejected
@@ -108,7 +108,7 @@ class Measurement:
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
 
-class Block(NamedTuple):
+class BlockKey(NamedTuple):
     """Key of a block. A session is a set of servers that run at the same time."""
 
     session: str
@@ -118,7 +118,7 @@ class Block(NamedTuple):
 
 #: An entry of the log: a block and its finished measurements by server name, or a note for the
 #: report.
-BlockEntry = tuple[Block, dict[str, Measurement]] | str
+BlockEntry = tuple[BlockKey, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
@@ -135,7 +135,7 @@ class BlockFault(Exception):
     """Requests of a block failed, so its times cannot be used. The message is the reason."""
 
 
-class Conversation(NamedTuple):
+class AskedQuestion(NamedTuple):
     """A question, and how often it was asked before at this concurrency (`repeat`)."""
 
     question: Question
@@ -172,7 +172,7 @@ class MeasuredServers:
     stop: Callable[[], None] = lambda: None
 
 
-def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
+def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[AskedQuestion]]:
     """Divide the conversations of one concurrency into blocks. The servers answer a block in turns.
 
     A short benchmark is repeated until there are at least `LEAST_CONVERSATIONS * concurrency`
@@ -180,11 +180,11 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Co
     server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    groups: dict[str, list[Conversation]] = {}
+    groups: dict[str, list[AskedQuestion]] = {}
     for repeat in range(repeats):
         for question in questions:
             kind = question.category if question.messages else ""
-            groups.setdefault(kind, []).append(Conversation(question, repeat))
+            groups.setdefault(kind, []).append(AskedQuestion(question, repeat))
     blocks = []
     for conversations in groups.values():
         count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
@@ -230,7 +230,7 @@ class ServerBench:
 
     async def measure(
         self,
-        conversations: Sequence[Conversation],
+        conversations: Sequence[AskedQuestion],
         on_conversation: Callable[[int], None] = lambda tokens: None,
     ) -> Measurement:
         """Let the server answer a block of conversations, and measure it.
@@ -249,7 +249,7 @@ class ServerBench:
         skipped = 0
         faults: list[str] = []
 
-        async def converse(conversation: Conversation) -> None:
+        async def converse(conversation: AskedQuestion) -> None:
             nonlocal skipped
             question, _ = conversation
             turns: list[ServedAnswer] = []
@@ -283,7 +283,7 @@ class ServerBench:
         return None if page is None else parse_metrics(page)
 
     async def _converse(
-        self, conversation: Conversation, began: float, answers: list[ServedAnswer]
+        self, conversation: AskedQuestion, began: float, answers: list[ServedAnswer]
     ) -> None:
         """Ask all turns of a question, with the server's own answers as history. Append the answers
         to `answers`.
@@ -319,7 +319,7 @@ class ServerBench:
 
     async def _ask(
         self, question: Question, messages: Sequence[Message], seed: int, salt: str, **changes: Any
-    ) -> tuple[Answer, dict[str, Any]]:
+    ) -> tuple[GeneratedAnswer, dict[str, Any]]:
         """Return one streamed answer to a question: parsed, and as returned by `read_stream`."""
         body = request_body(self.parameters, messages, seed, question.variables)
         body |= {"model": self.target.model, **changes}
