@@ -11,6 +11,7 @@ import torch
 
 from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
 from medusa_train.inference.generate import Decoder
+from medusa_train.inference.fixed_steps import new_steps
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -66,7 +67,7 @@ class Context:
         """Return a step over the root and the nodes of `tree`."""
         tree = tree.to(self.target_model.device)
         draft = GivenTokens(self.target_model, tree.max_depth) if tree.size else None
-        steps = Steps(self.target_model, draft, tree, self._kv_cache)
+        steps = new_steps(self.target_model, draft, tree, self._kv_cache)
         return TargetModelStep(steps, self.target_model, self.length)
 
 
