@@ -155,11 +155,9 @@ class Objective:
         The sum of these counts over the global batch (micro-batches and processes) is the argument
         `counts_total` of `loss`.
         """
-        targets: list[Tensor] = []
+        targets = self._logit_indices(self._head_targets(batch))
         if self.lm is not None:
-            targets.append(_targets(batch, 0))
-        for k, target in enumerate(self._head_targets(batch), start=1):
-            targets.append(self._indices_of(target, k))
+            targets.insert(0, _targets(batch, 0))
         return _count(targets)
 
     def loss(
@@ -197,8 +195,6 @@ class Objective:
         """
         # 1. the factor on each term's sum; the factor on its gradients is `grad_scale` times larger
         factors = self._factors(counts_total, progress)
-        counts = self.target_counts(batch)  # [K] or [1 + K]
-        head_counts = counts
         contributions: list[Tensor] = []
 
         # 2. the term of the language model
@@ -211,13 +207,13 @@ class Objective:
             scale = _scaled(factors.lm, grad_scale)
             term = linear_loss(states, lm_head, target, soft_target, grad_scale=scale)
             contributions.append(term.loss_sum * factors.lm)
-            lm = LMSums(term.ce_sum, term.kl_sum, counts[0])
-            head_counts = counts[1:]
+            lm = LMSums(term.ce_sum, term.kl_sum, (target != IGNORE_INDEX).sum())
 
         # 3. the terms of the heads
         scales = [_scaled(factor, grad_scale) for factor in factors.heads]
-        head_targets = self._head_targets(batch)
-        heads = self._head_terms(hidden_states, batch, head_targets, teacher, scales)
+        targets = self._head_targets(batch)
+        indices = self._logit_indices(targets)
+        heads = self._head_terms(hidden_states, batch, indices, teacher, scales)
         for head, factor in zip(heads, factors.heads, strict=True):
             contributions.append(head.loss_sum * factor)
 
@@ -225,8 +221,8 @@ class Objective:
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([head.correct for head in heads]),
-            head_counts=_count(head_targets),
-            head_in_vocab=head_counts,
+            head_counts=_count(targets),
+            head_in_vocab=_count(indices),
             lm=lm,
         )
 
@@ -234,7 +230,7 @@ class Objective:
         self,
         hidden_states: Any,
         batch: Batch,
-        targets: Sequence[Tensor],
+        indices: Sequence[Tensor],
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
@@ -242,7 +238,7 @@ class Objective:
 
         Args:
             hidden_states, batch, teacher: see `loss`.
-            targets: targets of each head, long [B, T] each.
+            indices: logit indices of each head's targets, long [B, T] each.
             scales: factor on the gradients of each head, or None.
         """
         # 1. restrict the teacher to the heads' vocabulary
@@ -259,7 +255,7 @@ class Objective:
             if scale is not None and not self.draft.independent_heads:
                 states = cut.detach(states)
             student = states.flatten(0, -2)  # [B * T, d]
-            target = self._indices_of(targets[k - 1], k).flatten()  # [B * T]
+            target = indices[k - 1].flatten()  # [B * T]
             soft_target = _teacher(teacher, k, self.soft_targets)
             lm_head = self.draft.lm_head(k)
             terms.append(linear_loss(student, lm_head, target, soft_target, grad_scale=scale))
@@ -297,15 +293,15 @@ class Objective:
             return targets
         return [target.masked_fill(~positions, IGNORE_INDEX) for target in targets]
 
-    def _indices_of(self, target: Tensor, k: int) -> Tensor:
-        """Return the logit index of each position's target in head k, long [B, T]; IGNORE_INDEX if
-        the target is not in the head's vocabulary.
+    def _logit_indices(self, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the logit indices of each head's targets, long [B, T] each; IGNORE_INDEX if a
+        target is not in the head's vocabulary.
         """
-        head = self.draft.lm_head(k)
+        head = self.draft.lm_head(1)  # all heads have the same vocabulary
         if head.token_map is None:
-            return target
-        indices = head.indices_of(target)
-        return torch.where(indices < 0, IGNORE_INDEX, indices)
+            return list(targets)
+        indices = [head.indices_of(target) for target in targets]
+        return [index.masked_fill(index < 0, IGNORE_INDEX) for index in indices]
 
 
 def lambda0(schedule: str, progress: float) -> float:
