@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.linear_loss import GraphCut, LossSums, Teacher, linear_loss
+from medusa_train.losses.graph_cut import GraphCut
+from medusa_train.losses.linear_loss import LossSums, Teacher, linear_loss
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead
 
