@@ -35,8 +35,8 @@ from medusa_train.inference.accept import (
 from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, weight_addresses
 from medusa_train.inference.step import RowState, Steps, power_of_two, proposal_limits
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
+from medusa_train.rounding import round_up
 from medusa_train.trees.kv_cache import COLUMNS, KVCache
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.row_trees import RowTrees
@@ -109,7 +109,7 @@ class FixedShapeSteps(Steps):
         return count, self.limits.depth + 1
 
     def _key_length(self, positions: int) -> int:
-        return ceil_div(positions, self.kv_cache.block) * self.kv_cache.block
+        return round_up(positions, self.kv_cache.block)
 
     def _paths_have_gaps(self) -> bool:
         return self.limits.depth > 0  # some path may have

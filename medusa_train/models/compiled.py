@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_states import HiddenStates, capture_outputs
+from medusa_train.rounding import round_up
 from medusa_train.trees.transformers_adapters import NodeCache
 
 #: The part of the cache that attention reads grows by this many positions. Larger blocks read more
@@ -36,7 +36,7 @@ _COUNTER = itertools.count()
 
 def round_up_to_block(positions: int) -> int:
     """Round a number of positions up to a multiple of `BLOCK`."""
-    return ceil_div(positions, BLOCK) * BLOCK
+    return round_up(positions, BLOCK)
 
 
 def compiled_capacity(positions: int) -> int:

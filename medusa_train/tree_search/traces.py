@@ -13,9 +13,9 @@ from torch import Tensor
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
+from medusa_train.rounding import ceil_div
 from medusa_train.tree_search.fit import MAX_RANK, Trace
 
 #: Most answers that are generated in one batch.
