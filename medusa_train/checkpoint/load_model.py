@@ -160,7 +160,7 @@ def load_for_decoding(
         if prepack:
             prepack_linears(draft)
     if compiled:
-        compile_target_model(target_model, paths, rows=rows, trees=paths.has_draft)
+        compile_target_model(target_model, rows=rows, trees=paths.has_draft)
     # 3. Load the draft that needs no training, and the tree.
     lookup = None
     if paths.lookup is not None:
@@ -288,9 +288,7 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     return Limits(nodes, depth)
 
 
-def compile_target_model(
-    target_model: TargetModel, paths: ModelPaths, *, rows: int = 1, trees: bool = True
-) -> None:
+def compile_target_model(target_model: TargetModel, *, rows: int = 1, trees: bool = True) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
@@ -327,7 +325,6 @@ def compile_cache_dir() -> Path:
 
 def compile_or_report(
     target_model: TargetModel,
-    paths: ModelPaths,
     report: Callable[[str], None],
     *,
     rows: int = 1,
@@ -337,6 +334,6 @@ def compile_or_report(
     works without compiled passes.
     """
     try:
-        compile_target_model(target_model, paths, rows=rows, trees=trees)
+        compile_target_model(target_model, rows=rows, trees=trees)
     except TargetModelError as error:
         report(f"{error}\ndecoding without compiled passes")

@@ -282,7 +282,6 @@ class Evaluation:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
                     model.target_model,
-                    paths,
                     progress.print,
                     rows=cfg.batch_size,
                     trees=model.proposer is not None,

@@ -84,21 +84,20 @@ def test_a_planted_cache_of_a_run_is_not_read_and_two_models_use_one_cache(
         def compile_passes(self, rows: int, *, trees: bool) -> None:
             used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
-    paths = resolve_model(str(run_dir), None, None)
     (run_dir / "compiled").mkdir()
-    for home in (run_dir, tmp_path / "other"):
-        compile_target_model(Compiles(), replace(paths, home=home))  # type: ignore[arg-type]
+    for _ in range(2):
+        compile_target_model(Compiles())  # type: ignore[arg-type]
     assert used == [str(tmp_path / "cache" / "medusa-train" / "compiled")] * 2
     assert not any((run_dir / "compiled").iterdir())
 
 
 def test_a_cache_that_cannot_be_created_is_named(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(TargetModelError, match="set TORCHINDUCTOR_CACHE_DIR"):
-        compile_target_model(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
+        compile_target_model(object())  # type: ignore[arg-type]
 
 
 def test_the_tree_that_every_step_verifies_is_compiled(
@@ -209,13 +208,12 @@ def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.Monk
 
 
 def test_a_compiler_that_fails_does_not_end_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(target_model: TargetModel, paths: ModelPaths, **shape: int) -> None:
+    def fail(target_model: TargetModel, **shape: int) -> None:
         raise TargetModelError("compile: torch.compile failed: no room")
 
     monkeypatch.setattr(module, "compile_target_model", fail)
     lines: list[str] = []
-    paths = ModelPaths(Path("run"), "m", None, None, None)
-    compile_or_report(random_target_model("llama"), paths, lines.append)
+    compile_or_report(random_target_model("llama"), lines.append)
     assert lines == ["compile: torch.compile failed: no room\ndecoding without compiled passes"]
 
 
