@@ -499,7 +499,7 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
     if tree is not None:
         lengths = AcceptedLength(tree)
         for line in map(json.loads, read_lines(directory / "ranks.jsonl")):
-            trace = Trace(line["ranks"], line.get("confidence", [])).stop_early(threshold)
+            trace = stop_early(Trace(line["ranks"], line.get("confidence", [])), threshold)
             steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
             accepted[line["question_id"], line["turn"]] = steps
         kept = ("answers", "looping_answers", "head_accuracy", "joint")
@@ -529,6 +529,23 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
         "without_loops": tokens / steps_without if steps_without else None,
         "questions": questions,
     }
+
+
+def stop_early(trace: Trace, threshold: float) -> Trace:
+    """Return the trace for a draft that stops after a token of at most this confidence, see
+    `KangarooDraft`. Only for chains.
+    """
+    stopped: list[list[int]] = []
+    for position, ranks in enumerate(trace.ranks):
+        heads = len(ranks)
+        # a chain ends with its first token of too little confidence
+        end = heads
+        for k, confidence in enumerate(trace.confidence[position : position + heads], start=1):
+            if confidence <= threshold:
+                end = k
+                break
+        stopped.append(ranks[:end] + [-1] * (heads - end))
+    return Trace(stopped, trace.confidence)
 
 
 def read_lines(path: Path) -> list[str]:

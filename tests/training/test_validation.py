@@ -141,7 +141,7 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
             logits.append(
-                draft.head_logits(target_model.run(batch.tokens).final, k)[
+                draft.lm_head(k).logits(draft.head_state(target_model.run(batch.tokens).final, k))[
                     target != IGNORE_INDEX
                 ].detach()
             )

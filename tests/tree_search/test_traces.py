@@ -156,7 +156,8 @@ def test_ranks_against_a_plain_computation() -> None:
                 assert trace.ranks[position][k - 1] == -1
                 continue
             rank = (
-                draft.head_logits(hidden, k)
+                draft.lm_head(k)
+                .logits(draft.head_state(hidden, k))
                 .argsort(descending=True)
                 .tolist()
                 .index(answer[position + k])

@@ -201,12 +201,6 @@ class MedusaDraft(StackedDraft):
         assert isinstance(head, nn.Linear)
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
-    def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Compute head k's logits from the target model's states [..., d], without the Markov bias,
-        [..., V] ([..., N] for a reduced vocabulary).
-        """
-        return self._lm_head(k).logits(self.head_state(states, k))
-
     # Decoding
 
     def extend(self, step: DraftStep) -> Tensor:
