@@ -18,8 +18,8 @@ from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.evaluation import questions
 from medusa_train.inference.generate import Decoder
-from medusa_train.tree_search.fit import AcceptedLength
-from medusa_train.tree_search.traces import trace_answer
+from medusa_train.tree_search.fit import AcceptedLength, Trace
+from medusa_train.tree_search.traces import TracedAnswers, trace_answer
 from medusa_train.trees.tree import Tree
 from tests.inference.test_drafts import PROMPTS
 from tests.inference.test_kangaroo_decoding import early_exit, settled
@@ -301,6 +301,12 @@ def test_a_plan_is_printed_without_its_model_and_trains_nothing(
     assert "to train: medusa-train configs/vicuna7b_m1.yaml output_dir=" in shown
     assert "medusa1: 1 evaluations, 1 points" in shown
     assert not calls
+
+
+def test_sparse_trees_are_fitted_to_the_traces_of_the_run(tmp_path: Path) -> None:
+    traces = [Trace([[2, 0], [-1, -1]]), Trace([[0, 1], [3, -1], [-1, -1]])]
+    TracedAnswers([traces[:1], traces[1:]], [1, 2]).save(tmp_path / "tree_traces.npz")
+    assert papers.read_traces(tmp_path / "tree_traces.npz") == traces
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])

