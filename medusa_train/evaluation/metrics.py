@@ -146,8 +146,8 @@ def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
 def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
     """Compute rates [...] from the sums [..., 6] of every decoder."""
     rates = {}
-    for name, of_decoder in sums.items():
-        tokens, seconds, step_tokens, steps, decode_seconds, passes = of_decoder.unbind(-1)
+    for name, decoder_sums in sums.items():
+        tokens, seconds, step_tokens, steps, decode_seconds, passes = decoder_sums.unbind(-1)
         rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
     return rates
 

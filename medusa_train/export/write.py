@@ -316,10 +316,10 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
         return []
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
-        of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
+        file_tokens = read_stop_tokens(replace(paths, special_tokens={}))[0]
     except MedusaError:  # the target model is not on this machine
         return []
-    known = of_files.generation_config + of_files.tokenizer
+    known = file_tokens.generation_config + file_tokens.tokenizer
     unknown = [token for token in stop_tokens.ids if token not in known]
     if not unknown:
         return []

@@ -167,9 +167,9 @@ class CompiledPass:
         """Return the form of a pass over `count` tokens in each of `rows` rows: the form for
         exactly this size if its program is compiled, else the form for any size.
         """
-        of_this_size = Form(rows > 1, count)
-        if of_this_size in self._ready:
-            return of_this_size
+        exact = Form(rows > 1, count)
+        if exact in self._ready:
+            return exact
         return Form.of(rows, count)
 
     @torch.inference_mode()

@@ -235,10 +235,10 @@ def chat_encoder(
     """
     template = cfg.chat_template or None
     if template is None:
-        of_datasets = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(of_datasets)) == 1
-        if all(of_datasets) and (all_equal or not tokenizer.chat_template):
-            template = of_datasets[0]
+        templates = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(templates)) == 1
+        if all(templates) and (all_equal or not tokenizer.chat_template):
+            template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(
@@ -261,12 +261,12 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         path = resolve_path(entry.path)
         if path is None or path.is_dir() or not settings_path(path).is_file():
             continue
-        of_dataset = encoder.with_settings(template=entry.conversation)
+        dataset_encoder = encoder.with_settings(template=entry.conversation)
         note = None
         # ignore a file that has no settings, or a template that rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
-            note = _prompts_differ(settings, of_dataset)
+            note = _prompts_differ(settings, dataset_encoder)
         if note is not None:
             yield f"{entry.path} {note}"
 

@@ -198,8 +198,8 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
     """
     # 1. probability and rank of each head's tokens, the most probable first
     levels: list[list[tuple[float, int]]] = []
-    for of_head in probabilities:
-        guesses = [(probability, rank) for rank, probability in enumerate(of_head)]
+    for by_rank in probabilities:
+        guesses = [(probability, rank) for rank, probability in enumerate(by_rank)]
         levels.append(sorted(guesses, key=lambda guess: -guess[0]))
     # 2. a heap with the best path below each parent that is not yielded yet. Entries: minus the
     # product (the largest product first), the path, its place in `level`, the parent's product
