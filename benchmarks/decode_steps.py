@@ -29,8 +29,8 @@ PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"
 class GivenTokens(Proposer):
     """Proposes the same draft tokens in every step without computing anything."""
 
-    def __init__(self, target_model: TargetModel, num_heads: int) -> None:
-        self.num_heads = num_heads
+    def __init__(self, target_model: TargetModel, max_depth: int) -> None:
+        self.max_depth = max_depth
         self._vocab_size = target_model.vocab_size
 
     def propose(self, step: DraftStep, states: Any) -> Proposal:

@@ -167,7 +167,7 @@ def load_for_decoding(
         lookup = load_lookup(paths.lookup, target_model.tokenizer)
     if draft is None or paths.tree_mode == NO_TREE:
         return LoadedModel(target_model, draft, None, lookup)
-    tree = load_tree(paths, draft.num_heads)
+    tree = load_tree(paths, draft.max_depth)
     model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
     # evaluating `proposer` raises an error if the parts do not fit together
     assert model.proposer is not None or not tree.size
@@ -265,14 +265,14 @@ def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
         return ()
 
 
-def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
+def load_tree(paths: ModelPaths, max_depth: int) -> Tree:
     """Load the tree for decoding; without a file, return the chain of the heads' top-1 tokens."""
     if paths.tree is None:
-        return Tree.chain(num_heads)
+        return Tree.chain(max_depth)
     tree = Tree.load(paths.tree)
-    if tree.max_depth > num_heads:
+    if tree.max_depth > max_depth:
         raise CheckpointError(
-            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads"
+            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {max_depth} heads"
         )
     return tree
 

@@ -278,9 +278,9 @@ def check_tree(target_model: TargetModel, draft: Proposer | None, tree: Tree | N
     """
     if tree is None or draft is None:
         return Tree.empty().to(target_model.device)
-    if tree.max_depth > draft.num_heads:
+    if tree.max_depth > draft.max_depth:
         raise MedusaError(
-            f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads"
+            f"the tree is {tree.max_depth} deep, but the draft has {draft.max_depth} heads"
         )
     vocab_size = draft.draft_vocab_size or target_model.vocab_size
     if tree.width > vocab_size:

@@ -221,8 +221,8 @@ def trace_answer(
     # the root, head k predicts answer[p + k]
     count = len(answer)
     first = len(prompt) - 1
-    heads = min(draft.num_heads, count - 1)
-    ranks = torch.full((count, draft.num_heads), -1, dtype=torch.long)
+    heads = min(draft.max_depth, count - 1)
+    ranks = torch.full((count, draft.max_depth), -1, dtype=torch.long)
     confidence: list[float] = []
     for k, states in zip(range(1, heads + 1), all_states, strict=False):
         head = draft.lm_head(k)

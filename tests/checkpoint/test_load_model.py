@@ -38,7 +38,7 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     )
     assert subject.target_model.model.is_quantized
     assert subject.draft is not None
-    assert subject.draft.num_heads == 3
+    assert subject.draft.max_depth == 3
 
 
 def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_pat
 def test_loads_target_model_heads_and_tree(run_dir: Path) -> None:
     subject = load_for_decoding(resolve_model(str(run_dir), None, None), "bfloat16")
     assert subject.draft is not None
-    assert subject.draft.num_heads == 3
+    assert subject.draft.max_depth == 3
     assert subject.tree == Tree.cartesian([2, 2])
     assert str(subject.target_model.dtype) == "torch.bfloat16"
 

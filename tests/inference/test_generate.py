@@ -33,7 +33,7 @@ class OracleDraft(Draft):
     accepted.
     """
 
-    num_heads = 4
+    max_depth = 4
 
     def __init__(
         self, prompt: list[int], answer: list[int], vocab: int, *, wrong_every: int = 0

@@ -77,7 +77,7 @@ class MedusaDraft(StackedDraft):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.num_layers = num_layers
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
