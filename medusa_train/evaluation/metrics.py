@@ -247,7 +247,8 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
     not independent. The questions of a batch share its time, so ratios of times are resampled by
     batch.
 
-    Returns: An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
+    Returns:
+        An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
         Only `acceleration_rate` if there are fewer than `LEAST_QUESTIONS` batches.
     """
     questions: dict[int | str, list[Turn]] = {}

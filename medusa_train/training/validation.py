@@ -187,7 +187,8 @@ def validation_objective(
 def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
-    Returns: Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
+    Returns:
+        Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
         targets, number of targets in the head's vocabulary, and number of targets among the best 1,
         2, ..., 10 guesses. Ranks of every target, int8 [B, T, K]; -1 if the target is not among the
         best 10.
