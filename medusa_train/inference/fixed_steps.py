@@ -166,7 +166,7 @@ class FixedShapeSteps(Steps):
 
         # 3. the step. A graph is bound to addresses, which change with the columns of a buffer
         def step() -> None:
-            proposal, logits = self._verify_trees(packed, num_columns)
+            proposal, logits = self._device_step(packed, num_columns)
             if keep_logits and self._logits is not None:
                 self._logits[:count] = logits
             self._choices[:count, TARGET_ARGMAX] = next_tokens_of(logits)

@@ -90,22 +90,6 @@ class RowState:
         return self.start + len(self.path)
 
 
-class _Inputs(NamedTuple):
-    """Inputs of the device in a step of B rows: one upload, [B, 3 + P].
-
-    Attributes:
-        last_tokens: last token of each row, long [B].
-        starts: positions of the roots of the last trees, long [B].
-        counts: number of accepted nodes of the last trees, long [B].
-        path: the accepted nodes, long [B, P], right-padded.
-    """
-
-    last_tokens: Tensor
-    starts: Tensor
-    counts: Tensor
-    path: Tensor
-
-
 class _Prefilled(NamedTuple):
     """Prompts that the target model has read but the draft has not, see `Steps.add_rows`."""
 
@@ -230,9 +214,9 @@ class Steps:
         skip_draft: bool,
     ) -> list[Accepted]:
         """Run the stages 1 to 5 on packed inputs, [B][3 + P]; for other arguments see `step` and
-        `_verify_trees`.
+        `_device_step`.
         """
-        proposal, logits = self._verify_trees(
+        proposal, logits = self._device_step(
             torch.tensor(packed, device=self._target_model.device),
             num_columns,
             last_tokens,
@@ -241,7 +225,7 @@ class Steps:
         active = len(self._rows)  # a compiled pass may have more rows
         return accept(rule, proposal.tokens[:active], logits[:active], proposal.tree, generators)
 
-    def _verify_trees(
+    def _device_step(
         self,
         packed: Tensor,
         num_columns: int,
@@ -252,7 +236,7 @@ class Steps:
         """Run the stages 1 to 4: compact, draft, verify and keep.
 
         Args:
-            packed: inputs, long [B, 3 + P], see `_Inputs`.
+            packed: inputs, long [B, 3 + P], see `_pack`.
             num_columns: number of columns for the rows and the largest tree that may be proposed.
             last_token_list: the last tokens on the host; not in steps of fixed shape.
             skip_draft: verify no draft tokens.
@@ -261,15 +245,15 @@ class Steps:
             The proposal, and the logits of its nodes, [B, n + 1, V].
         """
         last_tokens, starts, counts = packed[:, :3].unbind(1)  # [B] each
-        inputs = _Inputs(last_tokens, starts, counts, packed[:, 3:])
-        lengths = starts + counts  # [B]
+        path = packed[:, 3:]  # [B, P]
+        lengths = starts + counts  # [B], positions of the last tokens
         storage = self.kv_cache.storage(num_columns)
         draft = self._draft
 
         # 1. compact. Padded path entries are written after the accepted ones; this pass overwrites
         # them or masks them out. Draft caches need no compaction, because `extend` rewrites them
         if self._paths_have_gaps():
-            compact(storage, starts, inputs.path)
+            compact(storage, starts, path)
 
         # 2. draft. A draft with a fixed tree may run the target model's first layers over its
         # nodes, so it gets their inputs
@@ -279,7 +263,8 @@ class Steps:
         else:
             if draft.fixed_shape and not skip_draft:
                 nodes = self._place_nodes(self._tree, lengths, storage, num_columns)
-            step = self._draft_step(inputs, num_columns, last_token_list, nodes)
+            accepted = self._accepted_path(path, counts, starts)
+            step = self._draft_step(accepted, last_tokens, last_token_list, num_columns, nodes)
             states = draft.extend(step)
             if skip_draft:
                 draft.skip_proposal(step, states)
@@ -314,7 +299,10 @@ class Steps:
         return proposal, logits
 
     def _pack(self, last_tokens: Sequence[int]) -> list[list[int]]:
-        """Return the inputs of each row of a pass, [B][3 + P], see `_Inputs`."""
+        """Return the inputs of each row of a pass, [B][3 + P]: its last token, the position of the
+        root of its last tree, the number of accepted nodes of that tree, and these nodes,
+        right-padded. They are one upload.
+        """
         count, path_length = self._pass_shape()
         packed: list[list[int]] = []
         for token, row in zip(last_tokens, self._rows, strict=True):
@@ -343,31 +331,35 @@ class Steps:
         # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
         return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
 
-    def _draft_step(
-        self,
-        inputs: _Inputs,
-        num_columns: int,
-        last_token_list: Sequence[int],
-        nodes: NodeInputs | None,
-    ) -> DraftStep:
-        """Return the draft's inputs: the accepted nodes of B rows with their states and tokens, the
-        draft's caches, and the inputs of the `nodes` of a fixed tree.
+    def _accepted_path(self, path: Tensor, counts: Tensor, starts: Tensor) -> AcceptedPath:
+        """Return the accepted nodes of B rows with their states and tokens, which the last step
+        kept.
         """
-        rows = len(inputs.path)  # B
+        rows = len(path)  # B
         aux = self._aux
         if aux is not None:
             aux = aux[:rows]  # [B, n + 1, d * number of auxiliary layers]
-        accepted = AcceptedPath(
+        return AcceptedPath(
             hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
-            path=inputs.path,
-            counts=inputs.counts,
-            starts=inputs.starts,
+            path=path,
+            counts=counts,
+            starts=starts,
         )
+
+    def _draft_step(
+        self,
+        accepted: AcceptedPath,
+        last_tokens: Tensor,
+        last_token_list: Sequence[int],
+        num_columns: int,
+        nodes: NodeInputs | None,
+    ) -> DraftStep:
+        """Return the inputs of the draft, see `DraftStep`; its caches have `num_columns` columns."""
         last = self._target_model.max_context - 1
         return DraftStep(
             accepted=accepted,
-            last_tokens=inputs.last_tokens,
+            last_tokens=last_tokens,
             last_token_list=last_token_list,
             caches=[
                 DraftCache(cache.storage(num_columns), num_columns, last)
