@@ -137,7 +137,7 @@ class Steps:
         self._all_caches = [kv_cache, *self._draft_caches]
         self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
         # 3. compute here what copies from the host, because a CUDA graph can't do that
-        tree.prepare_levels()
+        _ = tree.by_level  # a cached property
         self._masks = target_model.node_masks(tree.ancestors, tree.depths)
         # 4. the active rows, and what a step keeps on the device for the next step
         self._rows: list[RowState] = []

@@ -77,13 +77,6 @@ class Form(NamedTuple):
     batched: bool
     tokens: int | None
 
-    @classmethod
-    def of(cls, rows: int, count: int) -> Form:
-        """Return the form of a pass over `count` tokens in each of `rows` rows, among the forms for
-        trees of any size.
-        """
-        return cls(rows > 1, 1 if count == 1 else None)
-
 
 def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
     """Return the forms for decoding up to `rows` rows at a time: plain decoding and, if `trees`,
@@ -170,7 +163,7 @@ class CompiledPass:
         exact = Form(rows > 1, count)
         if exact in self._ready:
             return exact
-        return Form.of(rows, count)
+        return Form(rows > 1, 1 if count == 1 else None)
 
     @torch.inference_mode()
     def warm_up(
