@@ -156,29 +156,29 @@ class ChunkedLogits:
         vocab = self.weight.shape[0]
         self._products = self.weight.new_empty(chunk, vocab, dtype=self.products_dtype)  # [C, V]
 
-    def multiply(self, rows: slice) -> None:
-        """Compute W h of a chunk, the positions `rows` of M."""
-        self._start = rows.start
-        states = self.tensors.hidden[self.positions[rows]].to(self.weight.dtype)  # [C, d]
-        products = self.products_at(rows)  # [C, V]
+    def multiply(self, chunk: slice) -> None:
+        """Compute W h of a chunk of the M positions."""
+        self._start = chunk.start
+        states = self.tensors.hidden[self.positions[chunk]].to(self.weight.dtype)  # [C, d]
+        products = self.products_at(chunk)  # [C, V]
         if products.dtype == self.weight.dtype:
             torch.mm(states, self.weight.t(), out=products)
         else:
             products.copy_(states @ self.weight.t())
 
-    def products_at(self, rows: slice) -> Tensor:
-        """Return the buffer's part [b, V] for the positions `rows` of M, in the current chunk."""
-        return self._products[rows.start - self._start : rows.stop - self._start]
+    def products_at(self, block: slice) -> Tensor:
+        """Return the buffer's part [b, V] for a block of the current chunk, or for all of it."""
+        return self._products[block.start - self._start : block.stop - self._start]
 
-    def raw_logits(self, rows: slice) -> Tensor:
-        """Return the logits before scale and soft cap at the positions `rows` of M, [b, V]. This
-        may overwrite the products there.
+    def raw_logits(self, block: slice) -> Tensor:
+        """Return the logits of a block before scale and soft cap, [b, V]. This may overwrite its
+        products.
         """
-        logits = self.products_at(rows).to(self.dtype)  # [b, V]
+        logits = self.products_at(block).to(self.dtype)  # [b, V]
         if self.tensors.bias is not None:
             logits += self.tensors.bias.to(self.dtype)
         if self.up is not None and self.tensors.z is not None:
-            z = self.tensors.z[rows].to(self.up.dtype)  # [b, r]
+            z = self.tensors.z[block].to(self.up.dtype)  # [b, r]
             if self.up.dtype == self.dtype:
                 logits.addmm_(z, self.up.t())
             else:
@@ -207,16 +207,16 @@ class ChunkedLogits:
             grad *= self.lm_head.scale
         return grad
 
-    def add_gradients(self, rows: slice, grads: LogitTensors, scale: float) -> None:
-        """Add `scale` times the gradients of both matrices and their inputs. At `rows`, the buffer
-        must hold the gradient of the raw logits instead of the products.
+    def add_gradients(self, chunk: slice, grads: LogitTensors, scale: float) -> None:
+        """Add `scale` times the gradients of both matrices and their inputs, for a chunk. The
+        buffer must hold the gradient of the raw logits instead of the products.
         """
         tensors = self.tensors
         if self.up is not None and tensors.z is not None:
-            self._add_product(self.up, tensors.z, grads.z, grads.up, rows, rows, scale)
-        positions = self.positions[rows]  # [C] indices into N
+            self._add_product(self.up, tensors.z, grads.z, grads.up, chunk, chunk, scale)
+        positions = self.positions[chunk]  # [C] indices into N
         self._add_product(
-            self.weight, tensors.hidden, grads.hidden, grads.weight, rows, positions, scale
+            self.weight, tensors.hidden, grads.hidden, grads.weight, chunk, positions, scale
         )
 
     def _add_product(
@@ -225,7 +225,7 @@ class ChunkedLogits:
         inputs: Tensor,
         input_grad: Tensor | None,
         matrix_grad: Tensor | None,
-        rows: slice,
+        chunk: slice,
         at: slice | Tensor,
         scale: float,
     ) -> None:
@@ -235,11 +235,11 @@ class ChunkedLogits:
             matrix: [V, d] or [V, r].
             inputs: inputs of the product, [.., d] or [.., r].
             input_grad, matrix_grad: gradients to add to; None if not needed.
-            rows: the chunk, positions of M.
-            at: indices of the chunk's positions in `inputs`.
+            chunk: the chunk.
+            at: indices of its positions in `inputs`.
             scale: factor on the gradients.
         """
-        grad = self.products_at(rows).to(matrix.dtype)  # [C, V]
+        grad = self.products_at(chunk).to(matrix.dtype)  # [C, V]
         if input_grad is not None:
             states_grad = (grad @ matrix).to(input_grad.dtype)  # [C, d]
             input_grad[at] = states_grad.mul_(scale)

@@ -241,18 +241,18 @@ class _ChunkedLoss:
         student = ChunkedLogits(tensors, self.lm_head, self.positions, self.autocast)
         vocab = student.weight.shape[0]
         device = self.labels.device
-        chunk = self.chunk
-        if chunk is None:
+        size = self.chunk
+        if size is None:
             itemsize = student.products_dtype.itemsize
-            chunk = chunk_size(vocab, device.type, itemsize, gpu_bytes(device))
-        student.allocate(min(chunk, count))
+            size = chunk_size(vocab, device.type, itemsize, gpu_bytes(device))
+        student.allocate(min(size, count))
         teacher: ChunkedLogits | None = None
         if self.teacher is not None and self.teacher_tensors is not None:
             positions = self.positions + self.teacher.shift
             teacher = ChunkedLogits(
                 self.teacher_tensors, self.teacher.lm_head, positions, self.autocast, student
             )
-            teacher.allocate(min(chunk, count))
+            teacher.allocate(min(size, count))
         # 2. float16 gradients are scaled before the products that sum over positions, so that the
         # sums stay in range for every loss scale. Other gradients are scaled after these products,
         # because their results have fewer numbers
@@ -263,11 +263,11 @@ class _ChunkedLoss:
         zero = student.weight.new_zeros((), dtype=student.dtype)
         sums = LossSums(zero, self.labels.new_zeros(()), zero.clone(), zero.clone())
         any_grad = any(grad is not None for grad in grads)
-        for rows in parts(0, count, chunk):
-            student.multiply(rows)
+        for chunk in parts(0, count, size):
+            student.multiply(chunk)
             if teacher is not None:
-                teacher.multiply(rows)
-            for block in parts(rows.start, rows.stop, block_size(vocab, device.type)):
+                teacher.multiply(chunk)
+            for block in parts(chunk.start, chunk.stop, block_size(vocab, device.type)):
                 logit_grad = self._add_block(sums, student, teacher, block, any_grad)  # [b, V]
                 if logit_grad is None:
                     continue
@@ -278,7 +278,7 @@ class _ChunkedLoss:
                 student.products_at(block).copy_(logit_grad)
                 del logit_grad  # the next block uses its memory
             if any_grad:
-                student.add_gradients(rows, grads, scale_after)
+                student.add_gradients(chunk, grads, scale_after)
         return sums
 
     def _add_block(
@@ -286,15 +286,15 @@ class _ChunkedLoss:
         sums: LossSums,
         student: ChunkedLogits,
         teacher: ChunkedLogits | None,
-        rows: slice,
+        block: slice,
         wants_gradient: bool,
     ) -> Tensor | None:
-        """Add a block, the b positions `rows` of M, to `sums`; return the gradient of its loss with
+        """Add a block, b of the M positions, to `sums`; return the gradient of its loss with
         respect to the raw logits, [b, V], if `wants_gradient`.
         """
-        labels = self.labels[rows, None]  # [b, 1]
+        labels = self.labels[block, None]  # [b, 1]
         # 1. the student's log-probabilities; scale and soft cap keep the order of the logits
-        raw_logits = student.raw_logits(rows)  # [b, V]
+        raw_logits = student.raw_logits(block)  # [b, V]
         best = raw_logits.argmax(dim=1, keepdim=True)  # [b, 1]
         sums.correct.add_((best == labels).sum())
         logits = student.transform_(raw_logits)  # [b, V]
@@ -306,7 +306,7 @@ class _ChunkedLoss:
         teacher_weight = 0.0
         if self.teacher is not None and teacher is not None:
             teacher_weight = self.teacher.teacher_weight
-            log_p = log_softmax(teacher.transform_(teacher.raw_logits(rows)), dim=1)
+            log_p = log_softmax(teacher.transform_(teacher.raw_logits(block)), dim=1)
             log_p = log_p.to(log_q.dtype)  # [b, V]
             p = log_p.exp()  # [b, V]
             # sum p (log p - log q); computed as the difference of two cross-entropies, a small KL
