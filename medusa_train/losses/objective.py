@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,18 +53,6 @@ class ObjectiveOutput:
     head_counts: Tensor
     head_in_vocab: Tensor
     lm: LMSums | None
-
-
-class _Factors(NamedTuple):
-    """The factors on the sums of the terms.
-
-    Attributes:
-        lm: factor of the language model; None if it is frozen.
-        heads: factor of each head.
-    """
-
-    lm: float | None
-    heads: list[float]
 
 
 class Objective:
@@ -195,27 +183,27 @@ class Objective:
                 either, see `GraphCut`.
         """
         # 1. the factor on each term's sum; the factor on its gradients is `grad_scale` times larger
-        factors = self._factors(counts_total, progress)
+        lm_factor, head_factors = self._factors(counts_total, progress)
         contributions: list[Tensor] = []
 
         # 2. the term of the language model
         lm: LMSums | None = None
-        if factors.lm is not None:
+        if lm_factor is not None:
             assert lm_head is not None
             states = hidden_states.final.flatten(0, -2)  # [B * T, d]
             target = _targets(batch, 0).flatten()  # [B * T]
             soft_target = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            scale = _scaled(factors.lm, grad_scale)
+            scale = _scaled(lm_factor, grad_scale)
             term = linear_loss(states, lm_head, target, soft_target, grad_scale=scale)
-            contributions.append(term.loss_sum * factors.lm)
+            contributions.append(term.loss_sum * lm_factor)
             lm = LMSums(term.ce_sum, term.kl_sum, (target != IGNORE_INDEX).sum())
 
         # 3. the terms of the heads
-        scales = [_scaled(factor, grad_scale) for factor in factors.heads]
+        scales = [_scaled(factor, grad_scale) for factor in head_factors]
         targets = self._head_targets(batch)
         indices = self._logit_indices(targets)
         heads = self._head_terms(hidden_states, batch, indices, teacher, scales)
-        for head, factor in zip(heads, factors.heads, strict=True):
+        for head, factor in zip(heads, head_factors, strict=True):
             contributions.append(head.loss_sum * factor)
 
         # 4. the sum of all terms
@@ -263,8 +251,9 @@ class Objective:
         cut.backward()
         return terms
 
-    def _factors(self, totals: Tensor, progress: float) -> _Factors:
-        """Return the factor on each term's sum in L: its weight over its number of targets.
+    def _factors(self, totals: Tensor, progress: float) -> tuple[float | None, list[float]]:
+        """Return the factor on each term's sum in L, its weight over its number of targets: of the
+        language model (None if it is frozen), and of each head.
 
         Args:
             totals: number of targets of each term in the global batch, long [K] or [1 + K].
@@ -282,7 +271,7 @@ class Objective:
         for k, count in zip(head_numbers, counts, strict=True):
             weight = heads_weight * self.head_weight(k)
             heads.append(weight / max(1, count))
-        return _Factors(lm, heads)
+        return lm, heads
 
     def _head_targets(self, batch: Batch) -> list[Tensor]:
         """Return the targets of each head, long [B, T] each; IGNORE_INDEX at positions that the
