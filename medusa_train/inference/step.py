@@ -22,7 +22,7 @@ the next tree:
 Plain decoding uses the empty tree. The column of the last token is also the number of positions
 before it, the row's *length*.
 
-Here, sizes follow from what the host knows about the rows, so the device does no needless work.
+The sizes here follow from what the host knows about the rows, so the device does no needless work.
 `inference.fixed_steps` has steps whose sizes do not depend on the rows, for CUDA graphs.
 
 Shapes:
@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -150,14 +149,14 @@ class Steps:
         """
         target_model = self._target_model
         nodes = self.limits.size + 1  # n + 1
-        width = target_model.hidden_size
-        new = partial(torch.zeros, device=target_model.device)
+        width = target_model.hidden_size  # d
+        device = target_model.device
         self._allocated_rows = rows
-        self._hidden = new(rows, nodes, width, dtype=target_model.dtype)
+        self._hidden = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
         self._aux: Tensor | None = None
         if self._aux_layers:
             self._aux = self._hidden.new_zeros(rows, nodes, width * len(self._aux_layers))
-        self._tokens = new(rows, nodes, dtype=torch.long)
+        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
 
     @property
     def _kept_tensors(self) -> list[Tensor]:
