@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
-from medusa_train.inference.generate import Decoder
 from medusa_train.inference.fixed_steps import new_steps
+from medusa_train.inference.generate import Decoder
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft

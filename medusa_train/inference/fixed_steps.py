@@ -96,9 +96,7 @@ class FixedShapeSteps(Steps):
         # in pinned memory, so that the upload is asynchronous
         self._pinned = torch.zeros(shape, dtype=torch.long, pin_memory=device.type == "cuda")
         self._packed = torch.zeros(shape, dtype=torch.long, device=device)
-        self._choices = torch.zeros(
-            rows, 2, self.limits.size + 1, dtype=torch.long, device=device
-        )
+        self._choices = torch.zeros(rows, 2, self.limits.size + 1, dtype=torch.long, device=device)
         self._logits: Tensor | None = None  # allocated once a rule reads them
 
     # Sizes that do not depend on the rows

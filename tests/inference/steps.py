@@ -29,7 +29,9 @@ def begun(
     target_model: TargetModel, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
 ) -> Steps:
     """Return the steps of rows with these prompts."""
-    steps = new_steps(target_model, draft, tree.to(target_model.device), target_model.new_kv_cache())
+    steps = new_steps(
+        target_model, draft, tree.to(target_model.device), target_model.new_kv_cache()
+    )
     steps.make_room(len(prompts), max(map(len, prompts)) + 64)
     steps.prefill(prompts)
     return steps

@@ -227,7 +227,6 @@ def test_the_chain_is_the_papers() -> None:
     assert {1, 5} < lengths  # it stopped at once, in between and never
 
 
-
 def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
     draft = KangarooDraft.from_target_model(
         random_target_model("llama"), exit_layer=1, threshold=0.5

@@ -41,7 +41,9 @@ def test_the_formula_with_trained_weights() -> None:
             linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"])
         )
     assert torch.allclose(
-        draft.lm_head(2).logits(draft.head_state(h, 2)), linear(x, state["lm_heads.1.weight"]), atol=1e-12
+        draft.lm_head(2).logits(draft.head_state(h, 2)),
+        linear(x, state["lm_heads.1.weight"]),
+        atol=1e-12,
     )
 
 
