@@ -1,4 +1,4 @@
-"""Load a model at resolved paths: a base model with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to decode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from medusa_train.trees.tree import Tree
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A base model with its draft heads and tree.
+    """A target model with its draft heads and tree.
 
     Attributes:
         draft: the heads; None if there are none.
@@ -131,7 +131,7 @@ def load_for_decoding(
     compiled: bool = False,
     rows: int = 1,
 ) -> LoadedModel:
-    """Load the base model, and heads and tree if there are any, ready to decode.
+    """Load the target model, and heads and tree if there are any, ready to decode.
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
@@ -139,7 +139,7 @@ def load_for_decoding(
             measurement shows that it is faster. This changes the rounding of floating-point sums.
         compiled: compile the decoding passes for `rows` rows, see `compile_target_model`.
     """
-    # 1. Load the base model.
+    # 1. Load the target model.
     choose_kernels(default_device())
     target_model = load_trained_target_model(paths, dtype)
     if paths.adapter is not None:
@@ -189,13 +189,13 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
 def load_trained_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
 ) -> TargetModel:
-    """Load the base model as in training, quantized or not. An adapter is merged, which dequantizes
+    """Load the target model as in training, quantized or not. An adapter is merged, which dequantizes
     the weights.
 
     Raises TargetModelError.
     """
     target_model = load_target_model(
-        paths.base_model,
+        paths.target_model,
         dtype=dtype,
         device=device,
         quantization=paths.quantization,
@@ -213,7 +213,7 @@ def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
     loaded or timed.
     """
     return auto_dtype_that_fits(
-        paths.base_model,
+        paths.target_model,
         report,
         quantization=None
         if paths.adapter is not None
@@ -230,12 +230,12 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
         ConfigError: its chat template cannot be read, or a special token does not exist.
     """
     source, config = resolve_target_model(
-        paths.base_model, trust_remote_code=paths.trust_remote_code
+        paths.target_model, trust_remote_code=paths.trust_remote_code
     )
     tokenizer = load_tokenizer(
         source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
     )
-    generation_config = read_generation_config(source, config, paths.base_model)
+    generation_config = read_generation_config(source, config, paths.target_model)
     chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     vocab_size = config.get_text_config().vocab_size
     return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer

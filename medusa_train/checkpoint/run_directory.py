@@ -161,11 +161,11 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
         )
-    base = resolve_path(cfg.base_model)
+    target_model = resolve_path(cfg.base_model)
     deleted = [(out / name).resolve() for name in files]
-    if base is not None and any(map(base.resolve().is_relative_to, deleted)):
+    if target_model is not None and any(map(target_model.resolve().is_relative_to, deleted)):
         raise ConfigError(
-            "overwrite_output_dir: would delete the base model, base_model; set another output_dir"
+            "overwrite_output_dir: would delete the target model, base_model; set another output_dir"
         )
     linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
     if linked:
@@ -479,7 +479,7 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
     """List files and directories in the configuration that do not exist or cannot be read. Hub
-    names are not checked, except for a base model if the hub is unreachable.
+    names are not checked, except for a target model if the hub is unreachable.
     """
     missing = []
     try:

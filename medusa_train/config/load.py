@@ -206,7 +206,7 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
     _drop_contradicted(TrainConfig, source, set(own))
     first, problems = _validate(TrainConfig, source)
     if first is not None and first.recipe != "medusa1":
-        message = "stage one trains heads on a frozen base model: medusa1"
+        message = "stage one trains heads on a frozen target model: medusa1"
         problems.append(source.problem(("recipe",), message))
     return first, problems
 

@@ -262,7 +262,7 @@ class Evaluation:
             load = machine_load(others, steps)
         if caught:
             raise TargetModelError(
-                f"base_model {self.paths.base_model}: not enough memory to decode with it in"
+                f"base_model {self.paths.target_model}: not enough memory to decode with it in"
                 f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
                 " measure on a larger device."
             )

@@ -27,14 +27,14 @@ def decoder_of(model: Any) -> Any:
     Raises:
         TargetModelError: it has no such part (Qwen3-Omni, which also speaks).
     """
-    base = model.base_model
-    if base is model:  # Llama 4's `base_model_prefix` is not the name of its decoder
-        base = getattr(model, "model", None)
-    if base is None:
+    decoder = model.base_model
+    if decoder is model:  # Llama 4's `base_model_prefix` is not the name of its decoder
+        decoder = getattr(model, "model", None)
+    if decoder is None:
         raise TargetModelError(
             f"{type(model).__name__} is not supported: it has no decoder `model`"
         )
-    return getattr(base, "language_model", base)
+    return getattr(decoder, "language_model", decoder)
 
 
 def final_norm(body: Any) -> Any:

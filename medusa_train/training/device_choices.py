@@ -30,7 +30,7 @@ def precision_of_run(
     If `bf16: auto` is slow on this device, `report` receives the reason.
 
     Raises:
-        TargetModelError: the base model cannot be found.
+        TargetModelError: the target model cannot be found.
     """
     bf16 = cfg.bf16
     if bf16 == "auto" and not cfg.fp16:

@@ -64,7 +64,7 @@ def load_data(
     distributed: DistributedContext = SINGLE_PROCESS,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the base model's config and tokenize the data; no weights are
+    """Check the configuration against the target model's config and tokenize the data; no weights are
     loaded.
 
     Rank 0 tokenizes, and the other processes receive the result. An error is raised in all
@@ -120,7 +120,7 @@ def _load_data(
             held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
-    # 4. Drop conversations with tokens that the base model does not have.
+    # 4. Drop conversations with tokens that the target model does not have.
     parts = [train, validation, *answers]
     dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
@@ -193,7 +193,7 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token that has no embedding in the base model, for example because
+    """Drop conversations with a token that has no embedding in the target model, for example because
     it was added only to the tokenizer. Return the reason for each dropped conversation.
 
     Raises:
@@ -281,7 +281,7 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
     """
     kwargs = settings.get("chat_template_kwargs") or {}
     name = settings.get("chat_template") or None
-    # a plain base model answered with its tokenizer's template, a run with the template of its
+    # a plain target model answered with its tokenizer's template, a run with the template of its
     # heads
     is_of_target_model = "model" in settings and "weights" not in settings
     if name is None and not is_of_target_model:

@@ -43,11 +43,11 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
 
 def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_path: Path) -> None:
     paths = resolve_model(str(fake_run(tmp_path / "without", tree=False)), None, None)
-    assert load_tree(paths, num_heads=4) == Tree.chain(4)
+    assert load_tree(paths, max_depth=4) == Tree.chain(4)
     paths = resolve_model(str(fake_run(tmp_path / "run")), None, None)
-    assert load_tree(paths, num_heads=2) == Tree.chain(2)
+    assert load_tree(paths, max_depth=2) == Tree.chain(2)
     with pytest.raises(CheckpointError, match="2 deep, but there are only 1 heads"):
-        load_tree(paths, num_heads=1)
+        load_tree(paths, max_depth=1)
 
 
 def test_loads_target_model_heads_and_tree(run_dir: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_created_is_named(
 def test_the_tree_that_every_step_verifies_is_compiled(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base_model = Path(resolve_model(str(run_dir), None, None).base_model)
+    target_model = Path(resolve_model(str(run_dir), None, None).target_model)
     compiled: list[int] = []
     lines: list[str] = []
     monkeypatch.setattr(TargetModel, "compile_tree", lambda self, nodes: compiled.append(nodes))
@@ -121,7 +121,7 @@ def test_the_tree_that_every_step_verifies_is_compiled(
     assert load_and_compile(medusa) == [Tree.cartesian([2, 2]).size]
     assert load_and_compile(replace(medusa, threshold=0.3)) == []  # stops early
     assert load_and_compile(resolve_model(str(run_dir), None, "none")) == []
-    eagle3 = str(write_run(tmp_path / "eagle3", base_model, draft="eagle3"))
+    eagle3 = str(write_run(tmp_path / "eagle3", target_model, draft="eagle3"))
     assert len(load_and_compile(resolve_model(eagle3, None, None))) == 1
     assert load_and_compile(resolve_model(eagle3, None, "dynamic")) == []  # many sizes
     copied = LookupChoice.from_keys("prompt_lookup", None)
@@ -149,7 +149,7 @@ def test_a_tree_that_cannot_be_compiled_is_reported(
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:
     run = write_run(
-        tmp_path / "run", Path(resolve_model(str(run_dir), None, None).base_model), draft="eagle3"
+        tmp_path / "run", Path(resolve_model(str(run_dir), None, None).target_model), draft="eagle3"
     )
     for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
         loaded = load_for_decoding(resolve_model(str(run), None, tree), "float32")

@@ -32,7 +32,7 @@ from tests.training.conftest import LORA, train
 
 @pytest.fixture
 def weightless(target_model_dir, tmp_path):
-    """The base model's directory without its weights."""
+    """The target model's directory without its weights."""
     where = tmp_path / "weightless"
     shutil.copytree(target_model_dir, where, ignore=shutil.ignore_patterns("*.safetensors"))
     return str(where)
@@ -177,12 +177,12 @@ def test_so_many_devices_are_planned_for_and_checked(make_config, weightless, co
     [
         (
             {"medusa_self_distillation": True, "adapter": "lora", "medusa_scheduler": "sine_0.5"},
-            "KL divergence to the base model without its adapter; plus lambda0, which rises along a"
+            "KL divergence to the target model without its adapter; plus lambda0, which rises along a"
             " sine over 50% of the run to 0.3, times the heads' cross-entropy",
         ),
         (
             {"medusa_scheduler": "linear"},
-            "cross-entropy of the base model against the tokens of the data; plus lambda0, which"
+            "cross-entropy of the target model against the tokens of the data; plus lambda0, which"
             " rises linearly to 0.3, times the heads' cross-entropy",
         ),
         ({}, "tokens of the data; plus lambda0 = 0.3 times the heads' cross-entropy"),

@@ -33,7 +33,7 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(
     assert train(make_config(**LORA, calibration_tokens=80), console) == 0
     records = train_records(run)
     assert len(records) == 6
-    # B = 0: the base model begins as its teacher, but for the adapter's dropout, which B = 0 hides
+    # B = 0: the target model begins as its teacher, but for the adapter's dropout, which B = 0 hides
     assert records[0]["lm_kl"] == pytest.approx(0.0, abs=1e-6)
     assert records[-1]["lm_kl"] > 1e-6
     assert {"config.yaml", "heads", "adapter", "tree.json"} <= {path.name for path in run.iterdir()}
@@ -83,7 +83,7 @@ def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(
     for keys in ({"recipe": "medusa1"}, {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1}):
         with pytest.raises(ConfigError, match=r"belong to the adapter in .*joint/adapter"):
             train(make_config(**keys, lora_model_dir=joint), console)
-    with pytest.raises(ConfigError, match=r"belong to the base model in .*free/model"):
+    with pytest.raises(ConfigError, match=r"belong to the target model in .*free/model"):
         train(make_config(recipe="medusa1", lora_model_dir=free), console)
     keys = {"lora_model_dir": free, "base_model": f"{free}/model", "max_steps": 1}
     assert train(make_config(**keys, output_dir=str(tmp_path / "on")), console) == 0
@@ -212,7 +212,7 @@ def test_an_adapter_of_another_kind_is_refused(make_config, console, tmp_path, t
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
-    """With a small lambda0 the heads' loss falls while the base model drifts from its teacher."""
+    """With a small lambda0 the heads' loss falls while the target model drifts from its teacher."""
     train(
         make_config(
             **{**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2, "warmup_steps": 1},

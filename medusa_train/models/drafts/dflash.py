@@ -131,7 +131,7 @@ class DFlashDraft(Draft):
         self.mask_token_id = target_model.vocab_size - 1 if mask_token_id is None else mask_token_id
         if self.mask_token_id >= target_model.vocab_size:
             raise TargetModelError(
-                f"dflash.mask_token_id: {mask_token_id}: the base model has"
+                f"dflash.mask_token_id: {mask_token_id}: the target model has"
                 f" {target_model.vocab_size:,} tokens"
             )
         self.aux_layers = tuple(layers or spread_layers(target_model.num_layers, num_layers))

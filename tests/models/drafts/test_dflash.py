@@ -271,7 +271,7 @@ def test_fewer_guesses_are_those_of_a_shorter_block() -> None:
 def test_the_last_tokens_embedding_is_the_mask_by_default() -> None:
     assert random_dflash().mask_token_id == 60
     assert random_dflash(mask_token_id=7).mask_token_id == 7
-    with pytest.raises(TargetModelError, match="mask_token_id: 61: the base model has 61 tokens"):
+    with pytest.raises(TargetModelError, match="mask_token_id: 61: the target model has 61 tokens"):
         random_dflash(mask_token_id=61)
 
 
