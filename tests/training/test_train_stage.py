@@ -73,7 +73,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(
 
 
 def test_the_accuracy_table_shows_the_first_guess_and_the_first_five():
-    shares = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # of the first 1, 2, ..., 10 guesses
+    shares = [guesses / 10 for guesses in range(1, 11)]  # of the first 1, 2, ..., 10 guesses
     held_out = ValidationResult(1.0, 1.0, [1.0], [shares], [8], [8])
     table = train_stage.heads_table(held_out, None)
     assert table is not None
