@@ -371,7 +371,11 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
     before = yaml.safe_load(dump_config(without_own))
     now = yaml.safe_load(dump_config(first))
     names = [name for name in {**before, **now} if name not in NOT_IN_STAGE_ONE]
-    return {name: now.get(name) for name in names if now.get(name) != before.get(name)}
+    written = {name for name in names if now.get(name) != before.get(name)}
+    # A written key replaces the run's value of another key, as num_epochs replaces max_steps. If
+    # stage one has both, both are written.
+    written |= {other for name, other in TrainConfig.replaces if name in written and other in now}
+    return {name: now.get(name) for name in names if name in written}
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:

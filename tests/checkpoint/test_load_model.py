@@ -41,6 +41,22 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     assert subject.draft.max_depth == 3
 
 
+def test_auto_counts_the_bytes_of_the_weights_that_are_decoded_with(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merging an adapter dequantizes them."""
+    counted: list[object] = []
+    monkeypatch.setattr(
+        module,
+        "auto_dtype_that_fits",
+        lambda name, report, *, quantization, **_: counted.append(quantization) or "float32",
+    )
+    paths = replace(resolve_model(str(run_dir), None, None), quantization="nf4")
+    for adapter in (None, run_dir / "adapter"):
+        assert module.auto_dtype_of(replace(paths, adapter=adapter), print) == "float32"
+    assert counted == ["nf4", None]
+
+
 def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_path: Path) -> None:
     paths = resolve_model(str(fake_run(tmp_path / "without", tree=False)), None, None)
     assert load_tree(paths, max_depth=4) == Tree.chain(4)

@@ -179,6 +179,7 @@ def test_a_finished_stage_one_replaces_it(file: Path) -> None:
         ["stage_one={}"],
         ["stage_one.max_steps=3", "stage_one.deepspeed=", "output_dir=runs/x"],
         ["max_steps=5", "stage_one.max_steps=", "stage_one.num_epochs=0.5"],
+        ["max_steps=5", "stage_one.max_steps=5"],
         ["test_datasets=t.jsonl", "stage_one.warmup_steps=5"],
         ["medusa_lr_multiplier=2", "stage_one.medusa_lr_multiplier=1"],
         ["stage_one.datasets=other.jsonl", "stage_one.chat_template=zephyr"],

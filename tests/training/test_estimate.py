@@ -153,6 +153,15 @@ def test_activations_follow_the_settings() -> None:
     assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 500 * (2 + 2 * 4)
 
 
+def test_layers_that_are_recomputed_keep_their_inputs() -> None:
+    def size(layers: int) -> int:
+        joint = {"recipe": "medusa2", "medusa_num_unfreeze_layers": layers}
+        return estimate(**joint, gradient_checkpointing=True).parts[ACTIVATIONS]
+
+    inputs = 2 * 64 * random_target_model("llama").hidden_size * 2  # 2 x 64 tokens in bfloat16
+    assert size(3) - size(2) == size(2) - size(1) == inputs
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     target_model = random_target_model(

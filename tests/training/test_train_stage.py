@@ -23,6 +23,7 @@ from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.schedule import TrainingSchedule
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.training.validation import ValidationResult
 from tests.training.conftest import LORA, metrics, train
 
 
@@ -67,6 +68,14 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(
     text = console.file.getvalue()
     assert f"medusa-eval --bench mtbench --limit 16 --model {out}" in text
     assert "greedy continuations" in text
+
+
+def test_the_accuracy_table_shows_the_first_guess_and_the_first_five():
+    shares = [guesses / 10 for guesses in range(1, 11)]  # of the first 1, 2, ..., 10 guesses
+    held_out = ValidationResult(1.0, 1.0, [1.0], [shares], [8], [8])
+    table = train_stage.heads_table(held_out, None)
+    assert table is not None
+    assert [list(column.cells) for column in table.columns] == [["1"], ["0.100"], ["0.500"]]
 
 
 def test_after_twenty_steps_a_run_says_how_long_the_rest_takes(make_config, console):
