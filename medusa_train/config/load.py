@@ -194,8 +194,6 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
-    stage_one_paths = [path for path in outer.typed if path[0] == STAGE_ONE]
-    source.typed = {path[1:]: outer.typed[path] for path in stage_one_paths}
     own = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
     for name, value in {**stage_one_values(str(output_dir)), **own}.items():
@@ -203,10 +201,13 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
         source.set((name,), value, place)
         if name in own and name in NOT_IN_STAGE_ONE:
             source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
+    for path, text in outer.typed.items():
+        if path[0] == STAGE_ONE:
+            source.typed[path[1:]] = text  # after `set`, which drops what the run has there
     _drop_contradicted(TrainConfig, source, set(own))
     first, problems = _validate(TrainConfig, source)
     if first is not None and first.recipe != "medusa1":
-        message = "stage one trains heads on a frozen base model: medusa1"
+        message = "stage one trains heads on a frozen target model: medusa1"
         problems.append(source.problem(("recipe",), message))
     return first, problems
 

@@ -63,8 +63,8 @@ def load_data(
     processes: int = 1,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the base model's config and tokenize the data; no weights are
-    loaded. Of several processes only rank 0 calls this, see `stages.load_stages`.
+    """Check the configuration against the target model's config and tokenize the data; no weights
+    are loaded. Of several processes only rank 0 calls this, see `stages.load_stages`.
 
     Args:
         processes: number of processes that train together.
@@ -95,7 +95,7 @@ def load_data(
             held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
-    # 4. Drop conversations with tokens that the base model does not have.
+    # 4. Drop conversations with tokens that the target model does not have.
     parts = [train, validation, *answers]
     dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
@@ -161,10 +161,10 @@ def chat_encoder(
     """
     template = cfg.chat_template or None
     if template is None:
-        dataset_templates = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(dataset_templates)) == 1
-        if all(dataset_templates) and (all_equal or not tokenizer.chat_template):
-            template = dataset_templates[0]
+        templates = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(templates)) == 1
+        if all(templates) and (all_equal or not tokenizer.chat_template):
+            template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(
@@ -207,7 +207,7 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
     """
     kwargs = settings.get("chat_template_kwargs") or {}
     name = settings.get("chat_template") or None
-    # a plain base model answered with its tokenizer's template, a run with the template of its
+    # a plain target model answered with its tokenizer's template, a run with the template of its
     # heads
     is_of_target_model = "model" in settings and "weights" not in settings
     if name is None and not is_of_target_model:
@@ -243,7 +243,7 @@ def _print_reports(
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token that has no embedding in the base model, for example because
+    """Drop conversations with a token that has no embedding in the target model, for example because
     it was added only to the tokenizer. Return the reason for each dropped conversation.
 
     Raises:

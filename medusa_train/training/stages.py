@@ -153,7 +153,7 @@ def _describe_stages(
 ) -> list[str]:
     lines = []
     for title, cfg, schedule in zip(TITLES, stages, schedules, strict=True):
-        trained = f"heads and {cfg.adapter or 'base model'}"
+        trained = f"heads and {cfg.adapter or 'target model'}"
         if cfg.recipe == "medusa1":
             trained = cfg.draft_config.describe()
         lines.append(

@@ -1,3 +1,4 @@
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from medusa_train.selfdistill import commands
 def test_a_jointly_trained_target_model_is_exported_before_heads_are_trained_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paths = SimpleNamespace(adapter=Path("my run/adapter"), home=Path("my run"), base_model="base")
+    paths = SimpleNamespace(
+        adapter=Path("my run/adapter"), home=Path("my run"), target_model="base"
+    )
     monkeypatch.setattr(commands, "resolve_model_paths", lambda cfg: paths)
     cfg = load_config(SelfDistillConfig, None, ["base_model=my run", "seed_dataset=x.jsonl"])
     assert commands.next_command(cfg, Path("a.jsonl")) == (
@@ -47,3 +50,24 @@ def test_the_template_of_a_data_set_comes_before_that_of_the_model(tmp_path: Pat
     first, second = str(caught.value).splitlines()[1:]
     assert "--prompts a.jsonl --model m --chat-template zephyr " in first
     assert "--prompts b.jsonl --model m --chat-template chatml " in second
+
+
+@pytest.mark.parametrize(
+    ("datasets", "outputs"),
+    [
+        ("[{path: a.jsonl}]", ["train.jsonl"]),
+        ("[{path: a.jsonl}, {path: b.jsonl, split: 'x[:9]'}]", ["train_1.jsonl", "train_2.jsonl"]),
+    ],
+)
+def test_each_data_set_gets_a_file_of_its_own(
+    tmp_path: Path, datasets: str, outputs: list[str]
+) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(f"base_model: m\ndatasets: {datasets}\n")
+    with pytest.raises(ConfigError) as caught:
+        commands.refuse_training_config(path)
+    shown = [shlex.split(line) for line in str(caught.value).splitlines()[1:]]
+    assert [words[words.index("--output") + 1] for words in shown] == [
+        f"data/selfdistill/{output}" for output in outputs
+    ]
+    assert [words[-1] for words in shown[1:]] == ["split=x[:9]"] * (len(outputs) - 1)

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,26 @@ def test_two_servers_are_measured_in_turns(
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     page = (tmp_path / "out" / "served.html").read_text()
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
+
+
+def test_the_server_that_answers_first_changes_from_block_to_block(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    """So neither gains if the machine becomes slower or faster meanwhile."""
+    heads, plain = pair
+    asked: list[str] = []
+
+    def ask_heads(number: int, body: dict[str, Any]) -> Reply:
+        asked.append("heads")
+        return None
+
+    def ask_plain(number: int, body: dict[str, Any]) -> Reply:
+        asked.append("plain")
+        return None
+
+    heads.script, plain.script = ask_heads, ask_plain
+    measure(tmp_path, *against(heads, plain), "concurrency=[1]", "warmup=0")  # two blocks
+    assert [name for name, _ in groupby(asked)] == ["plain", "heads", "plain"]
 
 
 async def measure_block(bench: ServerBench, conversation: AskedQuestion) -> None:
