@@ -412,6 +412,15 @@ def test_dflash_computes_as_many_blocks_as_rows_have_anchors() -> None:
     assert all_supervised == more
 
 
+def test_each_state_that_dflash_reads_adds_a_product_to_every_token() -> None:
+    def draft_operations(layers: list[int]) -> float:
+        dflash = {"max_draft_tokens": 3, "num_layers": 1, "layers": layers}
+        return small(draft="dflash", dflash=dflash).draft_operations(1000, 600, width=100)
+
+    one, two = draft_operations([1]), draft_operations([1, 2])
+    assert two - one == pytest.approx(6 * 1000 * HIDDEN**2)
+
+
 @pytest.mark.parametrize(
     "family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type
 )
