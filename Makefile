@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Half of the configuration's text in small batches, at a higher rate that falls linearly, with smaller heads.
 DEMO_KEYS := datasets=data/selfdistill/tiny.jsonl num_epochs=1.05 micro_batch_size=4 learning_rate=4e-3 lr_scheduler=linear medusa_num_heads=4 medusa_vocab_size=1024
-demo: install ## train Medusa heads for the embedded base model, then measure the speedup (3 minutes on two cores)
+demo: install ## train Medusa heads for the embedded test model, then measure the speedup (3 minutes on two cores)
 	@echo "First the heads are trained; after 20 steps a line says how long that takes. Then they are measured, in about a minute."
 	$(BIN)/medusa-train configs/tiny_m1.yaml output_dir=runs/demo overwrite_output_dir=true calibration_tokens=2500 $(DEMO_KEYS)
 	$(BIN)/medusa-eval --bench tiny --model runs/demo --limit 10 prompt_lookup=false

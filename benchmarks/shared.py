@@ -35,11 +35,11 @@ def describe_failure(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {lines[0][:200]}"
 
 
-def target_model_note(base_model: str) -> str:
+def target_model_note(target_model: str) -> str:
     """Return the note that every comparison of drafts on the tiny target model needs; empty for
     other target models.
     """
-    if Path(base_model).name != "tiny":
+    if Path(target_model).name != "tiny":
         return ""
     return (
         "The tiny target model was trained with Medusa-shaped heads: that flatters Medusa against other"

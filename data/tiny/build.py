@@ -1,4 +1,4 @@
-"""Build the embedded tiny base model: train a byte-level BPE and an 11M-parameter Llama, write both
+"""Build the embedded test model: train a byte-level BPE and an 11M-parameter Llama, write both
 beside this file.
 
     python data/tiny/build.py --gsm8k train.jsonl     # an hour or two on two CPU cores

@@ -1,4 +1,4 @@
-"""The tiny base model's training text: word problems and library functions, worded as chats and
+"""The tiny test model's training text: word problems and library functions, worded as chats and
 measured in tokens.
 
 All randomness comes from seeded `random.Random` objects, so every epoch can be reproduced.

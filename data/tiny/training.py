@@ -1,4 +1,4 @@
-"""Train the tiny base model on text: recipe, model, losses, multi-token prediction, optimizers, the
+"""Train the tiny test model on text: recipe, model, losses, multi-token prediction, optimizers, the
 saved model.
 """
 

@@ -1,4 +1,4 @@
-"""Fine-tune the tiny base model on its own greedy answers so that it stops repeating itself.
+"""Fine-tune the tiny test model on its own greedy answers so that it stops repeating itself.
 
 A small model trained on text alone loops when it decodes greedily. In each round it answers some
 requests; repeated tokens become less likely (sequence-level unlikelihood, Welleck et al. 2020,

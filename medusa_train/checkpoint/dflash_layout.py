@@ -7,7 +7,7 @@ block_size            K + 1
 layer_types           sliding_attention: causal blocks with a window; full_attention: bidirectional
 tensors               fc, hidden_norm, layers, norm, with the names of `DFlashDraft`
 
-Embeddings and lm_head are the base model's. A draft with a Markov bias has DSpark's layout, which
+Embeddings and lm_head are the target model's. A draft with a Markov bias has DSpark's layout, which
 only vLLM reads; it adds `markov_head.markov_w1` and `markov_w2`.
 """
 
@@ -40,7 +40,7 @@ def to_dflash(
     layer: Mapping[str, Any],
     num_target_layers: int,
     vocab_size: int,
-    base_model: str,
+    target_model_name: str,
     to: ExportTarget,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the config.json that servers read.
@@ -48,8 +48,8 @@ def to_dflash(
     Args:
         state, settings: state dict and settings of a `DFlashDraft`.
         layer: the layer's entries of config.json, named as in a Llama model.
-        num_target_layers, vocab_size: number of layers and of tokens of the base model.
-        base_model: name of the base model.
+        num_target_layers, vocab_size: number of layers and of tokens of the target model.
+        target_model_name: name of the target model.
 
     Raises:
         CheckpointError: the draft has a reduced vocabulary; or it has a Markov bias and is not
@@ -85,7 +85,7 @@ def to_dflash(
             "target_layer_ids": [number - 1 for number in settings["layers"]],
         },
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": target_model_name,
     }
     if has_bias:
         config |= {"markov_rank": settings["markov_rank"], "sample_from_anchor": False}
@@ -128,7 +128,7 @@ def from_dflash(
         )
     if config.get("attention_bias"):
         raise CheckpointError("DFlash drafts with biases (attention_bias) can't be read")
-    # 3. Rename the tensors, and drop copies of the base model's.
+    # 3. Rename the tensors, and drop copies of the target model's.
     names = {new: name for name, new in _MARKOV.items()}
     state = {names.get(name, name): tensor for name, tensor in tensors.items()}
     unread = sorted(name for name in state if name.startswith(("embed_tokens.", "lm_head.")))

@@ -35,11 +35,11 @@ def digest_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def digest_base_model(base_model: str) -> str | None:
+def digest_target_model(target_model: str) -> str | None:
     """Return the digest of a model's weights; None if neither its directory nor the hub's cache has
     weight files.
     """
-    directory = model_directory(str(resolve_path(base_model) or base_model))
+    directory = model_directory(str(resolve_path(target_model) or target_model))
     for pattern in _WEIGHTS:
         files = list(directory.glob(pattern))
         if files:

@@ -9,10 +9,10 @@ states after l layers     l (SGLang: l - 1)    l
 d2t [N]               draft token i is token i + d2t[i]; missing if the draft has all tokens
 t2d [V]               whether the draft has the token; missing if the draft has all tokens
 input_norm.weight     only with `norm_before_fc`; fc_norm.0|1|2.weight only with `fc_norm`
-embed_tokens.weight   only if the draft has its own embeddings; else servers use the base model's
-target_hidden_size    width of the base model, if it differs from the draft's hidden_size
+embed_tokens.weight   only if the draft has its own embeddings; else servers use the target model's
+target_hidden_size    width of the target model, if it differs from the draft's hidden_size
 q_norm, k_norm        norms of the layer's attention, with model_type qwen3 (vLLM, speculators)
-lm_head.weight        missing in some files: servers then use the base model's
+lm_head.weight        missing in some files: servers then use the target model's
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LAYER_KEYS = (
 )
 #: Flag of a norm that some trainers add -> older name of the flag.
 EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
-#: Tensors that are computed from others, or copied from the base model.
+#: Tensors that are computed from others, or copied from the target model.
 _DERIVED = {
     "midlayer.self_attn.rotary_emb.inv_freq",
     "rotary_emb.inv_freq",
@@ -134,7 +134,7 @@ def to_eagle3(
     settings: Mapping[str, Any],
     layer: Mapping[str, Any],
     vocab_size: int,
-    base_model: str,
+    target_model_name: str,
     to: ExportTarget,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the config.json that the server `to` reads. The rows of lm_head are
@@ -143,7 +143,7 @@ def to_eagle3(
     Args:
         state, settings: state dict and settings of an `Eagle3Draft`.
         layer: its layer's entries of config.json, named as in a Llama model.
-        vocab_size: V, vocabulary size of the base model. base_model: its name.
+        vocab_size: V, vocabulary size of the target model. target_model_name: its name.
 
     Raises:
         CheckpointError: the draft has no lm_head; or it is exported to SGLang and has norms that
@@ -152,7 +152,7 @@ def to_eagle3(
     if LM_HEAD_0 not in state:
         raise CheckpointError(
             "the draft has no lm_head of its own, so there is nothing to convert: vLLM and SGLang"
-            " take the base model's; serve its files as they are"
+            " take the target model's; serve its files as they are"
         )
     is_qwen3 = bool(settings.get("qk_norm"))
     if to == "sglang":
@@ -183,7 +183,7 @@ def to_eagle3(
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
     # 3. Build config.json from the entries of the layer and of the draft.
-    of_layer = {
+    layer_entries = {
         "architectures": [EAGLE3_QWEN3 if is_qwen3 else EAGLE3],
         "model_type": "qwen3" if is_qwen3 else "llama",
         **entries_in_files(layer),
@@ -194,7 +194,7 @@ def to_eagle3(
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    of_draft = {
+    draft_entries = {
         "draft_vocab_size": len(ordered),
         "tie_word_embeddings": False,
         "norm_before_residual": bool(settings.get("norm_before_residual")),
@@ -202,26 +202,26 @@ def to_eagle3(
         _STATES: list(settings["layers"]),
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
     }
-    named = {"base_model_name_or_path": base_model}
+    named = {"base_model_name_or_path": target_model_name}
     if to == "vllm":
-        return tensors, {**of_layer, **of_draft, **named}
+        return tensors, {**layer_entries, **draft_entries, **named}
     if to == "sglang":
-        states = [layers - 1 for layers in of_draft.pop(_STATES)]
+        states = [layers - 1 for layers in draft_entries.pop(_STATES)]
         eagle = {_STATES: states, "use_aux_hidden_state": True}
-        return tensors, {**of_layer, **of_draft, **named, "eagle_config": eagle}
-    of_layer["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
+        return tensors, {**layer_entries, **draft_entries, **named, "eagle_config": eagle}
+    layer_entries["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
     draft_tokens = min(3, settings.get("num_heads", 3))
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     return tensors, {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        **of_draft,
-        "transformer_layer_config": of_layer,
+        **draft_entries,
+        "transformer_layer_config": layer_entries,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": base_model, "architectures": []},
+            "verifier": {"name_or_path": target_model_name, "architectures": []},
         },
         **named,
     }
@@ -362,7 +362,7 @@ def _unread_entries(
 def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `LAYER_KEYS` entries of a layer's config.json.
 
-    Missing entries get Llama's or Qwen3's defaults, as in servers, not the base model's values.
+    Missing entries get Llama's or Qwen3's defaults, as in servers, not the target model's values.
     """
     keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
     named = {key: layer[key] for key in keys if layer.get(key) is not None}
@@ -420,7 +420,7 @@ def _tensor_names(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size: int) -> None:
-    """Check that fc has the widths in config.json. If draft and base model differ in width, check
+    """Check that fc has the widths in config.json. If draft and target model differ in width, check
     that the draft has its own embeddings and lm_head.
     """
     shape = list(tensors["fc.weight"].shape)
@@ -433,8 +433,8 @@ def _check_widths(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size
     for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "lm_head")):
         if target != size and name not in tensors:
             raise CheckpointError(
-                f"{name} is missing; a draft of hidden_size {size} for a base model of {target}"
-                f" can't use the base model's {part}"
+                f"{name} is missing; a draft of hidden_size {size} for a target model of {target}"
+                f" can't use the target model's {part}"
             )
 
 
@@ -449,7 +449,7 @@ def _draft_tokens(tensors: Mapping[str, Tensor], named: Any, size: Any) -> Tenso
         if named in (None, size):
             return None
         raise CheckpointError(
-            "incomplete, lm_head.weight missing (the base model's has all tokens, but"
+            "incomplete, lm_head.weight missing (the target model's has all tokens, but"
             f" draft_vocab_size is {named})"
         )
     rows = len(tensors["lm_head.weight"])

@@ -62,7 +62,7 @@ from medusa_train.models.target_model import TargetModel
 VLLM_WEIGHTS = "model.safetensors"
 #: Entries of config.json that are not settings of a draft.
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
-#: Integer tensors: maps between the tokens of the draft and of the base model.
+#: Integer tensors: maps between the tokens of the draft and of the target model.
 _MAPS = (TOKEN_MAP, "d2t", "t2d")
 #: Parameters of a draft's `__init__` that are not settings in config.json.
 _NOT_IN_JSON = ("target_model", "token_map", "dtype")
@@ -119,10 +119,10 @@ _STATED = {
 # Saving
 
 
-def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
+def save_draft(draft: Draft, directory: Path | str, target_model_name: str) -> Path:
     """Save a draft of any kind in its dtype. Each file is written atomically.
 
-    Weights of the base model are not saved.
+    Weights of the target model are not saved.
     """
     directory = Path(directory)
     state = dict(draft.state_dict())
@@ -131,10 +131,14 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
         if draft.token_map is not None:
             target_model_tokens = draft.vocab_size
         heads = HeadTensors(
-            draft.num_heads, draft.num_layers, state, base_model, target_model_tokens
+            draft.num_heads, draft.num_layers, state, target_model_name, target_model_tokens
         )
         return write_heads(heads, directory)
-    config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
+    config = {
+        "draft": draft_name(draft),
+        **draft.settings,
+        "base_model_name_or_path": target_model_name,
+    }
     write_weights(directory, DRAFT, state, config)
     return directory
 
@@ -153,7 +157,7 @@ def write_heads(
 
     Args:
         pickled: also write medusa_lm_head.pt, which the public code reads.
-        config: further keys of config.json (TensorRT-LLM expects the base model's keys there).
+        config: further keys of config.json (TensorRT-LLM expects the target model's keys there).
     """
     directory = Path(directory)
     tensors = names_in_files(heads.state, heads.num_layers)
@@ -161,7 +165,7 @@ def write_heads(
         **(config or {}),
         "medusa_num_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
-        "base_model_name_or_path": heads.base_model,
+        "base_model_name_or_path": heads.target_model_name,
     }
     if heads.token_map is not None:
         keys |= {"medusa_vocab_size": len(heads.token_map), "vocab_size": heads.vocab_size}
@@ -273,7 +277,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     config = {}
     if needs_config or (directory / HEADS_CONFIG).is_file():
         config = read_json(directory / HEADS_CONFIG)
-    # 2. Read the tensors, without the base model's.
+    # 2. Read the tensors, without the target model's.
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -298,13 +302,13 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     # 3. Convert the names and the config to ours.
     if layout in ("eagle3", "dflash"):
-        base_model = named_target_model(config)
+        target_model_name = named_target_model(config)
         read = from_eagle3 if layout == "eagle3" else from_dflash
         with _naming(directory):
             tensors, settings, unread = read(tensors, config)
         if unread:
             warn_once(f"{directory}: not read: {', '.join(unread)}")
-        config = {"draft": layout, **settings, "base_model_name_or_path": base_model}
+        config = {"draft": layout, **settings, "base_model_name_or_path": target_model_name}
     return tensors, config
 
 
@@ -321,10 +325,10 @@ def _medusa_heads(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> 
         warn_once(f"{source}: {note}")
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, target_model_tokens=config["vocab_size"])
-    base = config.get("base_model_name_or_path")
+    name = config.get("base_model_name_or_path")
     if layout == "model":
-        base = str(directory)
-    return replace(heads, base_model=base if isinstance(base, str) else None)
+        name = str(directory)
+    return replace(heads, target_model_name=name if isinstance(name, str) else None)
 
 
 def _notes_on_config(
@@ -332,7 +336,7 @@ def _notes_on_config(
 ) -> Iterator[str]:
     """Yield notes if config.json does not match the tensors, or has entries that are not read.
 
-    The entries are not listed if config.json also has a base model's entries, as for TensorRT-LLM
+    The entries are not listed if config.json also has a target model's entries, as for TensorRT-LLM
     and in full models.
     """
     if layout == "vllm" and not config.get("medusa_fc_bias", False):
@@ -387,7 +391,7 @@ def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return settings
 
 
-# Loading for a base model
+# Loading for a target model
 
 
 def load_draft(
@@ -407,7 +411,7 @@ def load_draft(
     # 2. Build a draft with these settings.
     draft = _new_draft(config, found.directory, tensors, target_model, dtype)
     own = draft.state_dict()
-    if is_eagle3 and LM_HEAD_0 not in tensors:  # like servers, use the base model's lm_head
+    if is_eagle3 and LM_HEAD_0 not in tensors:  # like servers, use the target model's lm_head
         tensors |= {name: t for name, t in own.items() if name.startswith("lm_heads.")}
     elif is_eagle3 and "lm_heads.0.bias" in own:  # servers have no bias
         tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])
@@ -417,7 +421,7 @@ def load_draft(
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # the first line has the draft's class name
         names_differ = first.startswith(("Missing key", "Unexpected key"))
-        # with equal names in our layout, only widths differ, which are the base model's
+        # with equal names in our layout, only widths differ, which are the target model's
         if found.layout != "draft" or names_differ:
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
@@ -440,12 +444,16 @@ def _check_target(
     last = max(config.get("layers") or [0])
     problem = None
     if width != target_model.hidden_size:
-        problem = f"fc reads states of {width}, the base model has {target_model.hidden_size}"
+        problem = f"fc reads states of {width}, the target model has {target_model.hidden_size}"
     for name, table in tables.items():
         if problem is None and table is not None and len(table) != target_model.vocab_size:
-            problem = f"{name} of {len(table)} tokens, the base model has {target_model.vocab_size}"
+            problem = (
+                f"{name} of {len(table)} tokens, the target model has {target_model.vocab_size}"
+            )
     if problem is None and last > target_model.num_layers:
-        problem = f"reads states after {last} layers, the base model has {target_model.num_layers}"
+        problem = (
+            f"reads states after {last} layers, the target model has {target_model.num_layers}"
+        )
     if problem is not None:
         raise _does_not_fit(directory, target_model, problem, config)
 
@@ -453,11 +461,11 @@ def _check_target(
 def _does_not_fit(
     path: Path, target_model: TargetModel, problem: str, config: Mapping[str, Any]
 ) -> CheckpointError:
-    """Return the error for a draft that was trained for another base model."""
-    base_model = config.get("base_model_name_or_path")
-    trained_on = f" ({base_model})" if base_model else ""
+    """Return the error for a draft that was trained for another target model."""
+    target_model_name = config.get("base_model_name_or_path")
+    trained_on = f" ({target_model_name})" if target_model_name else ""
     return CheckpointError(
-        f"{path}: does not fit {target_model.name or 'the base model'} ({problem}). Name the base model it"
+        f"{path}: does not fit {target_model.name or 'the target model'} ({problem}). Name the target model it"
         f" was trained on{trained_on}."
     )
 
@@ -483,9 +491,7 @@ def _new_draft(
             settings[TOKEN_MAP] = checked_token_map(tensors)
         last = int(settings[TOKEN_MAP].max())
         if last >= target_model.vocab_size:
-            problem = (
-                f"{TOKEN_MAP} has the token {last}, the base model {target_model.vocab_size} tokens"
-            )
+            problem = f"{TOKEN_MAP} has the token {last}, the target model {target_model.vocab_size} tokens"
             raise _does_not_fit(source, target_model, problem, config)
     try:
         return DRAFTS[kind].from_target_model(target_model, dtype=dtype, **settings)
@@ -507,7 +513,7 @@ def _new_medusa(
 ) -> MedusaDraft:
     """Build a `MedusaDraft` from heads that were read.
 
-    Logit soft cap and scale are the base model's; lm_heads have a bias only if the file has one.
+    Logit soft cap and scale are the target model's; lm_heads have a bias only if the file has one.
     """
     vocab_size = heads.vocab_size
     if vocab_size is None:
@@ -517,9 +523,9 @@ def _new_medusa(
     if (heads.hidden_size, vocab_size) != (target_model.hidden_size, target_model.vocab_size):
         problem = (
             f"made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, the"
-            f" base model has {target_model.hidden_size} and {target_model.vocab_size}"
+            f" target model has {target_model.hidden_size} and {target_model.vocab_size}"
         )
-        config = {"base_model_name_or_path": heads.base_model}
+        config = {"base_model_name_or_path": heads.target_model_name}
         raise _does_not_fit(directory, target_model, problem, config)
     lm_head = target_model.lm_head()
     draft = MedusaDraft(

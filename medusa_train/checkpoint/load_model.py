@@ -1,4 +1,4 @@
-"""Load a model at resolved paths: a base model with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to decode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from medusa_train.trees.tree import Tree
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A base model with its draft heads and tree.
+    """A target model with its draft heads and tree.
 
     Attributes:
         draft: the heads; None if there are none.
@@ -131,7 +131,7 @@ def load_for_decoding(
     compiled: bool = False,
     rows: int = 1,
 ) -> LoadedModel:
-    """Load the base model, and heads and tree if there are any, ready to decode.
+    """Load the target model, and heads and tree if there are any, ready to decode.
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
@@ -139,7 +139,7 @@ def load_for_decoding(
             measurement shows that it is faster. This changes the rounding of floating-point sums.
         compiled: compile the decoding passes for `rows` rows, see `compile_target_model`.
     """
-    # 1. Load the base model.
+    # 1. Load the target model.
     choose_kernels(default_device())
     target_model = load_trained_target_model(paths, dtype)
     if paths.adapter is not None:
@@ -160,14 +160,14 @@ def load_for_decoding(
         if prepack:
             prepack_linears(draft)
     if compiled:
-        compile_target_model(target_model, paths, rows=rows, trees=paths.has_draft)
+        compile_target_model(target_model, rows=rows, trees=paths.has_draft)
     # 3. Load the draft that needs no training, and the tree.
     lookup = None
     if paths.lookup is not None:
         lookup = load_lookup(paths.lookup, target_model.tokenizer)
     if draft is None or paths.tree_mode == NO_TREE:
         return LoadedModel(target_model, draft, None, lookup)
-    tree = load_tree(paths, draft.num_heads)
+    tree = load_tree(paths, draft.max_depth)
     model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
     # evaluating `proposer` raises an error if the parts do not fit together
     assert model.proposer is not None or not tree.size
@@ -189,13 +189,13 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
 def load_trained_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
 ) -> TargetModel:
-    """Load the base model as in training, quantized or not. An adapter is merged, which dequantizes
+    """Load the target model as in training, quantized or not. An adapter is merged, which dequantizes
     the weights.
 
     Raises TargetModelError.
     """
     target_model = load_target_model(
-        paths.base_model,
+        paths.target_model,
         dtype=dtype,
         device=device,
         quantization=paths.quantization,
@@ -213,7 +213,7 @@ def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
     loaded or timed.
     """
     return auto_dtype_that_fits(
-        paths.base_model,
+        paths.target_model,
         report,
         quantization=None
         if paths.adapter is not None
@@ -230,12 +230,12 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
         ConfigError: its chat template cannot be read, or a special token does not exist.
     """
     source, config = resolve_target_model(
-        paths.base_model, trust_remote_code=paths.trust_remote_code
+        paths.target_model, trust_remote_code=paths.trust_remote_code
     )
     tokenizer = load_tokenizer(
         source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
     )
-    generation_config = read_generation_config(source, config, paths.base_model)
+    generation_config = read_generation_config(source, config, paths.target_model)
     chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     vocab_size = config.get_text_config().vocab_size
     return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer
@@ -265,14 +265,14 @@ def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
         return ()
 
 
-def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
+def load_tree(paths: ModelPaths, max_depth: int) -> Tree:
     """Load the tree for decoding; without a file, return the chain of the heads' top-1 tokens."""
     if paths.tree is None:
-        return Tree.chain(num_heads)
+        return Tree.chain(max_depth)
     tree = Tree.load(paths.tree)
-    if tree.max_depth > num_heads:
+    if tree.max_depth > max_depth:
         raise CheckpointError(
-            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads"
+            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {max_depth} heads"
         )
     return tree
 
@@ -288,9 +288,7 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     return Limits(nodes, depth)
 
 
-def compile_target_model(
-    target_model: TargetModel, paths: ModelPaths, *, rows: int = 1, trees: bool = True
-) -> None:
+def compile_target_model(target_model: TargetModel, *, rows: int = 1, trees: bool = True) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
@@ -327,7 +325,6 @@ def compile_cache_dir() -> Path:
 
 def compile_or_report(
     target_model: TargetModel,
-    paths: ModelPaths,
     report: Callable[[str], None],
     *,
     rows: int = 1,
@@ -337,6 +334,6 @@ def compile_or_report(
     works without compiled passes.
     """
     try:
-        compile_target_model(target_model, paths, rows=rows, trees=trees)
+        compile_target_model(target_model, rows=rows, trees=trees)
     except TargetModelError as error:
         report(f"{error}\ndecoding without compiled passes")

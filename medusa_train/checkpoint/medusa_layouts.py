@@ -7,7 +7,7 @@ and TensorRT-LLM also read, and vLLM's.
 
     i: head, j: block, n: number of blocks
 
-Heads that share the base model's lm_head ("version 2") have no lm_head in the public code's layout.
+Heads that share the target model's lm_head ("version 2") have no lm_head in the public code's layout.
 vLLM's layout stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
 
 Only this program reads these tensors:
@@ -36,7 +36,7 @@ from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 TOKEN_MAP = "token_map"
-#: The first head's own lm_head in a state dict; absent if all heads share the base model's.
+#: The first head's own lm_head in a state dict; absent if all heads share the target model's.
 LM_HEAD_0 = "lm_heads.0.weight"
 _MARKOV = ("markov.embedding.weight", "markov.output.weight")
 _FIRST_BLOCK = "blocks.0.0.linear.weight"
@@ -68,12 +68,12 @@ _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "ds
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """The weights of Medusa heads, without a base model.
+    """The weights of Medusa heads, without a target model.
 
     Attributes:
         num_heads, num_layers: K, the number of heads; number of residual blocks per head.
         state: `MedusaDraft`'s state dict.
-        base_model: the base model on which the heads were trained, as named in config.json.
+        target_model_name: the target model on which the heads were trained, as named in config.json.
         target_model_tokens: V from config.json. Needed for a reduced vocabulary, because its
             tensors have only N rows.
     """
@@ -81,7 +81,7 @@ class HeadTensors:
     num_heads: int
     num_layers: int
     state: dict[str, Tensor]
-    base_model: str | None = None
+    target_model_name: str | None = None
     target_model_tokens: int | None = None
 
     @property
@@ -91,7 +91,7 @@ class HeadTensors:
 
     @property
     def shared(self) -> bool:
-        """Whether the heads share the base model's lm_head ("version 2")."""
+        """Whether the heads share the target model's lm_head ("version 2")."""
         return LM_HEAD_0 not in self.state
 
     @property
@@ -102,7 +102,7 @@ class HeadTensors:
 
     @property
     def vocab_size(self) -> int | None:
-        """Vocabulary size V of the base model; None if unknown because its lm_head is shared."""
+        """Vocabulary size V of the target model; None if unknown because its lm_head is shared."""
         if _MARKOV[0] in self.state:
             return self.state[_MARKOV[0]].shape[0]
         if self.token_map is not None:
@@ -281,7 +281,7 @@ def to_vllm(
     vocabulary is expanded.
 
     Args:
-        lm_head: [V, d], the base model's lm_head; needed for heads that share it.
+        lm_head: [V, d], the target model's lm_head; needed for heads that share it.
     """
     # 1. Collect the matrices, with V rows each.
     state = {}
@@ -292,7 +292,7 @@ def to_vllm(
     if heads.shared:
         if lm_head is None:
             raise CheckpointError(
-                "the heads share the base model's lm_head, which vLLM's layout contains"
+                "the heads share the target model's lm_head, which vLLM's layout contains"
             )
         vocab_size: int | None = len(lm_head)
         state[LM_HEAD_0] = lm_head if tokens is None else lm_head[tokens]
@@ -317,7 +317,7 @@ def to_vllm(
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.num_layers,
         "medusa_fc_bias": True,
-        "base_model_name_or_path": heads.base_model,
+        "base_model_name_or_path": heads.target_model_name,
     }
     if heads.shared:
         config["original_lm_head"] = True
@@ -341,7 +341,7 @@ def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
 
 def _apply_vllm_config(state: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """Change the tensors of vLLM's files in place like vLLM's loader, following config.json."""
-    # 1. Drop a copy of the base model's lm_head, and select the rows of a reduced vocabulary.
+    # 1. Drop a copy of the target model's lm_head, and select the rows of a reduced vocabulary.
     if config.get("original_lm_head") is True:
         state.pop(LM_HEAD_0, None)
     tokens = state.pop(TOKEN_MAP, None)
@@ -400,4 +400,4 @@ def with_own_lm_heads(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) 
         state[f"lm_heads.{i}.weight"] = lm_head
         if bias is not None:
             state[f"lm_heads.{i}.bias"] = bias
-    return HeadTensors(heads.num_heads, heads.num_layers, state, heads.base_model)
+    return HeadTensors(heads.num_heads, heads.num_layers, state, heads.target_model_name)

@@ -18,15 +18,15 @@ from medusa_train.config.types import ExportTarget
 _TINY = PROJECT_ROOT / "data" / "tiny"
 
 
-def is_embedded(base_model: str) -> bool:
-    """Return whether a base model is the embedded test model."""
-    path = resolve_path(base_model)
+def is_embedded(target_model: str) -> bool:
+    """Return whether a target model is the embedded test model."""
+    path = resolve_path(target_model)
     return path is not None and path.resolve() == _TINY.resolve()
 
 
-def after_training(base_model: str, run: Path, *, lacks_tree: bool = False) -> str:
+def after_training(target_model: str, run: Path, *, lacks_tree: bool = False) -> str:
     """Return the command that measures a run, or fits its tree."""
-    bench = "tiny" if is_embedded(base_model) else "mtbench"
+    bench = "tiny" if is_embedded(target_model) else "mtbench"
     options = ["--calibrate"] if lacks_tree else ["--bench", bench, "--limit", "16"]
     return shlex.join(["medusa-eval", *options, "--model", str(run)])
 
@@ -38,7 +38,7 @@ def after_evaluation(paths: ModelPaths) -> str | None:
 
     For the embedded test model, return the command that trains a draft for a real model.
     """
-    if is_embedded(paths.base_model):
+    if is_embedded(paths.target_model):
         return "make qwen" if (PROJECT_ROOT / "Makefile").is_file() else None
     targets = {"eagle3": "vllm", "dflash": "vllm", "medusa": "transformers"}
     kind = _kind_of_run(paths)
@@ -46,7 +46,7 @@ def after_evaluation(paths: ModelPaths) -> str | None:
         return None
     export = ["medusa-export", str(paths.home), "--to"]
     commands = [[*export, targets[kind]]]
-    if paths.trained_target_model:  # the heads need the base model that was trained with them
+    if paths.trained_target_model:  # the heads need the target model that was trained with them
         commands.insert(0, [*export, "merged"])
     return " && ".join(map(shlex.join, commands))
 
@@ -74,7 +74,7 @@ def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
         return None
     count = used[0]["num_speculative_tokens"]
     draft = {"method": kind, "model": str(export), "num_speculative_tokens": count}
-    model = paths.base_model
+    model = paths.target_model
     if paths.adapter is not None:
         model = str(paths.home / "export" / "merged")
     return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(draft)])

@@ -1,4 +1,4 @@
-"""Find the model that a user means: resolve a run, a directory of heads or a base model to paths,
+"""Find the model that a user means: resolve a run, a directory of heads or a target model to paths,
 by file names and configs.
 
 This module reads no weights and does not import torch, so that a command rejects a wrong path
@@ -45,7 +45,7 @@ PREFIXES = ("medusa_head.", "medusa_heads.")
 #: "draft": our layout of any draft except Medusa.
 #: "reference": Medusa heads with the public code's names, which TGI and this program also use.
 #: "vllm": Medusa heads with vLLM's names.
-#: "model": a Medusa-2 full model, with heads and base model in one state dict.
+#: "model": a Medusa-2 full model, with heads and target model in one state dict.
 #: "eagle3", "dflash": such a draft in a layout that servers read.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3", "dflash"]
 #: Layouts that are recognized by the name of a file. If a directory has several, the first counts.
@@ -58,24 +58,24 @@ DFLASH = "DFlashDraftModel"
 DSPARK = "Qwen3DSparkModel"
 #: Architecture of EAGLE-3 drafts whose layer has norms of queries and keys.
 EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
-#: Part of the title of a merged base model's card. Up to version 0.2 the title begins with
+#: Part of the title of a merged target model's card. Up to version 0.2 the title begins with
 #: "Backbone".
 MERGED_CARD = "trained with Medusa heads"
 
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Paths of a base model, its draft heads and its tree. Without heads and lookup, decoding is
+    """Paths of a target model, its draft heads and its tree. Without heads and lookup, decoding is
     plain.
 
     Attributes:
         home: directory in which results are written.
-        base_model: directory or Hugging Face hub name of the base model.
+        target_model: directory or Hugging Face hub name of the target model.
         heads, tree: directory of the draft heads, and path of the tree.json.
         chat_template: name of the chat template, if the run or the user sets one.
-        adapter: LoRA adapter of a joint run; it is merged into the base model for decoding.
-        quantization: quantization of the base model in training.
-        trust_remote_code: whether the user allowed Python code of the base model's repository.
+        adapter: LoRA adapter of a joint run; it is merged into the target model for decoding.
+        quantization: quantization of the target model in training.
+        trust_remote_code: whether the user allowed Python code of the target model's repository.
         asks_for_remote_code: whether the run's config.yaml sets `trust_remote_code` and the user
             does not. The run's value has no effect.
         special_tokens: special tokens that the tokenizer's own files do not define, by role.
@@ -87,7 +87,7 @@ class ModelPaths:
     """
 
     home: Path
-    base_model: str
+    target_model: str
     heads: Path | None
     tree: Path | None
     chat_template: str | None
@@ -104,12 +104,12 @@ class ModelPaths:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of medusa-eval that select these heads, and the base model if it is not from a
+        """Arguments of medusa-eval that select these heads, and the target model if it is not from a
         run.
         """
         named = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
-            named += ["--base-model", self.base_model]
+            named += ["--base-model", self.target_model]
         return named
 
     @property
@@ -121,7 +121,7 @@ class ModelPaths:
             return None
         return (
             f"{self.home / CONFIG}: trust_remote_code: true has no effect, since a run cannot allow"
-            f" code. To run the Python code of {self.base_model}, as in training, read it and set"
+            f" code. To run the Python code of {self.target_model}, as in training, read it and set"
             " trust_remote_code=true yourself"
         )
 
@@ -132,13 +132,13 @@ class ModelPaths:
 
     @property
     def trained_model(self) -> Path | None:
-        """The full base model that the run trained; None if it trained none."""
+        """The full target model that the run trained; None if it trained none."""
         model = self.home / MODEL
         return model if (model / HEADS_CONFIG).is_file() else None
 
     @property
     def trained_target_model(self) -> bool:
-        """Whether the run trained its base model (Medusa-2), by an adapter or in full."""
+        """Whether the run trained its target model (Medusa-2), by an adapter or in full."""
         return self.adapter is not None or self.trained_model is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
@@ -153,7 +153,7 @@ class ModelPaths:
             return replace(self, heads=None, tree=None, lookup=lookup)
         if self.heads is None:
             raise CheckpointError(
-                f"draft {lookup.name}: {self.base_model} has no heads; name a run with --model, or"
+                f"draft {lookup.name}: {self.target_model} has no heads; name a run with --model, or"
                 f" set draft: {lookup.kind}"
             )
         kind = heads_kind(self.heads)
@@ -171,7 +171,7 @@ class ModelPaths:
         """
         if self.heads is None:
             raise CheckpointError(
-                f"tree {tree}: {self.base_model} has no heads; name a run with --model"
+                f"tree {tree}: {self.target_model} has no heads; name a run with --model"
             )
         kind = heads_kind(self.heads)
         if not DRAFT_CONFIGS.get(kind, DraftConfig).dynamic_trees:
@@ -198,7 +198,7 @@ class ModelPaths:
 
     @property
     def target_model_form(self) -> str:
-        """Description for reports of how the base model is loaded for decoding."""
+        """Description for reports of how the target model is loaded for decoding."""
         if self.adapter is None:
             return self.quantization or "unquantised"
         if self.quantization:
@@ -215,7 +215,7 @@ class ModelPaths:
 
 def resolve_model(
     model: str | None,
-    base_model: str | None,
+    target_model: str | None,
     tree: str | Path | None,
     *,
     chat_template: str | None = None,
@@ -226,27 +226,27 @@ def resolve_model(
     lookup: LookupChoice | None = None,
     threshold: float | None = None,
 ) -> ModelPaths:
-    """Resolve a run, a directory of heads, a base model alone, or the newest run to paths.
+    """Resolve a run, a directory of heads, a target model alone, or the newest run to paths.
 
     Options that are None are taken from the run's config.yaml if there is one. The exception is
     `trust_remote_code`: a run may come from anywhere, so only the user can allow code.
 
     Args:
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
-            `base_model` is given.
-        base_model: directory or hub name; None: the base model with which the heads were trained.
+            `target_model` is given.
+        target_model: directory or hub name; None: the target model with which the heads were trained.
         tree: path of a tree file. None or "fixed": tree.json next to the heads. "none": heads are
             only traced. "dynamic" or "dynamic:32x5": another tree in every step, with the size and
             depth of the fixed tree or with the given ones.
-        needs_target_model: whether to check that a base model given by a local path exists.
+        needs_target_model: whether to check that a target model given by a local path exists.
         lookup: a draft that needs no training, in place of the heads or in addition to them.
         threshold: drafting stops at this confidence or below; None: the heads' own threshold.
     """
-    # 1. Find the base model, the heads and the tree file.
+    # 1. Find the target model, the heads and the tree file.
     tree_file = None
     if names_tree_file(tree):
         tree_file = Path(tree)
-    paths = _resolve(model, base_model, tree_file)
+    paths = _resolve(model, target_model, tree_file)
     # 2. Set the kind of trees and drafts. A lookup draft alone chooses its trees itself.
     if lookup is None or lookup.heads is not None:
         if str(tree) == NO_TREE:
@@ -255,13 +255,13 @@ def resolve_model(
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
-    # 3. Check that the base model exists.
-    base = paths.base_model
-    if needs_target_model and resolve_path(base) is None and looks_like_path(base):
+    # 3. Check that the target model exists.
+    name = paths.target_model
+    if needs_target_model and resolve_path(name) is None and looks_like_path(name):
         advice = f" (named by {paths.home}; give another with --base-model)"
-        if base_model:
+        if target_model:
             advice = ""
-        raise TargetModelError(f"base_model {base}: no such directory{advice}")
+        raise TargetModelError(f"base_model {name}: no such directory{advice}")
     if chat_template:
         get_template(chat_template)
     # 4. Replace the run's settings by those of the user.
@@ -426,7 +426,7 @@ def holds_merged(directory: Path) -> bool:
 
 
 def _holds_merged(name: str) -> bool:
-    """Return whether a model is a merged base model, according to its card. For a hub name the card
+    """Return whether a model is a merged target model, according to its card. For a hub name the card
     is read from the hub's cache, or downloaded.
     """
     if Path(name).is_dir():
@@ -469,29 +469,31 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
     return f"set draft: {kind}+{lookup.kind}"
 
 
-def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
-    """Find out whether `model` is a run or heads; if None, use the base model or the newest run."""
-    if model is None and base_model is not None:
-        base = _local_or_hub(base_model)
+def _resolve(model: str | None, target_model: str | None, tree: Path | None) -> ModelPaths:
+    """Find out whether `model` is a run or heads; if None, use the target model or the newest run."""
+    if model is None and target_model is not None:
+        target_model = _local_or_hub(target_model)
         if tree is not None:
-            raise CheckpointError(f"tree {tree}: {base} has no heads; name a run with --model")
-        name = Path(base).name
+            raise CheckpointError(
+                f"tree {tree}: {target_model} has no heads; name a run with --model"
+            )
+        name = Path(target_model).name
         if name == "merged":  # RUN/export/merged: add the run's name, since every run may have one
-            name = "-".join(Path(base).resolve().parts[-3:])
-        return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
+            name = "-".join(Path(target_model).resolve().parts[-3:])
+        return ModelPaths(runs_directory() / "baselines" / name, target_model, None, None, None)
     if model is None:
         directory = newest_run(runs_directory())
     else:
         directory = _existing_directory(model)
         if resolve_path(model) is None:
-            return _resolve_fetched(model, directory, base_model, tree)
+            return _resolve_fetched(model, directory, target_model, tree)
     is_heads_of_run = directory.name == HEADS and (directory.parent / CONFIG).is_file()
     if is_heads_of_run and find_heads(directory).layout:
         directory = directory.parent  # RUN/heads means RUN
     if find_heads(directory / HEADS).layout:
-        return _resolve_run(directory, base_model, tree)
+        return _resolve_run(directory, target_model, tree)
     if find_heads(directory).layout:
-        return _resolve_heads(directory, base_model, tree)
+        return _resolve_heads(directory, target_model, tree)
     kind = _other_kind(read_mapping(directory / HEADS_CONFIG))
     if kind is not None:
         raise CheckpointError(f"{directory}: {kind}. {_READABLE}")
@@ -499,7 +501,7 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
         f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or"
         " heads/draft.safetensors) nor a directory of heads (ours, the public Medusa code's or"
         " TGI's, vLLM's, or a full model with medusa_head weights).\nIf the run was interrupted,"
-        " finish it with medusa-train; for a base model alone use --base-model."
+        " finish it with medusa-train; for a target model alone use --base-model."
     )
 
 
@@ -528,16 +530,16 @@ def _existing_directory(name: str) -> Path:
 
 
 def _resolve_fetched(
-    name: str, directory: Path, base_model: str | None, tree: Path | None
+    name: str, directory: Path, target_model: str | None, tree: Path | None
 ) -> ModelPaths:
     """Return the paths of heads from the hub. Results go to runs/, not to the hub's cache."""
     if not find_heads(directory).layout:
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
-            " vLLM's, or an EAGLE-3 draft); for a base model alone use --base-model, for a whole run"
+            " vLLM's, or an EAGLE-3 draft); for a target model alone use --base-model, for a whole run"
             f" `hf download {name} --local-dir runs/NAME`"
         )
-    paths = _resolve_heads(directory, base_model, tree)
+    paths = _resolve_heads(directory, target_model, tree)
     home = runs_directory() / "hub" / name.replace("/", "--")
     if tree is None:
         # the tree that --calibrate wrote here, or the repository's tree
@@ -546,23 +548,23 @@ def _resolve_fetched(
     return replace(paths, home=home, hub_name=name)
 
 
-def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
+def _resolve_run(run: Path, target_model: str | None, tree: Path | None) -> ModelPaths:
     """Return the paths of a run, from its config.yaml."""
     config = _read_config(run / CONFIG)
-    base = base_model or config.get("base_model")
-    if not isinstance(base, str):
+    name = target_model or config.get("base_model")
+    if not isinstance(name, str):
         raise CheckpointError(
             f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME"
         )
-    # 1. Choose the base model for decoding: the one that the run trained, the one it was trained
+    # 1. Choose the target model for decoding: the one that the run trained, the one it was trained
     # on, or one that the user gives, into which the adapter may already be merged.
-    is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
-    is_merged = is_other and _holds_merged(_local_or_hub(base))
+    is_other = _local_or_hub(name) != _local_or_hub(str(config.get("base_model")))
+    is_merged = is_other and _holds_merged(_local_or_hub(name))
     quantization: Quantization | None = None
-    if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
-        base = str(run / MODEL)  # a joint run without an adapter trained the base model itself
+    if target_model is None and (run / MODEL / HEADS_CONFIG).is_file():
+        name = str(run / MODEL)  # a joint run without an adapter trained the target model itself
     elif not is_merged:
-        # Heads for a quantized base model were trained on the quantized model's hidden states.
+        # Heads for a quantized target model were trained on the quantized model's hidden states.
         if config.get("load_in_4bit"):
             quantization = "nf4"
         elif config.get("load_in_8bit"):
@@ -576,31 +578,31 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     special_tokens = config.get("special_tokens")
     return ModelPaths(
         home=run,
-        base_model=_local_or_hub(base),
+        target_model=_local_or_hub(name),
         heads=run / HEADS,
         tree=_resolve_tree(tree, run),
         chat_template=template if isinstance(template, str) else None,
         adapter=adapter,
         quantization=quantization,
-        asks_for_remote_code=base_model is None and config.get("trust_remote_code") is True,
+        asks_for_remote_code=target_model is None and config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
         special_tokens=special_tokens if isinstance(special_tokens, dict) else {},
     )
 
 
-def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    base = base_model or named_target_model(_read_config(heads / HEADS_CONFIG))
-    if base_model is None and find_heads(heads).layout == "model":
-        base = str(heads)  # a Medusa-2 full model holds its base model
-    if base is None:
+def _resolve_heads(heads: Path, target_model: str | None, tree: Path | None) -> ModelPaths:
+    name = target_model or named_target_model(_read_config(heads / HEADS_CONFIG))
+    if target_model is None and find_heads(heads).layout == "model":
+        name = str(heads)  # a Medusa-2 full model holds its target model
+    if name is None:
         raise CheckpointError(
-            f"{heads}: its config.json names no base model; give it by base_model=NAME"
+            f"{heads}: its config.json names no target model; give it by base_model=NAME"
         )
-    return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
+    return ModelPaths(heads, _local_or_hub(name), heads, _resolve_tree(tree, heads), None)
 
 
 def named_target_model(config: Mapping[str, Any]) -> str | None:
-    """Return the base model in a config.json of heads; speculators calls it the verifier."""
+    """Return the target model in a config.json of heads; speculators calls it the verifier."""
     name = config.get("base_model_name_or_path")
     speculators = config.get("speculators_config")
     if not name and isinstance(speculators, dict):

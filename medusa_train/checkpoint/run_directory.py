@@ -161,11 +161,11 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
         )
-    base = resolve_path(cfg.base_model)
+    target_model = resolve_path(cfg.base_model)
     deleted = [(out / name).resolve() for name in files]
-    if base is not None and any(map(base.resolve().is_relative_to, deleted)):
+    if target_model is not None and any(map(target_model.resolve().is_relative_to, deleted)):
         raise ConfigError(
-            "overwrite_output_dir: would delete the base model, base_model; set another output_dir"
+            "overwrite_output_dir: would delete the target model, base_model; set another output_dir"
         )
     linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
     if linked:
@@ -371,7 +371,11 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
     before = yaml.safe_load(dump_config(without_own))
     now = yaml.safe_load(dump_config(first))
     names = [name for name in {**before, **now} if name not in NOT_IN_STAGE_ONE]
-    return {name: now.get(name) for name in names if now.get(name) != before.get(name)}
+    written = {name for name in names if now.get(name) != before.get(name)}
+    # A written key replaces the run's value of another key, as num_epochs replaces max_steps. If
+    # stage one has both, both are written.
+    written |= {other for name, other in TrainConfig.replaces if name in written and other in now}
+    return {name: now.get(name) for name in names if name in written}
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
@@ -479,7 +483,7 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
     """List files and directories in the configuration that do not exist or cannot be read. Hub
-    names are not checked, except for a base model if the hub is unreachable.
+    names are not checked, except for a target model if the hub is unreachable.
     """
     missing = []
     try:

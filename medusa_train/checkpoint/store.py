@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-#: Parts of a run's state with trained weights: those of the heads, and of a trained base model.
+#: Parts of a run's state with trained weights: those of the heads, and of a trained target model.
 WEIGHTS = ("draft", "student")
 
 

@@ -136,7 +136,7 @@ def app(
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.refit_tree import calibrate as calibrate_tree
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
-        print_next(after_training(paths.base_model, paths.home), console)
+        print_next(after_training(paths.target_model, paths.home), console)
     else:
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.run_bench import evaluate as run_evaluation
@@ -181,7 +181,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         threshold=None if cfg.uses_server else cfg.threshold,
     )
     if not cfg.server_url:
-        find_target_model(paths.base_model)
+        find_target_model(paths.target_model)
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
     return paths
@@ -288,9 +288,11 @@ def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     if paths.lookup is not None:
         draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return f"medusa-eval: base model {paths.base_model}{draft or ' alone, no heads'}{asked}"
+        return f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}{asked}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return f"medusa-eval: model {paths.name}{newest}, base model {paths.base_model}{draft}{asked}"
+    return (
+        f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}{asked}"
+    )
 
 
 if __name__ == "__main__":

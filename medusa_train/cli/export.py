@@ -1,4 +1,4 @@
-"""`medusa-export`: write trained heads, or a jointly trained base model, for another program."""
+"""`medusa-export`: write trained heads, or a jointly trained target model, for another program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from medusa_train.export.write import Exported
 
 HELP = """
-Export a draft, or a jointly trained base model, for a server or another program.
+Export a draft, or a jointly trained target model, for a server or another program.
 
 [bold]Examples[/bold]
 
@@ -45,7 +45,7 @@ uploads it; a new repository is private unless private=false.
 
   reference     the public Medusa code (medusa_lm_head.pt), and .safetensors
 
-  reference-v2  the same for heads that share the base model's lm_head
+  reference-v2  the same for heads that share the target model's lm_head
 
   tgi           text-generation-inference (medusa_lm_head.safetensors)
 
@@ -55,11 +55,11 @@ uploads it; a new repository is private unless private=false.
 
   speculators   the speculators library, EAGLE-3 only
 
-  trtllm        TensorRT-LLM: heads, the base model's config, the tree as --medusa_choices
+  trtllm        TensorRT-LLM: heads, the target model's config, the tree as --medusa_choices
 
   transformers  generate(custom_generate=DIRECTORY) of transformers: heads, tree and the code that decodes with them
 
-  merged        Medusa-2's base model, adapter merged: serve it with the heads of such a run
+  merged        Medusa-2's target model, adapter merged: serve it with the heads of such a run
 
 Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
@@ -82,22 +82,22 @@ def app(
     from medusa_train.checkpoint.next_command import after_export
     from medusa_train.checkpoint.resolve import check_export, names_no_target_model, resolve_model
 
-    # 1. Find the run, and the base model if the heads do not name one.
-    base_model = None
+    # 1. Find the run, and the target model if the heads do not name one.
+    target_model = None
     if cfg.run is not None and names_no_target_model(cfg.run):
-        base_model = cfg.base_model
+        target_model = cfg.base_model
     paths = resolve_model(
         cfg.run,
-        base_model,
+        target_model,
         None,
         trust_remote_code=cfg.trust_remote_code,
         needs_target_model=False,
     )
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
-    has_moved = looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
+    has_moved = looks_like_path(paths.target_model) and not Path(paths.target_model).is_dir()
     if cfg.base_model and has_moved:
-        paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
+        paths = replace(paths, target_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
     if paths.heads is not None:
         check_export(paths.heads, cfg.to)
@@ -107,7 +107,7 @@ def app(
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.export.write import (  # only after the paths are checked
             export_run,
-            local_base_model,
+            local_target_model,
             path_warning,
             push,
         )
@@ -120,7 +120,7 @@ def app(
             paths,
             cfg.to,
             target,
-            base_model=cfg.base_model,
+            target_model_name=cfg.base_model,
             licence=cfg.license,
             announce=progress.print,
         )
@@ -128,9 +128,9 @@ def app(
     _print_export(exported, str(paths.home), console)
     # 3. Upload.
     if cfg.push_to_hub is not None:
-        if (path := local_base_model(exported.target)) is not None:
+        if (path := local_target_model(exported.target)) is not None:
             error_console().print(
-                f"warning: config.json names the base model by a local path, {path}: set"
+                f"warning: config.json names the target model by a local path, {path}: set"
                 " base_model=OWNER/NAME",
                 style="yellow",
             )
@@ -160,7 +160,7 @@ def export_after_training(
     run: str, targets: Iterable[ExportTarget], console: Console, *, trust_remote_code: bool = False
 ) -> None:
     """Export to every target in a training configuration. "merged" is first, so that exported heads
-    name the merged base model.
+    name the merged target model.
     """
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run

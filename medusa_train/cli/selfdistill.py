@@ -91,7 +91,7 @@ def app(
     if cfg.engine == "local":
         # reports a wrong path or template before torch is imported
         paths = resolve_model_paths(cfg)
-        find_target_model(paths.base_model)
+        find_target_model(paths.target_model)
         if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
     return _generate(cfg, selected, out, console)
@@ -105,7 +105,7 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
     if cfg.engine == "openai":
         model += f" at {', '.join(cfg.server_url or [])}"
     elif model == EMBEDDED_MODEL:
-        model += " (the embedded tiny base model)"
+        model += " (the embedded test model)"
     if cfg.heads is not None:
         model += f" with the heads of {cfg.heads}"
     return f"medusa-selfdistill: model {model}, prompts {cfg.seed_dataset}; output {out}"

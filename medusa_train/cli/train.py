@@ -38,7 +38,7 @@ Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo, EAGLE
 
 [bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
 docs/reference/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub
-name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format). The base model stays frozen (recipe
+name) and datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format). The target model stays frozen (recipe
 medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
 [bold]Output[/bold] in output_dir: heads/ (medusa_lm_head.safetensors in the layout of the public Medusa code and TGI;
@@ -187,10 +187,10 @@ def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def headline(cfg: TrainConfig, source: str) -> list[str]:
-    """Return the first lines of the output: draft, base model, recipe, data and run directory."""
-    recipe = "frozen base model" if cfg.recipe == "medusa1" else "joint training"
+    """Return the first lines of the output: draft, target model, recipe, data and run directory."""
+    recipe = "frozen target model" if cfg.recipe == "medusa1" else "joint training"
     if cfg.trains_stage_one:
-        recipe = f"two stages: heads on a frozen base model, then {recipe}"
+        recipe = f"two stages: heads on a frozen target model, then {recipe}"
     sources = ", ".join(dataset.path for dataset in cfg.datasets)
     return [
         f"medusa-train ({source}): {cfg.draft_config.describe()} on {cfg.base_model}, {recipe}",

@@ -31,10 +31,10 @@ from medusa_train.config.types import (
 
 
 class HeadsLoss(NamedTuple):
-    """The heads' loss on a frozen base model: `weight * sum_k decay**k * L_k`.
+    """The heads' loss on a frozen target model: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: weight of the base model's distribution in the target of L_k. The data's token
+        soft_targets: weight of the target model's distribution in the target of L_k. The data's token
             has the rest of the weight.
     """
 
@@ -48,10 +48,10 @@ class HeadsLoss(NamedTuple):
         if soft == 0.0:
             text = "cross-entropy against the tokens of the data"
         elif soft == 1.0:
-            text = "cross-entropy against the distribution of the base model"
+            text = "cross-entropy against the distribution of the target model"
         else:
             text = (
-                f"{soft:.0%} cross-entropy against the distribution of the base model, rest"
+                f"{soft:.0%} cross-entropy against the distribution of the target model, rest"
                 " cross-entropy against the data"
             )
         if self.decay != 1.0:
@@ -64,7 +64,7 @@ class DraftCost(NamedTuple):
 
     Attributes:
         output_matrices: number of matrices that compute logits; 1 if all depths use the same one.
-        shared_lm_heads: how many of these matrices are the base model's lm_head.
+        shared_lm_heads: how many of these matrices are the target model's lm_head.
         blocks_per_head: number of blocks in each head.
         layer_passes: number of passes through the draft's own decoder layers. Their activations are
             kept.
@@ -92,7 +92,7 @@ class DraftConfig(Section):
     Attributes:
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
-        trains_jointly: whether it can be trained together with the base model.
+        trains_jointly: whether it can be trained together with the target model.
         exports: layouts in which other programs read the draft.
         merges: whether guesses of drafts without training can be added to its own guesses.
         dynamic_trees: whether it can choose a new tree in every step.
@@ -126,7 +126,7 @@ class DraftConfig(Section):
         return f"{self.prefix}vocab_size"
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return after how many of the base model's layers the draft reads hidden states, in
+        """Return after how many of the target model's layers the draft reads hidden states, in
         addition to the final ones.
         """
         return ()
@@ -134,7 +134,7 @@ class DraftConfig(Section):
     @property
     def heads_loss(self) -> HeadsLoss:
         """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`. Without a key `soft_targets`,
-        the target is the base model's distribution alone.
+        the target is the target model's distribution alone.
         """
         return HeadsLoss(
             getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0)
@@ -180,7 +180,7 @@ class MedusaConfig(DraftConfig):
         1, "residual blocks per head; 0: a linear head without blocks", HEADS, le=32
     )
     share_lm_head: Bool = key(
-        False, "heads share the base model's lm_head instead of training one each", HEADS
+        False, "heads share the target model's lm_head instead of training one each", HEADS
     )
     vocab_size: VocabSize | None = _VOCAB_SIZE
     markov_rank: NonNegativeInt = key(
@@ -191,11 +191,13 @@ class MedusaConfig(DraftConfig):
         le=1024,
     )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of head k's loss is c**k")
-    soft_targets: Share = key(0.0, "weight of the base model's distribution in the heads' targets")
+    soft_targets: Share = key(
+        0.0, "weight of the target model's distribution in the heads' targets"
+    )
 
     @property
     def cost(self) -> DraftCost:
-        """Heads of blocks, which may share the base model's lm_head."""
+        """Heads of blocks, which may share the target model's lm_head."""
         shared = self.num_heads if self.share_lm_head else 0
         return DraftCost(self.num_heads, shared, blocks_per_head=self.num_layers)
 
@@ -244,7 +246,7 @@ class HydraConfig(DraftConfig):
     decay_coefficient: PositiveShare = _DECAY
     soft_targets: Share = key(
         1.0,
-        "weight of the base model's distribution in the heads' targets; the data's token has the"
+        "weight of the target model's distribution in the heads' targets; the data's token has the"
         " rest",
     )
 
@@ -285,13 +287,13 @@ class AmphistaConfig(DraftConfig):
         le=2,
     )
     sampled_token: Bool = key(
-        True, "also read the embedding of the token that the base model has just chosen", HEADS
+        True, "also read the embedding of the token that the target model has just chosen", HEADS
     )
     normalize_embeddings: Bool = _NORMALIZE_EMBEDDINGS
     vocab_size: VocabSize | None = _VOCAB_SIZE
     alignment_weight: NonNegativeFloat = key(
         0.5,
-        "lambda_1: weight of the cross-entropy against the base model's distribution (default: ours)",
+        "lambda_1: weight of the cross-entropy against the target model's distribution (default: ours)",
     )
     label_weight: NonNegativeFloat = key(
         0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)"
@@ -330,14 +332,14 @@ class AmphistaConfig(DraftConfig):
 
 
 class KangarooConfig(DraftConfig):
-    """Keys of `kangaroo`: the base model's first layers, an adapter and the base model's lm_head
+    """Keys of `kangaroo`: the target model's first layers, an adapter and the target model's lm_head
     (Kangaroo).
     """
 
     prefix = "kangaroo."
     title = "Kangaroo"
     layers_key = "kangaroo.exit_layer"
-    merges = False  # drafting its guesses runs the base model's first layers on them
+    merges = False  # drafting its guesses runs the target model's first layers on them
 
     num_heads: PositiveInt = key(
         6,
@@ -347,7 +349,7 @@ class KangarooConfig(DraftConfig):
     )
     exit_layer: PositiveInt = key(
         2,
-        "l: number of base model layers before the early exit; the adapter reads their output",
+        "l: number of target model layers before the early exit; the adapter reads their output",
         HEADS,
     )
     threshold: Share = key(
@@ -381,7 +383,7 @@ class KangarooConfig(DraftConfig):
 
     @property
     def cost(self) -> DraftCost:
-        """One adapter, with the base model's lm_head or one of its own."""
+        """One adapter, with the target model's lm_head or one of its own."""
         return DraftCost(1, shared_lm_heads=int(self.share_lm_head))
 
     def describe(self) -> str:
@@ -421,7 +423,7 @@ class Eagle3Config(DraftConfig):
     )
     layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
         None,
-        "after how many of the base model's layers the draft reads states; default: 2, half, all"
+        "after how many of the target model's layers the draft reads states; default: 2, half, all"
         " but 3",
         HEADS,
     )
@@ -439,7 +441,7 @@ class Eagle3Config(DraftConfig):
     )
     decay_coefficient: PositiveShare = key(0.8, "c: weight of step k's loss is c**k")
     soft_targets: Share = key(
-        1.0, "weight of the base model's distribution in the targets; rest: the token"
+        1.0, "weight of the target model's distribution in the targets; rest: the token"
     )
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -489,7 +491,7 @@ class DFlashConfig(DraftConfig):
     num_layers: PositiveInt = key(5, "decoder layers", HEADS, le=16)
     layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] | None = key(
         None,
-        "after how many of the base model's layers the draft reads states; default: as many as"
+        "after how many of the target model's layers the draft reads states; default: as many as"
         " num_layers, from 2 to all but 2",
         HEADS,
     )
@@ -505,7 +507,7 @@ class DFlashConfig(DraftConfig):
     mask_token_id: NonNegativeInt | None = key(
         None,
         "id of the token that fills the positions to be guessed; default: the last one of the"
-        " base model's embeddings",
+        " target model's embeddings",
         HEADS,
     )
     markov_rank: NonNegativeInt = key(
@@ -516,7 +518,7 @@ class DFlashConfig(DraftConfig):
         0.7788, "c: weight of the k-th guess's loss is c**k, relative to their sum"
     )
     soft_targets: Share = key(
-        0.0, "weight of the base model's distribution in the targets; rest: the token"
+        0.0, "weight of the target model's distribution in the targets; rest: the token"
     )
 
     @property
@@ -532,7 +534,7 @@ class DFlashConfig(DraftConfig):
 
     @property
     def cost(self) -> DraftCost:
-        """Layers, and the base model's lm_head."""
+        """Layers, and the target model's lm_head."""
         return DraftCost(
             output_matrices=1,
             shared_lm_heads=1,
@@ -627,7 +629,7 @@ class RestConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Keys of `lookahead`: n-grams that the base model guesses ahead of the text (Lookahead
+    """Keys of `lookahead`: n-grams that the target model guesses ahead of the text (Lookahead
     Decoding).
     """
 

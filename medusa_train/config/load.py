@@ -119,8 +119,8 @@ def _read(path: Path) -> Source:
         )
     source = read_yaml_file(found, str(path))
     remember_written(source.values)
-    of_runs = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
-    source.is_run = found.name == "config.yaml" and any(map(os.path.exists, of_runs))
+    run_files = (found.with_name("metrics.jsonl"), found.with_name(STAGE_ONE))
+    source.is_run = found.name == "config.yaml" and any(map(os.path.exists, run_files))
     if source.is_run:
         source.values["output_dir"] = str(found.parent)  # the run may have been moved
     return source
@@ -194,8 +194,6 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
-    of_stage_one = [path for path in outer.typed if path[0] == STAGE_ONE]
-    source.typed = {path[1:]: outer.typed[path] for path in of_stage_one}
     own = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
     for name, value in {**stage_one_values(str(output_dir)), **own}.items():
@@ -203,10 +201,13 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
         source.set((name,), value, place)
         if name in own and name in NOT_IN_STAGE_ONE:
             source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
+    for path, text in outer.typed.items():
+        if path[0] == STAGE_ONE:
+            source.typed[path[1:]] = text  # after `set`, which drops what the run has there
     _drop_contradicted(TrainConfig, source, set(own))
     first, problems = _validate(TrainConfig, source)
     if first is not None and first.recipe != "medusa1":
-        message = "stage one trains heads on a frozen base model: medusa1"
+        message = "stage one trains heads on a frozen target model: medusa1"
         problems.append(source.problem(("recipe",), message))
     return first, problems
 
@@ -259,12 +260,12 @@ def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     for name, value in source.values.items():
         removed = explain_removed(name, value, cls.model_fields)
-        of_run = source.is_run and source.place((name,)).source == source.name
-        if removed and not of_run:
+        is_from_run = source.is_run and source.place((name,)).source == source.name
+        if removed and not is_from_run:
             problems.append(source.problem((name,), removed))
         elif removed or name in cls.ignored_axolotl_keys:
             source.ignored += [] if value is None else [name]
-        elif of_run and name == TRUST:
+        elif is_from_run and name == TRUST:
             source.ignored += [name] if value else []
         else:
             values[name] = value

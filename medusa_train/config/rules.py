@@ -48,7 +48,7 @@ def implies_joint_training(cfg: Any) -> bool:
 
 
 def _trains_lm_head(cfg: Any) -> bool:
-    """Return whether joint training trains the base model's lm_head, in full or by an adapter."""
+    """Return whether joint training trains the target model's lm_head, in full or by an adapter."""
     targets = cfg.lora_target_modules
     if not cfg.adapter or cfg.lora_target_linear or not targets:
         return True
@@ -73,11 +73,11 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     for name, other in EXCLUSIVE:
         if _is_chosen(getattr(cfg, name)) and _is_chosen(getattr(cfg, other)):
             yield (name, other), f"cannot be set together with {other}; choose one"
-    # 1. The base model and its trained parts.
+    # 1. The target model and its trained parts.
     if cfg.adapter == "qlora" and not cfg.load_in_4bit:
         yield (
             ("adapter", "load_in_4bit"),
-            "qlora is an adapter on a 4-bit base model; set load_in_4bit: true, or adapter: lora",
+            "qlora is an adapter on a 4-bit target model; set load_in_4bit: true, or adapter: lora",
         )
     templates = [dataset.conversation for dataset in cfg.datasets]
     if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
@@ -96,13 +96,13 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
         if getattr(cfg, name) and not cfg.adapter:
             yield (
                 (name, "adapter"),
-                "the teacher is the base model with its adapter disabled; set adapter: lora or"
+                "the teacher is the target model with its adapter disabled; set adapter: lora or"
                 " qlora, or remove it",
             )
     if cfg.medusa_num_unfreeze_layers and is_quantized:
         yield (
             ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
-            "quantized layers cannot be trained; use an adapter, or load the base model unquantized",
+            "quantized layers cannot be trained; use an adapter, or load the target model unquantized",
         )
     if cfg.medusa_only_heads is is_joint:
         yield (
@@ -119,7 +119,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if is_joint and is_quantized and not trains_part:
         yield (
             ("load_in_4bit", "load_in_8bit", *_RECIPE),
-            "a quantized base model can be trained jointly only with an adapter; set adapter, or"
+            "a quantized target model can be trained jointly only with an adapter; set adapter, or"
             " recipe: medusa1",
         )
     if is_joint and cfg.medusa_share_lm_head and _trains_lm_head(cfg):
@@ -135,19 +135,19 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if is_joint and not draft.trains_jointly:
         yield (
             ("draft", *_RECIPE),
-            "can be trained on a frozen base model only; remove the keys of joint training (recipe:"
+            "can be trained on a frozen target model only; remove the keys of joint training (recipe:"
             " medusa1)",
         )
     if is_joint and cfg.cache_hidden_states:
         yield (
             ("cache_hidden_states", *_RECIPE),
-            "the hidden states of a base model that is trained change with every step; set"
+            "the hidden states of a target model that is trained change with every step; set"
             " cache_hidden_states: false, or recipe: medusa1",
         )
     if is_joint and cfg.torch_compile:
         yield (
             ("torch_compile", *_RECIPE),
-            "only passes of a frozen base model are compiled, and this recipe trains it; set"
+            "only passes of a frozen target model are compiled, and this recipe trains it; set"
             " torch_compile: false, or recipe: medusa1",
         )
     if cfg.cache_hidden_states and cfg.dataset_prepared_path is None:
@@ -161,13 +161,13 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if "merged" in exported and not is_joint:
         yield (
             ("export", *_RECIPE),
-            "merged is the jointly trained base model, but this recipe keeps it frozen; remove"
+            "merged is the jointly trained target model, but this recipe keeps it frozen; remove"
             " merged",
         )
     if "reference-v2" in exported and not cfg.medusa_share_lm_head:
         yield (
             ("export", "medusa_share_lm_head"),
-            "reference-v2 requires heads that share the base model's lm_head; set"
+            "reference-v2 requires heads that share the target model's lm_head; set"
             " medusa_share_lm_head: true",
         )
     if cfg.medusa_vocab_size and not exported.issubset(("vllm", "transformers", "merged")):

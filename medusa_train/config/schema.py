@@ -83,7 +83,7 @@ from medusa_train.config.types import (
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. For example,
-#: classes follow from the base model's files, and batches are padded to their longest row.
+#: classes follow from the target model's files, and batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     [
         "is_llama_derived_model",
@@ -282,23 +282,27 @@ class TrainConfig(Config):
     }
     ignored_axolotl_keys = IGNORED_AXOLOTL_KEYS
 
-    # Base model
+    # Target model
     base_model: Text = key(
-        ..., "the base model: a Hugging Face model directory or a hub name", DATA
+        ..., "the target model: a Hugging Face model directory or a hub name", DATA
     )
-    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository", DATA)
-    load_in_4bit: Bool = key(False, "quantize the base model to 4-bit NF4 (bitsandbytes)", WEIGHTS)
-    load_in_8bit: Bool = key(False, "quantize the base model to 8 bits (bitsandbytes)", WEIGHTS)
+    trust_remote_code: Bool = key(
+        False, "allow Python code from the target model's repository", DATA
+    )
+    load_in_4bit: Bool = key(
+        False, "quantize the target model to 4-bit NF4 (bitsandbytes)", WEIGHTS
+    )
+    load_in_8bit: Bool = key(False, "quantize the target model to 8 bits (bitsandbytes)", WEIGHTS)
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None,
-        "medusa1: frozen base model; medusa2: joint training; default: medusa2 if adapter or another"
+        "medusa1: frozen target model; medusa2: joint training; default: medusa2 if adapter or another"
         " key implies it",
         WEIGHTS,
     )
     draft: TrainedDraft = key(
-        "medusa", "kind of draft to train; all but medusa require a frozen base model", HEADS
+        "medusa", "kind of draft to train; all but medusa require a frozen target model", HEADS
     )
     hydra: HydraConfig | None = key(None, "settings of draft: hydra", HEADS)
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista", HEADS)
@@ -326,7 +330,7 @@ class TrainConfig(Config):
     )
     medusa_self_distillation: Bool = key(
         False,
-        "LM loss is the KL from the base model without adapter (medusa2 only)",
+        "LM loss is the KL from the target model without adapter (medusa2 only)",
         JOINT,
     )
     medusa_distillation_regularization: Share = key(
@@ -350,7 +354,7 @@ class TrainConfig(Config):
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(
-        None, "train the base model through a LoRA adapter (medusa2 only)", WEIGHTS, JOINT
+        None, "train the target model through a LoRA adapter (medusa2 only)", WEIGHTS, JOINT
     )
     lora_r: PositiveInt = key(32, "rank of the adapter", WEIGHTS, ADAPTER)
     lora_alpha: PositiveInt = key(
@@ -383,8 +387,8 @@ class TrainConfig(Config):
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
-        "store the frozen base model's hidden states under dataset_prepared_path; later epochs and"
-        " runs read them instead of running the base model",
+        "store the frozen target model's hidden states under dataset_prepared_path; later epochs and"
+        " runs read them instead of running the target model",
     )
     dataset_processes: PositiveInt | None = key(
         None,
@@ -472,7 +476,7 @@ class TrainConfig(Config):
     )
     cosine_min_lr_ratio: Fraction = key(0.0, "final learning rate of cosine, relative to the peak")
     learning_rate: PositiveFloat = key(
-        5e-4, "peak of the base model; the draft's is multiplied by medusa_lr_multiplier"
+        5e-4, "peak of the target model; the draft's is multiplied by medusa_lr_multiplier"
     )
     warmup_steps: NonNegativeInt | None = key(None, "linear warm-up in optimizer steps")
     warmup_ratio: Fraction | None = key(None, "linear warm-up as a fraction of the run")
@@ -502,7 +506,7 @@ class TrainConfig(Config):
     )
     torch_compile: Bool = key(
         False,
-        "run the frozen base model's layers compiled by torch.compile (medusa1 only); the first steps"
+        "run the frozen target model's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer. Not benchmarked on a GPU yet",
     )
     deepspeed: TextOrMapping | None = key(
@@ -581,7 +585,7 @@ class TrainConfig(Config):
 
     @property
     def quantization(self) -> Quantization | None:
-        """The type to which the base model's weights are quantized; None if they are not."""
+        """The type to which the target model's weights are quantized; None if they are not."""
         if self.load_in_4bit:
             return "nf4"
         if self.load_in_8bit:
@@ -602,14 +606,14 @@ class TrainConfig(Config):
 
     @property
     def heads_keys(self) -> dict[str, Any]:
-        """The keys that heads depend on, with their values: base model, kind and shape."""
+        """The keys that heads depend on, with their values: target model, kind and shape."""
         section = self.draft_config
         settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys without effect: those of joint training if the base model is frozen, those of the
+        """Keys without effect: those of joint training if the target model is frozen, those of the
         adapter if there is none, and similar ones.
         """
         return tuple(rules.ineffective_train_keys(self))
@@ -638,12 +642,12 @@ class TrainConfig(Config):
         if self.recipe != "medusa2":
             return heads
         if self.medusa_self_distillation:
-            model = "KL divergence to the base model without its adapter"
+            model = "KL divergence to the target model without its adapter"
         else:
-            model = "cross-entropy of the base model against the tokens of the data"
+            model = "cross-entropy of the target model against the tokens of the data"
             rho = self.medusa_distillation_regularization
             if rho:
-                model += f", {rho:.0%} of the target from the base model without its adapter"
+                model += f", {rho:.0%} of the target from the target model without its adapter"
         schedule, _, share = self.medusa_scheduler.partition("_")
         coefficient = f"{self.medusa_heads_coefficient:g}"
         if schedule == "constant":
@@ -716,7 +720,7 @@ NOT_IN_STAGE_ONE = (
 class DecodingKeys(Config):
     """Keys of the commands that decode: how prompts are written and answers sampled."""
 
-    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
+    trust_remote_code: Bool = key(False, "allow Python code from the target model's repository")
     chat_template: ChatTemplateName = key(
         None,
         "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's",
@@ -756,7 +760,7 @@ class EvalConfig(DecodingKeys):
     )
     base_model: Text | None = key(
         None,
-        "base model; default: the one that the run or the heads were trained with; with server_url:"
+        "target model; default: the one that the run or the heads were trained with; with server_url:"
         " the model's name on the server, default: the only one that it lists",
     )
     tree: Text | None = key(
@@ -769,7 +773,7 @@ class EvalConfig(DecodingKeys):
     draft: LookupName | None = key(
         None,
         "draft without training: prompt_lookup copies from the text so far, rest copies from a"
-        " datastore, lookahead takes n-grams that the base model guesses ahead; with a prefix"
+        " datastore, lookahead takes n-grams that the target model guesses ahead; with a prefix"
         " (medusa+...): added to the tree of the run's heads; default: the run's heads alone",
     )
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
@@ -1030,7 +1034,7 @@ class SelfDistillConfig(DecodingKeys):
         " of additional start-up time",
     )
     heads: Text | None = key(
-        None, "run or directory of heads to decode with; its base model is the default model"
+        None, "run or directory of heads to decode with; its target model is the default model"
     )
     server_url: OneOrMore[Address] | None = key(
         None,
@@ -1072,13 +1076,13 @@ class ExportConfig(Config):
     )
     to: ExportTarget = key(
         "reference",
-        "layout to write; merged: the jointly trained base model with its adapter merged",
+        "layout to write; merged: the jointly trained target model with its adapter merged",
     )
     output_dir: Text | None = key(
         None, "directory to write; default: export/TO in the run directory"
     )
-    base_model: Text | None = key(None, "base model to name in config.json; default: the run's")
-    trust_remote_code: Bool = key(False, "allow Python code from the base model's repository")
-    license: Text | None = key(None, "license in the model card; default: the base model's")
+    base_model: Text | None = key(None, "target model to name in config.json; default: the run's")
+    trust_remote_code: Bool = key(False, "allow Python code from the target model's repository")
+    license: Text | None = key(None, "license in the model card; default: the target model's")
     push_to_hub: Text | None = key(None, "hub repository (OWNER/NAME) to upload the export to")
     private: Bool = key(True, "create the repository of push_to_hub as private")

@@ -330,9 +330,9 @@ ReasoningTags = Annotated[tuple[str, str], BeforeValidator(_tags)]
 Schedule = Annotated[
     str, BeforeValidator(_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})
 ]
-#: Weights of a base model in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
+#: Weights of a target model in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
 Quantization = Literal["nf4", "int8"]
-#: Layout of an export; "merged" is the base model with its adapter merged.
+#: Layout of an export; "merged" is the target model with its adapter merged.
 ExportTarget = Literal[
     "reference",
     "reference-v2",

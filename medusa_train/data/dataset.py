@@ -49,8 +49,8 @@ def load_datasets(
     report = encoded.report
     test = None
     if cfg.test_datasets is not None:
-        of_test = cfg.model_copy(update={"datasets": cfg.test_datasets})
-        test = _encode(of_test, encoder, on_progress)
+        test_cfg = cfg.model_copy(update={"datasets": cfg.test_datasets})
+        test = _encode(test_cfg, encoder, on_progress)
     # 2. The prompts to hold out, with all their conversations and all rows of these.
     if test is not None:
         validation_prompts = {example.prompt for example in test}
@@ -210,8 +210,8 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        of_ranks = [(self._draw(), self._next_rows()) for _ in range(self.size)]
-        draw, rows = of_ranks[self.rank]
+        draws = [(self._draw(), self._next_rows()) for _ in range(self.size)]
+        draw, rows = draws[self.rank]
         return replace(self.dataset.batch(rows), draw=draw)
 
     def state_dict(self) -> dict[str, Any]:

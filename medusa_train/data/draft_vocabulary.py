@@ -25,7 +25,7 @@ class DraftVocabulary:
 
     Attributes:
         tokens: long [size] in ascending order.
-        vocab_size: vocabulary size of the base model.
+        vocab_size: vocabulary size of the target model.
         key: configuration key of the size, if the tokens were chosen from the training data; None
             if they came with trained heads.
     """

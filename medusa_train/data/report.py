@@ -54,7 +54,7 @@ class Unread(Counter[tuple[str, str]]):
         """
         parts = []
         for kind in (COLUMNS, TURN_KEYS, TURNS):
-            found = [(count, name) for (of_kind, name), count in self.items() if of_kind == kind]
+            found = [(count, name) for (other, name), count in self.items() if other == kind]
             if found:
                 parts.append(f"{kind} {_counted(found)}")
         if count := self[WITHOUT_PROMPT, ""]:

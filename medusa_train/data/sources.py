@@ -361,7 +361,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     """
     names = {file: _split_names(file) for file in files}
     wanted = (split or "train").lower()
-    splits = {of_file for of_file, _ in names.values()}
+    splits = {found_split for found_split, _ in names.values()}
     matching = splits & {wanted}
     if not matching:
         # the hub's splits may have any name, such as `chat` and `math`
@@ -370,7 +370,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
             return series
         matching = {name for name in splits if re.split(r"[-._]", name)[0] == wanted}
     if len(matching) != 1:
-        have = ", ".join(sorted({series or of_file for of_file, series in names.values()}))
+        have = ", ".join(sorted({series or found_split for found_split, series in names.values()}))
         raise ConfigError(
             f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
             f" has ({have}), or name the file to read"

@@ -122,7 +122,8 @@ def grade(
     server error all remaining answers count as failed. Failed answers are graded when the
     evaluation is run again.
 
-    Returns: Mean grades overall, per turn and per category. Also the number of answers with a grade
+    Returns:
+        Mean grades overall, per turn and per category. Also the number of answers with a grade
         (`graded`), of answers whose reply contains no grade (`without_grade`), and of answers
         without a reply (`failed`), with the `reason` of the last failure.
     """

@@ -146,8 +146,8 @@ def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
 def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
     """Compute rates [...] from the sums [..., 6] of every decoder."""
     rates = {}
-    for name, of_decoder in sums.items():
-        tokens, seconds, step_tokens, steps, decode_seconds, passes = of_decoder.unbind(-1)
+    for name, decoder_sums in sums.items():
+        tokens, seconds, step_tokens, steps, decode_seconds, passes = decoder_sums.unbind(-1)
         rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
     return rates
 
@@ -247,7 +247,8 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
     not independent. The questions of a batch share its time, so ratios of times are resampled by
     batch.
 
-    Returns: An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
+    Returns:
+        An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
         Only `acceleration_rate` if there are fewer than `LEAST_QUESTIONS` batches.
     """
     questions: dict[int | str, list[Turn]] = {}

@@ -262,7 +262,7 @@ class Evaluation:
             load = machine_load(others, steps)
         if caught:
             raise TargetModelError(
-                f"base_model {self.paths.base_model}: not enough memory to decode with it in"
+                f"base_model {self.paths.target_model}: not enough memory to decode with it in"
                 f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
                 " measure on a larger device."
             )
@@ -282,7 +282,6 @@ class Evaluation:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
                     model.target_model,
-                    paths,
                     progress.print,
                     rows=cfg.batch_size,
                     trees=model.proposer is not None,

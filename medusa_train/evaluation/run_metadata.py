@@ -62,7 +62,7 @@ def collect_metadata(
             exactness = dict.fromkeys(EQUALITY_DTYPES, "not compared")
     return {
         "model": paths.name and public_name(paths.name),
-        "base_model": public_name(paths.base_model),
+        "base_model": public_name(paths.target_model),
         "bench": bench.name,
         "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
@@ -111,7 +111,7 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     described: dict[str, Any] = {
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": None,
-        "heads": None if draft is None else draft.num_heads,
+        "heads": None if draft is None else draft.max_depth,
         "weights": None,
         "early_stop": 0.0 if draft is None or is_replayed else draft.threshold,
         "tree_nodes": None,
@@ -176,7 +176,7 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
     file), and the tokens that end its answers.
     """
     weights = []
-    for folder in (paths.heads, paths.adapter, Path(paths.base_model)):
+    for folder in (paths.heads, paths.adapter, Path(paths.target_model)):
         if folder is not None:
             for file in sorted([*folder.glob("*.pt"), *folder.glob("*.safetensors")]):
                 status = file.stat()
@@ -186,7 +186,7 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
         chat_template = get_template(chat_template).source
     return {
         "model": paths.name,
-        "base_model": paths.base_model,
+        "base_model": paths.target_model,
         "chat_template": chat_template,
         "weights": weights,
         "special_tokens": dict(paths.special_tokens) or None,

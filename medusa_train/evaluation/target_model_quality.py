@@ -68,7 +68,7 @@ def measure_target_model_quality(
     if cfg is None or not paths.trained_target_model:
         return None
     tokenizer = load_tokenizer(
-        paths.base_model,
+        paths.target_model,
         trust_remote_code=paths.trust_remote_code,
         special_tokens=paths.special_tokens,
     )
@@ -112,7 +112,8 @@ def validation_conversations(
     """Return a run's validation split, or its training split if fewer than `least` conversations
     are held out. Only the assistant's turns are supervised.
 
-    Returns: The split, whether it was held out of training, and the number of held-out
+    Returns:
+        The split, whether it was held out of training, and the number of held-out
         conversations; None if the data are no longer available.
     """
     answers_only = cfg.model_copy(
@@ -173,7 +174,7 @@ def load_versions(paths: ModelPaths, original: str) -> tuple[Version, Version]:
             trust_remote_code=paths.trust_remote_code,
         )
 
-    trained = load(paths.base_model)
+    trained = load(paths.target_model)
     after = partial(_states, trained)
     if paths.adapter is not None:
         adapter = Adapter.load(trained, paths.adapter)
@@ -183,7 +184,7 @@ def load_versions(paths: ModelPaths, original: str) -> tuple[Version, Version]:
                 return after(batch)
 
         return before, after
-    if Path(paths.base_model).resolve() == Path(original).resolve():
+    if Path(paths.target_model).resolve() == Path(original).resolve():
         return after, after
     return partial(_states, load(original)), after
 

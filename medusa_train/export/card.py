@@ -65,9 +65,9 @@ _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
     """Return the card of Medusa heads, or of the target model that was trained with them; see `card`."""
     is_merged = to == "merged"
-    target_model = heads.base_model
+    target_model = heads.target_model_name
     trained_together = paths.trained_target_model and not is_merged
-    if trained_together and target_model == paths.base_model:
+    if trained_together and target_model == paths.target_model:
         target_model = None
     return card(
         paths,
@@ -96,7 +96,7 @@ def card(
 
     Args:
         target_model: the target model to serve. It is only named if it is a hub repository.
-        licence: the licence to name; None: the base model's licence.
+        licence: the licence to name; None: the target model's licence.
         facts: variables of card.md.jinja that describe the draft.
     """
     # 1. Read the reports that measured these heads. If a run was trained further, it still has the
@@ -119,12 +119,12 @@ def card(
     with_tree = [report for report in reports if report not in treeless]
     # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
-    base = str(run.get("base_model") or paths.base_model)
+    trained_on = str(run.get("base_model") or paths.target_model)
     data = [str(entry["path"]) for entry in run.get("datasets") or ()]
     header = ModelCardData(
-        license=licence or _licence_of(base) or "other",
+        license=licence or _licence_of(trained_on) or "other",
         tags=[tag, "speculative-decoding"],
-        base_model=base if _is_hub_name(base) else None,
+        base_model=trained_on if _is_hub_name(trained_on) else None,
         datasets=[repo for repo in map(_hub_repository, data) if repo is not None] or None,
     )
     used = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
@@ -144,7 +144,7 @@ def card(
         tag=tag,
         to=to,
         header=header.to_yaml(),
-        base=_public(base),
+        trained_on=_public(trained_on),
         target_model=target_model if _is_hub_name(target_model or "") else "TARGET_MODEL",
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
@@ -194,10 +194,10 @@ def _public(name: str) -> str:
     return f"`{Path(name).name}` (a local {kind})"
 
 
-def _licence_of(base: str) -> str | None:
-    """Read the licence from the model card of a local base model; None if there is none."""
+def _licence_of(target_model: str) -> str | None:
+    """Read the licence from the model card of a local target model; None if there is none."""
     try:
-        card = ModelCard.load(Path(base) / "README.md", ignore_metadata_errors=True)
+        card = ModelCard.load(Path(target_model) / "README.md", ignore_metadata_errors=True)
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return card.data.license if isinstance(card.data.license, str) else None

@@ -46,7 +46,7 @@ def load_for_export(paths: ModelPaths) -> TargetModel:
     An adapter is merged. If it was trained on 4-bit or 8-bit weights, it is merged into these after
     they are dequantized, because merging it into the original weights would give another model.
     """
-    _, config = resolve_target_model(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    _, config = resolve_target_model(paths.target_model, trust_remote_code=paths.trust_remote_code)
     if paths.adapter is None:
         paths = replace(paths, quantization=None)
     # the unquantized weights may not fit on the GPU
@@ -54,7 +54,7 @@ def load_for_export(paths: ModelPaths) -> TargetModel:
     target_model = load_trained_target_model(paths, dtype, device="cpu")
     problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
-        raise CheckpointError(f"{paths.base_model}: the merged model cannot be used: {problem}")
+        raise CheckpointError(f"{paths.target_model}: the merged model cannot be used: {problem}")
     return target_model
 
 
@@ -71,7 +71,7 @@ def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) ->
             original = read_mapping(paths.home / CONFIG).get("base_model")
         else:
             content = _save_merged_adapter(paths, directory)
-            original = paths.base_model
+            original = paths.target_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
         template = paths.chat_template and get_template(paths.chat_template).source
@@ -133,7 +133,7 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     untie_config(target_model)
     target_model.save(directory)
-    facts = [paths.base_model]
+    facts = [paths.target_model]
     if paths.quantization:
         facts.append(f"dequantised from {paths.quantization}")
     if paths.adapter is not None:

@@ -42,7 +42,7 @@ def write_server_draft(
     to: ExportTarget,
     directory: Path,
     target: Path,
-    base_model: str,
+    target_model_name: str,
     licence: str | None,
 ) -> tuple[list[str], list[str]]:
     """Write the draft of `kind` at `paths`, with a model card; return lines that describe it, and
@@ -51,13 +51,13 @@ def write_server_draft(
     Args:
         directory: directory to which the draft is written.
         target: directory from which it will be served.
-        base_model: target model to name in config.json. licence: licence to name on the card.
+        target_model_name: target model to name in config.json. licence: licence to name on the card.
     """
     # 1. Read the draft, and the config of its layer for this target model.
     assert paths.heads is not None
     state, settings = read_draft(paths.heads, kind)
     _, target_model = resolve_target_model(
-        paths.base_model, trust_remote_code=paths.trust_remote_code
+        paths.target_model, trust_remote_code=paths.trust_remote_code
     )
     text_config = target_model.get_text_config()
     layer = layer_config(text_config, settings.get("layer")).to_dict()
@@ -68,11 +68,11 @@ def write_server_draft(
     if kind == "eagle3":
         num_layers = text_config.num_hidden_layers
         settings["layers"] = settings.get("layers") or default_layers(num_layers)
-        tensors, config = to_eagle3(state, settings, layer, vocab_size, base_model, to)
+        tensors, config = to_eagle3(state, settings, layer, vocab_size, target_model_name, to)
         drafted = f"{config['draft_vocab_size']:,} of {vocab_size:,} tokens"
         described = {"drafted": drafted}
         served = {"method": kind, "tokens": 2, "algorithm": "EAGLE3", "options": ""}
-        summary = f"EAGLE-3, {drafted}; target model {base_model}"
+        summary = f"EAGLE-3, {drafted}; target model {target_model_name}"
         notes = ["vLLM drafts a chain, SGLang a chain or a tree of its own; tree.json is not read"]
         if "lm_heads.0.bias" in state:
             warnings.append(BIAS_IGNORED)
@@ -80,12 +80,14 @@ def write_server_draft(
             warnings += vllm_eagle3_warnings(target_model)
     else:
         num_layers = text_config.num_hidden_layers
-        tensors, config = to_dflash(state, settings, layer, num_layers, vocab_size, base_model, to)
+        tensors, config = to_dflash(
+            state, settings, layer, num_layers, vocab_size, target_model_name, to
+        )
         tokens = settings["max_draft_tokens"]
         described = {"num_layers": settings["num_layers"], "tokens": tokens}
         block = f" --speculative-num-draft-tokens {tokens + 1}"
         served = {"method": kind, "tokens": tokens, "algorithm": "DFLASH", "options": block}
-        summary = f"DFlash, {tokens} guesses in a pass; base model {base_model}"
+        summary = f"DFlash, {tokens} guesses in a pass; target model {target_model_name}"
         notes = ["servers verify a chain; tree.json is not read"]
         if settings.get("markov_rank"):
             served["method"] = "dspark"
@@ -98,7 +100,7 @@ def write_server_draft(
     text = card(
         paths,
         to,
-        base_model,
+        target_model_name,
         licence,
         title=f"{DRAFT_CONFIGS[kind].title} draft",
         tag=kind,
@@ -111,5 +113,5 @@ def write_server_draft(
     replace_text(directory / "README.md", text)
     # 4. Build the command that serves it.
     place = str(target) if to == "vllm" else quote(str(target))  # vLLM's is already within quotes
-    serve = command(directory=place, target_model=quote(base_model))
+    serve = command(directory=place, target_model=quote(target_model_name))
     return [summary, f"serve it: {serve}", *notes], warnings

@@ -49,13 +49,13 @@ def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
     conversion reads it.
     """
     offline = hub_is_unreachable()
-    if not offline and not Path(paths.base_model).is_dir():
+    if not offline and not Path(paths.target_model).is_dir():
         check_network()
     try:
-        path = cached_file(paths.base_model, "config.json", local_files_only=offline)
+        path = cached_file(paths.target_model, "config.json", local_files_only=offline)
     except OSError as error:
         raise TargetModelError(
-            f"base_model {paths.base_model}: cannot read its config.json, which this export"
+            f"base_model {paths.target_model}: cannot read its config.json, which this export"
             f" contains: {error}"
         ) from error
     return {**read_json(Path(path)), "num_medusa_heads": num_heads}
@@ -84,9 +84,9 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path, ta
     problem = None
     with suppress(TargetModelError):  # the target model need not be on this machine
         _, config = resolve_target_model(
-            paths.base_model, trust_remote_code=paths.trust_remote_code
+            paths.target_model, trust_remote_code=paths.trust_remote_code
         )
-        problem = describe_without_trees(config, paths.base_model)
+        problem = describe_without_trees(config, paths.target_model)
     if problem is not None:
         raise CheckpointError(problem)
     tree = load_tree(paths, num_heads)

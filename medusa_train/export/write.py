@@ -88,7 +88,7 @@ def export_run(
     to: ExportTarget,
     target: Path | None = None,
     *,
-    base_model: str | None = None,
+    target_model_name: str | None = None,
     licence: str | None = None,
     announce: Callable[[str], object] = lambda line: None,
 ) -> Exported:
@@ -96,8 +96,8 @@ def export_run(
 
     Args:
         target: output directory; defaults to export/TO next to the heads.
-        base_model: target model to name in config.json; defaults to its absolute path or hub name.
-        licence: licence to name on the card; defaults to the base model's.
+        target_model_name: target model to name in config.json; defaults to its absolute path or hub name.
+        licence: licence to name on the card; defaults to the target model's.
         announce: is called with a line before anything large is written.
     """
     if paths.heads is None:
@@ -108,7 +108,7 @@ def export_run(
         _check_target(paths, to, target)
     with _published(place) as files:
         exported = Exported(place, files)
-        _write(paths, to, exported, base_model, licence, announce)
+        _write(paths, to, exported, target_model_name, licence, announce)
     return exported
 
 
@@ -116,7 +116,7 @@ def _write(
     paths: ModelPaths,
     to: ExportTarget,
     exported: Exported,
-    base_model: str | None,
+    target_model_name: str | None,
     licence: str | None,
     announce: Callable[[str], object],
 ) -> None:
@@ -124,18 +124,18 @@ def _write(
     # 1. Write a draft that is not Medusa, for a server.
     assert paths.heads is not None
     kind = heads_kind(paths.heads)
-    named = base_model or _target_model_name(paths)
+    named = target_model_name or _target_model_name(paths)
     if kind != "medusa":
         facts, warnings = write_server_draft(
             paths, kind, to, exported.files, exported.target, named, licence
         )
         exported.facts += facts
         exported.warnings += warnings
-        if base_model is None:
+        if target_model_name is None:
             exported.warnings += stop_warnings(paths)
         return
     # 2. Write Medusa heads, or the target model that was trained with them.
-    heads = replace(read_heads(paths.heads), base_model=named)
+    heads = replace(read_heads(paths.heads), target_model_name=named)
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
     if to in WHOLE_LM_HEADS:
@@ -151,7 +151,7 @@ def _write(
     if to == MERGED:
         return
     exported.facts.insert(0, describe(heads))
-    if base_model is None:
+    if target_model_name is None:
         exported.warnings += target_model_warnings(paths)
         if to != "transformers":  # the code for transformers reads the stop tokens
             exported.warnings += stop_warnings(paths)
@@ -199,7 +199,7 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     """Raise CheckpointError if the export would overwrite other files than an earlier export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    own = [paths.home.resolve(), Path(paths.base_model).resolve()]
+    own = [paths.home.resolve(), Path(paths.target_model).resolve()]
     if paths.heads is not None:
         own.append(paths.heads.resolve())
     if target.resolve() in own or _holds_other_files(target, to):
@@ -249,7 +249,7 @@ def announce_lm_heads(
     tokens = heads.vocab_size
     if tokens is None:
         _, config = resolve_target_model(
-            paths.base_model, trust_remote_code=paths.trust_remote_code
+            paths.target_model, trust_remote_code=paths.trust_remote_code
         )
         tokens = config.get_text_config().vocab_size
     # only vLLM's layout can store one matrix for all heads
@@ -276,7 +276,7 @@ def describe(heads: HeadTensors) -> str:
     blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
     return (
         f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; target model"
-        f" {heads.base_model}"
+        f" {heads.target_model_name}"
     )
 
 
@@ -304,7 +304,7 @@ def target_model_warnings(paths: ModelPaths) -> list[str]:
         return []
     return [
         f"this run trained the target model too ({paths.adapter}): serve these heads with the merged"
-        f" target model (medusa-export {paths.home} --to merged), not with {paths.base_model}"
+        f" target model (medusa-export {paths.home} --to merged), not with {paths.target_model}"
     ]
 
 
@@ -316,17 +316,17 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
         return []
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
-        of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
+        file_tokens = read_stop_tokens(replace(paths, special_tokens={}))[0]
     except MedusaError:  # the target model is not on this machine
         return []
-    known = of_files.generation_config + of_files.tokenizer
+    known = file_tokens.generation_config + file_tokens.tokenizer
     unknown = [token for token in stop_tokens.ids if token not in known]
     if not unknown:
         return []
     texts = " and ".join(map(str, tokenizer.convert_ids_to_tokens(unknown)))
     return [
         f"answers end at {texts}, which neither generation_config.json nor the tokenizer of"
-        f" {paths.base_model} names: add {unknown} to eos_token_id in its generation_config.json,"
+        f" {paths.target_model} names: add {unknown} to eos_token_id in its generation_config.json,"
         " or send stop_token_ids with each request, else servers go on after the answer"
     ]
 
@@ -337,10 +337,10 @@ def _target_model_name(paths: ModelPaths) -> str:
     """
     if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
-    base = Path(paths.base_model)
-    if not base.is_dir():
-        return paths.base_model
-    return str(base.resolve())
+    local = Path(paths.target_model)
+    if not local.is_dir():
+        return paths.target_model
+    return str(local.resolve())
 
 
 def _merged_directory(paths: ModelPaths) -> Path | None:
@@ -446,7 +446,7 @@ def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
     if not paths.trained_target_model and not is_full:
         raise CheckpointError(
             f"{paths.home}: this run did not train the target model, so there is nothing to merge: use"
-            f" {paths.base_model}"
+            f" {paths.target_model}"
         )
     exported.facts.append(write_merged(paths, exported.files, card))
 
@@ -489,14 +489,14 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
     return str(url)
 
 
-def local_base_model(directory: Path) -> str | None:
+def local_target_model(directory: Path) -> str | None:
     """Return the target model in config.json if it is a local path, which is invalid on other
     machines; None otherwise.
     """
     config = directory / "config.json"
     if not config.is_file():
         return None
-    base = read_json(config).get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).is_absolute():
+    name = read_json(config).get("base_model_name_or_path")
+    if not isinstance(name, str) or not Path(name).is_absolute():
         return None
-    return base
+    return name

@@ -27,14 +27,14 @@ def decoder_of(model: Any) -> Any:
     Raises:
         TargetModelError: it has no such part (Qwen3-Omni, which also speaks).
     """
-    base = model.base_model
-    if base is model:  # Llama 4's `base_model_prefix` is not the name of its decoder
-        base = getattr(model, "model", None)
-    if base is None:
+    decoder = model.base_model
+    if decoder is model:  # Llama 4's `base_model_prefix` is not the name of its decoder
+        decoder = getattr(model, "model", None)
+    if decoder is None:
         raise TargetModelError(
             f"{type(model).__name__} is not supported: it has no decoder `model`"
         )
-    return getattr(base, "language_model", base)
+    return getattr(decoder, "language_model", decoder)
 
 
 def final_norm(body: Any) -> Any:
@@ -94,9 +94,9 @@ def largest(config: Any, key: str) -> int | None:
     Sizes of layers that differ are a list (Gemma 3n's intermediate_size), or are in a config per
     layer (Gemma 4's head_dim).
     """
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes: list[int] = []
-    for layer in of_layers:
+    for layer in configs:
         size = getattr(layer, key, None) or []
         sizes += size if isinstance(size, list) else [size]
     return max(sizes, default=None)

@@ -72,12 +72,12 @@ def find_stop_tokens(
         chat: encoder with the chat template; None: raw text only.
     """
     eos = getattr(generation_config, "eos_token_id", None)
-    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
-    of_template = None if chat is None else chat.end_token_id()
+    tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
+    template_end = None if chat is None else chat.end_token_id()
     return StopTokens(
         _with_embedding(eos, vocab_size),
-        _with_embedding(of_tokenizer, vocab_size),
-        _with_embedding(of_template, vocab_size),
+        _with_embedding(tokenizer_eos, vocab_size),
+        _with_embedding(template_end, vocab_size),
     )
 
 

@@ -1,1 +1,1 @@
-"""Generation of training data with the base model itself (Medusa, Self-Distillation)."""
+"""Generation of training data with the target model itself (Medusa, Self-Distillation)."""

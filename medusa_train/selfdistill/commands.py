@@ -77,14 +77,14 @@ def next_command(cfg: SelfDistillConfig, output: Path) -> str:
     As in README, answers of a server train an EAGLE-3 draft, which vLLM can serve. Answers of a
     local model train Medusa-1 heads.
     """
-    # 1. the base model; if a run trained it with an adapter, it is exported first
+    # 1. the target model; if a run trained it with an adapter, it is exported first
     export = ""
     config = "any_eagle3"
     model = str(cfg.base_model)
     if cfg.engine != "openai":
         paths = resolve_model_paths(cfg)
         config = "any_m1"
-        model = paths.base_model
+        model = paths.target_model
         if paths.adapter is not None:
             export = shlex.join(["medusa-export", str(paths.home), "--to", "merged"]) + " && "
             model = f"{paths.home}/export/merged"

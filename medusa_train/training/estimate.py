@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.examples import EncodedDataset
-from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.chunked_logits import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,
@@ -116,7 +116,7 @@ class Estimate:
     """
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
-        """Build the draft and apply the recipe; `model_config` is the base model's transformers
+        """Build the draft and apply the recipe; `model_config` is the target model's transformers
         config.
         """
         text = model_config.get_text_config()
@@ -126,7 +126,7 @@ class Estimate:
         self._text = text
         self._cost = cfg.draft_config.cost
         self._settings = settings = cfg.draft_config.settings
-        self._base = _count(model.parameters())
+        self._target_model = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
         self._draft_vocab: int = settings.get("vocab_size") or self._vocab
         # 1. Count the weights that are quantized, and the weights that a token is multiplied by.
@@ -147,15 +147,15 @@ class Estimate:
         self._multiplied = self._draft
         if settings.get("markov_rank"):
             self._multiplied = count(target_model, **{**settings, "markov_rank": 0})
-        # 3. Count the weights that the recipe trains in the base model, or adds to it.
+        # 3. Count the weights that the recipe trains in the target model, or adds to it.
         plain = {"lora_model_dir": None, "stage_one": None, "torch_compile": False}
         recipe = build_target_model_recipe(
             cfg.model_copy(update=plain),
             target_model,
             Precision(torch.device("meta"), torch.float32),
         )
-        self._trained_base = _count(recipe.parameters.values())
-        self.trained = self._draft + self._trained_base
+        self._trained_target_model = _count(recipe.parameters.values())
+        self.trained = self._draft + self._trained_target_model
 
     def memory_of_run(self, train: EncodedDataset, precision: Precision) -> Memory:
         """Estimate the peak memory of a training step on `train`. On a GPU it includes an assumed
@@ -176,21 +176,22 @@ class Estimate:
 
         Args:
             rows: number of rows in a micro-batch. width: number of tokens in its longest row.
-            dtype: compute dtype. The base model's unquantized weights have it too.
+            dtype: compute dtype. The target model's unquantized weights have it too.
         """
         cfg = self._cfg
         item = dtype.itemsize
-        frozen = self._base
+        frozen = self._target_model
         if not cfg.adapter:
-            frozen -= self._trained_base
+            frozen -= self._trained_target_model
         weights = frozen * item
         if (quantized := self._quantized_bytes()) is not None:
             weights -= round(self._linear * (item - quantized))
         has_8bit_states = "8bit" in cfg.optimizer and device != "cpu"
         states = round(self.trained * (ADAM_8BIT if has_8bit_states else ADAM))
         parts = {
-            "base model, frozen": weights,
-            "adapter" if cfg.adapter else "base model, trained": self._trained_base * _TRAINED,
+            "target model, frozen": weights,
+            "adapter" if cfg.adapter else "target model, trained": self._trained_target_model
+            * _TRAINED,
             "heads": self._draft * _TRAINED,
             "gradients": self.trained * _TRAINED,
             f"optimizer states ({cfg.optimizer})": states,
@@ -205,7 +206,7 @@ class Estimate:
         A matrix product takes two operations per weight and token. A forward pass needs one product
         per weight matrix. A backward pass needs two, or one if the weights are not trained. The
         draft runs on all tokens, or only on the tokens of its blocks; its output matrices run on
-        supervised tokens. Soft targets also need the base model's logits of these, over the draft's
+        supervised tokens. Soft targets also need the target model's logits of these, over the draft's
         vocabulary.
 
         Args:
@@ -215,14 +216,14 @@ class Estimate:
         """
         cfg = self._cfg
         layers = self._text.num_hidden_layers
-        # 1. One forward pass through the base model's layers.
+        # 1. One forward pass through the target model's layers.
         forward = tokens * (2 * self._in_layers + layers * self._attention(width))
         in_draft = self.draft_operations(tokens, supervised, width)
-        # 2. A frozen base model: only forward passes, and only in one epoch if states are cached.
+        # 2. A frozen target model: only forward passes, and only in one epoch if states are cached.
         if cfg.recipe == "medusa1":
             passes = min(epochs, 1) if cfg.cache_hidden_states else epochs
             return forward * passes + in_draft * epochs
-        # 3. A trained base model: also the teacher's pass, backward passes, and the lm_head.
+        # 3. A trained target model: also the teacher's pass, backward passes, and the lm_head.
         backward = 1 if cfg.adapter else 2
         share = self._trained_layers / layers
         passes = 1 + self._has_teacher + share * (bool(cfg.gradient_checkpointing) + backward)
@@ -275,7 +276,7 @@ class Estimate:
         """Estimate the peak bytes of a micro-batch's activations and loss, without gradients of
         weights; `item` is the size of a number in the compute dtype.
 
-        The base model's layers keep all activations; only their inputs if activations are
+        The target model's layers keep all activations; only their inputs if activations are
         recomputed; nothing if the layers are frozen. The draft and the largest loss come after
         them.
         """
@@ -290,7 +291,7 @@ class Estimate:
         loss = self._loss_bytes(self._draft_vocab, tokens, item, device, taught)
         if cfg.recipe == "medusa1":
             return max(tokens * self._layer_bytes(_KEPT_FROZEN, item), states + draft + loss)
-        # 2. The layers of a trained base model and its loss.
+        # 2. The layers of a trained target model and its loss.
         loss = max(loss, self._loss_bytes(self._vocab, tokens, item, device, self._has_teacher))
         layer = tokens * self._layer_bytes(_KEPT_TRAINED, item)
         if cfg.gradient_checkpointing:

@@ -1,5 +1,5 @@
-"""Keep the hidden states of a frozen base model on disk, so that later epochs and runs need not run
-the base model.
+"""Keep the hidden states of a frozen target model on disk, so that later epochs and runs need not run
+the target model.
 
 A document's states depend only on its tokens: packed or not, it starts at position 0 and attends to
 nothing else. The states are stored when the first batch with this document is computed, and read
@@ -35,7 +35,7 @@ _NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "to
 
 @dataclass
 class HiddenStateCache:
-    """The states of a frozen base model: read from disk, or computed and stored.
+    """The states of a frozen target model: read from disk, or computed and stored.
 
     Attributes:
         device: device of the returned hidden states.
@@ -58,11 +58,11 @@ class HiddenStateCache:
     _warned: bool = field(default=False, repr=False)
 
     def hidden_states(self, batch: Batch, compute: Callable[[], HiddenStates]) -> HiddenStates:
-        """Return the hidden states of `batch`. `compute` runs the base model on it; it is called
+        """Return the hidden states of `batch`. `compute` runs the target model on it; it is called
         unless all documents are stored.
 
-        At padding, states from disk are zero, and computed states are the base model's output. A
-        base model that is partitioned over the processes must run in all of them, so it runs in all
+        At padding, states from disk are zero, and computed states are the target model's output. A
+        target model that is partitioned over the processes must run in all of them, so it runs in all
         if any process lacks a document.
         """
         documents = list(self._documents(batch))
@@ -91,8 +91,8 @@ class HiddenStateCache:
         """Describe in one sentence what all processes read and computed. All of them must call
         this.
         """
-        of_each = distributed.gather((self.read, self.computed, self.store.damaged))
-        read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
+        gathered = distributed.gather((self.read, self.computed, self.store.damaged))
+        read, computed, damaged = (sum(counts) for counts in zip(*gathered, strict=True))
         noted = f"; {damaged} files were damaged" if damaged else ""
         return (
             f"states of {read:,} documents read, {computed:,} computed{noted}"
@@ -184,7 +184,7 @@ def open_hidden_states(
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the hidden-state cache of a frozen base model in the directory `prepared`, and print its
+    """Open the hidden-state cache of a frozen target model in the directory `prepared`, and print its
     size with the states of all `examples`.
     """
     fingerprint = distributed.run_on_main(

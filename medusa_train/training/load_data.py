@@ -64,7 +64,7 @@ def load_data(
     distributed: DistributedContext = SINGLE_PROCESS,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the base model's config and tokenize the data; no weights are
+    """Check the configuration against the target model's config and tokenize the data; no weights are
     loaded.
 
     Rank 0 tokenizes, and the other processes receive the result. An error is raised in all
@@ -120,7 +120,7 @@ def _load_data(
             held_out = {example.prompt for example in validation}
         answers_cfg = cfg.model_copy(update=answers_only)
         answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
-    # 4. Drop conversations with tokens that the base model does not have.
+    # 4. Drop conversations with tokens that the target model does not have.
     parts = [train, validation, *answers]
     dropped = _drop_unknown_tokens(parts, text_config.vocab_size, tokenizer, cfg)
     if dropped:
@@ -193,7 +193,7 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token that has no embedding in the base model, for example because
+    """Drop conversations with a token that has no embedding in the target model, for example because
     it was added only to the tokenizer. Return the reason for each dropped conversation.
 
     Raises:
@@ -235,10 +235,10 @@ def chat_encoder(
     """
     template = cfg.chat_template or None
     if template is None:
-        of_datasets = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(of_datasets)) == 1
-        if all(of_datasets) and (all_equal or not tokenizer.chat_template):
-            template = of_datasets[0]
+        templates = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(templates)) == 1
+        if all(templates) and (all_equal or not tokenizer.chat_template):
+            template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(
@@ -261,12 +261,12 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         path = resolve_path(entry.path)
         if path is None or path.is_dir() or not settings_path(path).is_file():
             continue
-        of_dataset = encoder.with_settings(template=entry.conversation)
+        dataset_encoder = encoder.with_settings(template=entry.conversation)
         note = None
         # ignore a file that has no settings, or a template that rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
-            note = _prompts_differ(settings, of_dataset)
+            note = _prompts_differ(settings, dataset_encoder)
         if note is not None:
             yield f"{entry.path} {note}"
 
@@ -281,7 +281,7 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
     """
     kwargs = settings.get("chat_template_kwargs") or {}
     name = settings.get("chat_template") or None
-    # a plain base model answered with its tokenizer's template, a run with the template of its
+    # a plain target model answered with its tokenizer's template, a run with the template of its
     # heads
     is_of_target_model = "model" in settings and "weights" not in settings
     if name is None and not is_of_target_model:

@@ -96,7 +96,8 @@ class Strategy(ABC):
     def step(self) -> tuple[float, bool]:
         """Clip the gradients, step optimizer and schedule, and zero the gradients.
 
-        Returns: The norm of the gradients before clipping, and whether they overflowed float16
+        Returns:
+            The norm of the gradients before clipping, and whether they overflowed float16
             because of the loss scale, which is then halved. If the norm is NaN/Inf, neither weights
             nor schedule changed, and the caller must call `skip`.
         """
@@ -297,17 +298,17 @@ def parameter_groups(
     heads: Iterable[nn.Parameter],
     heads_lr: float,
     target_model: Iterable[nn.Parameter],
-    base_model_lr: float,
+    target_model_lr: float,
     weight_decay: float,
 ) -> list[ParameterGroup]:
     """Group the trained parameters by learning rate and by weight decay: matrices get weight decay,
     biases and norms get none.
 
-    Heads train at `learning_rate * medusa_lr_multiplier`, and the base model's trained parameters
+    Heads train at `learning_rate * medusa_lr_multiplier`, and the target model's trained parameters
     at `learning_rate` (Medusa, Joint Training, differential learning rates).
     """
     groups: list[ParameterGroup] = []
-    for parameters, lr in ((heads, heads_lr), (target_model, base_model_lr)):
+    for parameters, lr in ((heads, heads_lr), (target_model, target_model_lr)):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for are_matrices, decay in ((True, weight_decay), (False, 0.0)):
             kind = [p for p in trained if (len(full_shape(p)) >= 2) == are_matrices]

@@ -1,5 +1,5 @@
 """Check a configuration before any weights are loaded. `check_files` checks its files before torch
-is imported; `check_run` checks it against the config of the base model that transformers reads.
+is imported; `check_run` checks it against the config of the target model that transformers reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_files(cfg: TrainConfig, processes: int = 1, *, reads_data: bool = True
     """Check the files of a run and its stage one without importing torch, which takes seconds. The
     data may be missing unless the run `reads_data`.
 
-    Checks that need the base model's config are made only if its config.json is on this machine.
+    Checks that need the target model's config are made only if its config.json is on this machine.
 
     Raises:
         MedusaError: a file is missing or cannot be read, or the configuration does not fit it.
@@ -56,7 +56,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the base model's config and the number of `processes`; return the base
+    """Check `cfg` against the target model's config and the number of `processes`; return the target
     model's path or hub name, and its config.
     """
     from transformers.integrations import is_deepspeed_available
@@ -71,7 +71,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         check_zero(deepspeed)
     check_8bit_states(cfg, stage_of(deepspeed), processes)
     check_initial_weights(cfg, config)
-    # 2. Check the draft and the recipe on this base model.
+    # 2. Check the draft and the recipe on this target model.
     check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
     return resolved, config
@@ -80,7 +80,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
 def check_shape(
     cfg: TrainConfig, text_config: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> None:
-    """Check the draft and the recipe against the base model's vocabulary, layers and quantization.
+    """Check the draft and the recipe against the target model's vocabulary, layers and quantization.
     Numbers that `text_config` does not have are not checked.
     """
     size = cfg.draft_config.settings.get("vocab_size")
@@ -88,7 +88,7 @@ def check_shape(
     if size is not None and isinstance(vocab_size, int) and size >= vocab_size:
         raise ConfigError(
             f"{cfg.draft_config.vocab_size_key}: {size:,} must be less than the {vocab_size:,}"
-            " tokens of the base model; leave it out to use all of them"
+            " tokens of the target model; leave it out to use all of them"
         )
     stored = (quantization or {}).get("quant_method")
     can_be_merged = stored is None or (stored == "bitsandbytes" and cfg.adapter is not None)
@@ -111,7 +111,7 @@ def check_shape(
 
 
 def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
-    """Reject settings that need tree masks or single layers, if the base model can only run whole
+    """Reject settings that need tree masks or single layers, if the target model can only run whole
     documents.
     """
     from medusa_train.models.architecture import describe_without_trees
@@ -146,7 +146,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`.
 
     Args:
-        config: transformers' config of the base model. Without it, the function does not check
+        config: transformers' config of the target model. Without it, the function does not check
             which layers an adapter leaves out, because that check needs torch.
     """
     if cfg.lora_model_dir is None:
@@ -160,7 +160,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
             " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
             " to start from untrained heads."
         )
-    # 2. Check that jointly trained heads are used with the base model that they were trained with.
+    # 2. Check that jointly trained heads are used with the target model that they were trained with.
     if adapter is not None:
         if cfg.recipe == "medusa1" or cfg.adapter is None:
             raise ConfigError(
@@ -174,7 +174,7 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     if model.is_dir() and (target_model is None or target_model.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
-            f" base model in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
+            f" target model in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
             " that trained heads only"
         )
 

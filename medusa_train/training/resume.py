@@ -164,19 +164,19 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
 
 
 def check_target_model(
-    checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
+    checkpoint: LoadedCheckpoint, target_model: str, found: str | None, console: Console
 ) -> None:
-    """Raise CheckpointError if the checkpoint was trained on other weights of the base model. If
+    """Raise CheckpointError if the checkpoint was trained on other weights of the target model. If
     that cannot be checked, print a note.
 
     Args:
-        found: the digest of the weights of `base_model`; None if no weight files were found.
+        found: the digest of the weights of `target_model`; None if no weight files were found.
     """
     expected = checkpoint.snapshot["run"].get("base_model_digest")
-    unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
+    unknown = f"whether the weights of {target_model} are those that it was trained on is not known"
     if found is None:
         console.print(
-            f"note: {checkpoint.path}: no weight files of {base_model} were found to compare;"
+            f"note: {checkpoint.path}: no weight files of {target_model} were found to compare;"
             f" {unknown}",
         )
     elif expected is None:
@@ -186,7 +186,7 @@ def check_target_model(
         )
     elif expected != found:
         raise CheckpointError(
-            f"{checkpoint.path}: was trained on other weights than those of base_model {base_model}"
+            f"{checkpoint.path}: was trained on other weights than those of base_model {target_model}"
             " now. Restore these, or name the directory that holds them; or start a new run from"
             " the trained heads: lora_model_dir=RUN output_dir=OTHER"
         )

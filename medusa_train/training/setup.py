@@ -1,4 +1,4 @@
-"""Build the trainer of a run: base model, heads, loss, optimizer, checkpoint to resume from,
+"""Build the trainer of a run: target model, heads, loss, optimizer, checkpoint to resume from,
 loggers.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.digest import digest_base_model
+from medusa_train.checkpoint.digest import digest_target_model
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
@@ -106,7 +106,7 @@ class Models:
     Attributes:
         checkpoint: the checkpoint to resume. Its weights are restored already, its counters and
             optimizer are not.
-        fingerprint: digest of the base model's weights; None if there are no weight files.
+        fingerprint: digest of the target model's weights; None if there are no weight files.
     """
 
     draft: Draft
@@ -153,11 +153,11 @@ def build_trainer(
     )
 
 
-# 1. Base model and draft
+# 1. Target model and draft
 
 
 def load_models(stage: Stage) -> Models:
-    """Load the base model, build or load the draft, and restore the checkpoint's weights. All
+    """Load the target model, build or load the draft, and restore the checkpoint's weights. All
     processes get the same weights.
     """
     cfg, distributed, start = stage.cfg, stage.distributed, stage.start
@@ -179,7 +179,7 @@ def load_models(stage: Stage) -> Models:
             )
     _describe_models(stage, draft, recipe)
     # 2. Restore the weights of the checkpoint.
-    fingerprint = distributed.run_on_main(lambda: digest_base_model(cfg.base_model))
+    fingerprint = distributed.run_on_main(lambda: digest_target_model(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
@@ -192,9 +192,9 @@ def load_models(stage: Stage) -> Models:
 
 
 def _load_model(stage: Stage) -> tuple[TargetModelRecipe, Draft]:
-    """Load the base model, build the draft, and make the weights trainable that the recipe trains.
+    """Load the target model, build the draft, and make the weights trainable that the recipe trains.
 
-    If several processes train with ZeRO-3, each loads only its part of the base model.
+    If several processes train with ZeRO-3, each loads only its part of the target model.
     """
     cfg, precision = stage.cfg, stage.precision
     seed_all(cfg.seed)
@@ -286,7 +286,7 @@ def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> N
         total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
     else:  # quantized weights pack two parameters into a byte
         total = int(whole.num_parameters())
-    target_model = f"base model {(total - trained) / 1e6:.1f}M frozen"
+    target_model = f"target model {(total - trained) / 1e6:.1f}M frozen"
     if trained:
         target_model += f" and {trained / 1e6:.2f}M trained"
     stage.print(
@@ -296,16 +296,16 @@ def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> N
     if cfg.quantization is not None:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
         stage.print(
-            f"note: the base model is quantized: {learners} learn from the quantized model",
+            f"note: the target model is quantized: {learners} learn from the quantized model",
             "yellow",
         )
     if cfg.torch_compile and recipe.cache is None:
         stage.print(
-            "torch_compile: the base model's layers are compiled in the first steps, which take longer"
+            "torch_compile: the target model's layers are compiled in the first steps, which take longer"
         )
     elif cfg.torch_compile:
         stage.print(
-            "torch_compile: the base model's layers are compiled once states are computed; states"
+            "torch_compile: the target model's layers are compiled once states are computed; states"
             " that are stored are read as they are, compiled or not"
         )
 
@@ -324,7 +324,7 @@ def plan_stage(stage: Stage) -> tuple[BatchLoader, TrainingSchedule]:
         unit = "conversations"
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
     if cfg.recipe == "medusa2":
-        rates += f" (base model {cfg.learning_rate:g})"
+        rates += f" (target model {cfg.learning_rate:g})"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * size
     stage.print(
         f"plan: {schedule.total_steps:,} steps of {batch} {unit}"
@@ -398,7 +398,7 @@ def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> 
 
 
 def build_objective(cfg: TrainConfig, draft: Draft) -> Objective:
-    """Build the loss of the draft; if the base model is trained, the loss includes it."""
+    """Build the loss of the draft; if the target model is trained, the loss includes it."""
     loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
     if cfg.recipe == "medusa2":

@@ -37,7 +37,7 @@ class TrainState:
         validation: fingerprint of the validation data of that evaluation.
         objective: names and values of the settings that define the objective. Like `validation` it
             is None before the first evaluation and in older checkpoints.
-        base_model_digest: digest of the base model's weights. None if there are no weight files,
+        base_model_digest: digest of the target model's weights. None if there are no weight files,
             and in checkpoints before 0.3.0, whose `target_model` was computed in another way.
         tokens, seconds: tokens and time of all training steps of the run.
         skipped: number of steps of the run that were skipped because of a NaN/Inf loss or gradient.

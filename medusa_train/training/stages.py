@@ -52,7 +52,8 @@ def train_stages(
             0 prints.
         distributed: the processes that train together. All of them must call this function.
 
-    Returns: The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM. After a signal, a printed
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM. After a signal, a printed
         line says what is saved and how to resume.
 
     Raises:
@@ -150,7 +151,7 @@ def _describe_stages(
 ) -> list[str]:
     lines = []
     for title, cfg, schedule in zip(TITLES, stages, schedules, strict=True):
-        trained = f"heads and {cfg.adapter or 'base model'}"
+        trained = f"heads and {cfg.adapter or 'target model'}"
         if cfg.recipe == "medusa1":
             trained = cfg.draft_config.describe()
         lines.append(

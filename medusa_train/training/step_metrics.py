@@ -22,7 +22,7 @@ def metrics_row(batch: Batch, output: ObjectiveOutput) -> Tensor:
 
         1 x  the micro-batch's share of the step's loss
         1 x  tokens read
-        3 x  the base model's cross-entropy and KL in nats, and its targets; 0 if it is frozen
+        3 x  the target model's cross-entropy and KL in nats, and its targets; 0 if it is frozen
         K x  top-1 hits of each head
         K x  valid targets of each head
         K x  valid targets that are in each head's vocabulary
@@ -68,7 +68,7 @@ class Window:
         """Return the window's metrics, for a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
-        are left out if the base model is frozen. `outside_vocabulary` (the share of targets that a
+        are left out if the target model is frozen. `outside_vocabulary` (the share of targets that a
         reduced draft vocabulary lacks) and `overscaled_steps` are left out if they are zero.
         """
         loss, tokens, lm_ce, lm_kl, lm_count, *heads = self.sums

@@ -1,4 +1,4 @@
-"""Prepare the base model for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers
+"""Prepare the target model for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers
 (Medusa-2).
 """
 
@@ -32,12 +32,12 @@ from medusa_train.training.hidden_states import HiddenStateCache
 
 @dataclass
 class TargetModelRecipe:
-    """The base model in training, and which of its parameters are trained.
+    """The target model in training, and which of its parameters are trained.
 
     Attributes:
-        parameters: the base model's trained parameters by name; empty if it is frozen (Medusa-1).
-        cache: cache of a frozen base model's hidden states on disk (`cache_hidden_states`).
-        compiled: context in which a frozen base model runs compiled layers (`torch_compile`).
+        parameters: the target model's trained parameters by name; empty if it is frozen (Medusa-1).
+        cache: cache of a frozen target model's hidden states on disk (`cache_hidden_states`).
+        compiled: context in which a frozen target model runs compiled layers (`torch_compile`).
     """
 
     target_model: TargetModel
@@ -49,23 +49,23 @@ class TargetModelRecipe:
 
     @property
     def joint(self) -> bool:
-        """Whether the base model is trained together with the heads (Medusa-2)."""
+        """Whether the target model is trained together with the heads (Medusa-2)."""
         return bool(self.parameters)
 
     def train(self, mode: bool = True) -> None:
-        """Set train or eval mode; a frozen base model always stays in eval mode."""
+        """Set train or eval mode; a frozen target model always stays in eval mode."""
         self.target_model.model.train(mode and self.joint)
 
     def hidden_states(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> HiddenStates:
         """Return the states that a draft needs, from the cache if there is one, otherwise from a
-        forward pass of the base model.
+        forward pass of the target model.
         """
         if self.cache is None:
             return self._run(batch, aux_layers)
         return self.cache.hidden_states(batch, lambda: self._run(batch, aux_layers))
 
     def _run(self, batch: Batch, aux_layers: tuple[int, ...]) -> HiddenStates:
-        """Run the base model on `batch`, without an autograd graph if it is frozen."""
+        """Run the target model on `batch`, without an autograd graph if it is frozen."""
         has_graph = self.joint and torch.is_grad_enabled()
         with torch.set_grad_enabled(has_graph), self._autocast(), self.compiled():
             return self.target_model.run(
@@ -76,10 +76,10 @@ class TargetModelRecipe:
             )
 
     def teacher(self, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, LMHead]:
-        """Return hidden states [B, T, d] and lm_head of the teacher: the base model with its
+        """Return hidden states [B, T, d] and lm_head of the teacher: the target model with its
         adapter disabled.
 
-        A base model without an adapter is its own teacher, with the given `hidden_states`.
+        A target model without an adapter is its own teacher, with the given `hidden_states`.
         """
         if self.adapter is None:
             return hidden_states.final.detach(), self.target_model.lm_head()
@@ -104,7 +104,7 @@ class TargetModelRecipe:
         """
         different = set(state) ^ set(self.parameters)
         if different:
-            raise ValueError(f"{len(different)} trained parameters of the base model differ")
+            raise ValueError(f"{len(different)} trained parameters of the target model differ")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 shape = full_shape(parameter)
@@ -118,7 +118,7 @@ class TargetModelRecipe:
                         parameter.copy_(state[name])
 
     def save_trained(self, out: Path) -> None:
-        """Write adapter/ for LoRA, or model/ (the whole base model) if its layers were trained."""
+        """Write adapter/ for LoRA, or model/ (the whole target model) if its layers were trained."""
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
@@ -127,7 +127,7 @@ class TargetModelRecipe:
             self.target_model.save(out / MODEL)
 
     def _autocast(self) -> Any:
-        # A trained base model mixes float32 (trained) and bfloat16 (frozen) weights, so it needs
+        # A trained target model mixes float32 (trained) and bfloat16 (frozen) weights, so it needs
         # autocast. A frozen one computes in the dtype of its weights.
         if self.joint:
             return self.precision.autocast()
@@ -137,10 +137,10 @@ class TargetModelRecipe:
 def build_target_model_recipe(
     cfg: TrainConfig, target_model: TargetModel, precision: Precision
 ) -> TargetModelRecipe:
-    """Attach or load an adapter, or unfreeze layers, as the recipe requires; otherwise the base
+    """Attach or load an adapter, or unfreeze layers, as the recipe requires; otherwise the target
     model stays frozen.
     """
-    # 1. A frozen base model.
+    # 1. A frozen target model.
     if cfg.recipe == "medusa1":
         recipe = TargetModelRecipe(target_model, precision)
         if cfg.torch_compile:

@@ -15,7 +15,7 @@ from rich.text import Text
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.next_command import after_training
-from medusa_train.checkpoint.resolve import find_heads, resolve_model
+from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
@@ -273,7 +273,7 @@ def _describe_interruption(trainer: Trainer) -> str:
 def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with the traces of these answers.
 
-    An adapter is merged first, as for decoding; this dequantizes a quantized base model.
+    An adapter is merged first, as for decoding; this dequantizes a quantized target model.
 
     Returns:
         The choice; None if no tree could be chosen, after printing the reason. The heads are usable
@@ -302,13 +302,12 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
             reason = "not enough memory next to training"
         progress.print(f"no tree was chosen: {reason}. To choose it: {again}", style="yellow")
         return None
-    paths = resolve_model(str(out), None, None, trust_remote_code=cfg.trust_remote_code)
-    choice.save(out, traced, paths)
+    choice.save(out, traced)
     return choice
 
 
 def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
-    """Return the trained base model in the form in which `load_for_decoding` loads it, because
+    """Return the trained target model in the form in which `load_for_decoding` loads it, because
     latencies and the best tree depend on that form.
 
     Raises:
@@ -336,7 +335,7 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation data and on the base model's greedy
+    """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's greedy
     continuations.
     """
     table = Table(title="head accuracy", title_justify="left")
@@ -382,7 +381,7 @@ def _summary(
         lowest = f" ({state.best})" if step != state.best_step else ""
         objective = "held-out loss"
         if validation.lm_loss is not None:
-            objective = "held-out objective (base model + lambda0 x heads)"
+            objective = "held-out objective (target model + lambda0 x heads)"
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")
         if (length := validation.acceptance_length) is not None:
             table.add_row(
@@ -400,7 +399,7 @@ def _summary(
         table.add_row("hidden states", Text(cache_summary))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row(
-            "note", "no tree was fitted: under ZeRO-3 no process holds the whole base model"
+            "note", "no tree was fitted: under ZeRO-3 no process holds the whole target model"
         )
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")

@@ -20,7 +20,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import MedusaError
-from medusa_train.losses.linear_loss import GraphCut
+from medusa_train.losses.graph_cut import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
@@ -59,7 +59,7 @@ class Trainer:
     """The training loop of one process.
 
     Attributes:
-        recipe: the base model, and which part of it is trained.
+        recipe: the target model, and which part of it is trained.
         draft: the heads that are trained.
         objective: the loss.
         strategy: computes and applies gradients.
@@ -208,10 +208,10 @@ class Trainer:
     def compute_loss(
         self, batch: Batch, counts: Tensor, grad_scale: float | None = None
     ) -> ObjectiveOutput:
-        """Run base model, teacher and heads on one micro-batch. For `counts` and `grad_scale` see
+        """Run target model, teacher and heads on one micro-batch. For `counts` and `grad_scale` see
         `Objective.loss`.
         """
-        # 1. Run the base model, and the teacher if the loss needs it.
+        # 1. Run the target model, and the teacher if the loss needs it.
         hidden_states = self.recipe.hidden_states(batch, self.draft.aux_layers)
         teacher = None
         if self.objective.needs_teacher:
@@ -220,7 +220,7 @@ class Trainer:
         if self.recipe.joint:
             lm_head = self.recipe.target_model.lm_head()
         # 2. Compute the losses. With `grad_scale` each term runs its own backward pass, which stops
-        # at the base model's states.
+        # at the target model's states.
         cut = GraphCut()
         if grad_scale is not None:
             hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
@@ -234,7 +234,7 @@ class Trainer:
                 teacher=teacher,
                 grad_scale=grad_scale,
             )
-        # 3. Propagate the sum of these gradients through the base model, once.
+        # 3. Propagate the sum of these gradients through the target model, once.
         cut.backward()
         return output
 

@@ -47,14 +47,14 @@ class ValidationResult:
     Attributes:
         loss: the heads' loss in nats, `sum_k c^k * head_loss[k]`, also with soft targets. It is the
             training loss divided by `Objective.weight`, which is 1 for Medusa-1.
-        objective: the value in nats that early stopping compares: `loss` if the base model is
+        objective: the value in nats that early stopping compares: `loss` if the target model is
             frozen, otherwise see `validation_objective`.
         head_loss: mean cross-entropy per head, in nats per valid target in the head's vocabulary.
         top: top-1, top-2, ..., top-10 accuracy per head.
         targets: number of valid targets per head.
         in_vocab: number of valid targets in the head's vocabulary, per head.
-        lm_loss: mean cross-entropy of the base model in nats per token; None if it is frozen.
-        lm_kl: mean KL in nats per token from the base model without its adapter; None if it has no
+        lm_loss: mean cross-entropy of the target model in nats per token; None if it is frozen.
+        lm_kl: mean KL in nats per token from the target model without its adapter; None if it has no
             adapter.
         conversations: the rank that each head gives to each token, see `ranked_conversations`.
     """
@@ -110,14 +110,14 @@ def validate(
     The batches are distributed over the processes, and all processes return the same result.
 
     Args:
-        recipe: the base model; it is in train mode afterwards.
+        recipe: the target model; it is in train mode afterwards.
         batches: one pass over the whole validation set.
         objective: the run's objective. It gives the weights of the terms.
         stop: called before every batch. If it returns True in any process, the evaluation ends and
             returns None.
     """
     # 1. Sum over this process's batches.
-    head_sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
+    head_sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
     lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
@@ -139,7 +139,7 @@ def validate(
     finally:
         recipe.train()
         draft.train(was_training)
-    # 2. Compute the means over all processes, for every head and for the base model.
+    # 2. Compute the means over all processes, for every head and for the target model.
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
     ce, kl, lm_count = distributed.sum(lm_sums).tolist()
@@ -167,7 +167,7 @@ def validate(
 def validation_objective(
     objective: Objective, heads: float, ce: float | None, kl: float | None
 ) -> float:
-    """Return the validation value of a run's objective, in nats: the heads' loss if the base model
+    """Return the validation value of a run's objective, in nats: the heads' loss if the target model
     is frozen, otherwise `L_LM + lambda0 * heads`.
 
     lambda0 has its peak value, at which every schedule ends, so that all evaluations of a run are
@@ -176,7 +176,7 @@ def validation_objective(
 
     Args:
         heads: the heads' loss, `sum_k c^k * L_k`.
-        ce, kl: the base model's mean cross-entropy and its KL from the teacher; None counts as 0.
+        ce, kl: the target model's mean cross-entropy and its KL from the teacher; None counts as 0.
     """
     if objective.lm is None:
         return heads
@@ -187,13 +187,14 @@ def validation_objective(
 def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
-    Returns: Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
+    Returns:
+        Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
         targets, number of targets in the head's vocabulary, and number of targets among the best 1,
         2, ..., 10 guesses. Ranks of every target, int8 [B, T, K]; -1 if the target is not among the
         best 10.
     """
-    sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
-    ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)  # [B, T, K]
+    sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
+    ranks = torch.full((*batch.labels.shape, draft.max_depth), -1, dtype=torch.int8)  # [B, T, K]
     for i, hidden in enumerate(draft.teacher_forced_states(hidden_states, batch)):
         # 1. Find the targets of head i + 1.
         target = shift_labels(batch.labels, i + 1, batch.segments)  # [B, T]
@@ -233,7 +234,7 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
 
 
 def _lm_sums(recipe: TargetModelRecipe, batch: Batch, hidden_states: HiddenStates) -> Tensor:
-    """Return the sums of a trained base model's cross-entropy and of its KL from the teacher, and
+    """Return the sums of a trained target model's cross-entropy and of its KL from the teacher, and
     the number of targets: float64 [3] on the CPU.
     """
     target = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
@@ -274,7 +275,7 @@ def ranked_conversations(
 ) -> list[RankedConversation]:
     """Split a batch's ranks into answers, and group the answers by conversation.
 
-    The root of the tree at position t is the base model's token t + 1. So an answer is a run of
+    The root of the tree at position t is the target model's token t + 1. So an answer is a run of
     positions whose next token is supervised. Heads are also trained on targets after the end of the
     answer; these are left out, because decoding starts and ends within the answer.
 

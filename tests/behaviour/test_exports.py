@@ -358,7 +358,7 @@ def test_a_draft_that_another_program_wrote(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    """SpecForge counts the outputs of layers from 0, and stores no base model; unknown entries are
+    """SpecForge counts the outputs of layers from 0, and stores no target model; unknown entries are
     named; what would change the draft is refused.
     """
     run = copied("eagle3-reduced")
@@ -611,7 +611,7 @@ def test_only_an_earlier_export_is_written_over(
     export(tmp_path / "none", "--to", "tgi").fails(1, "none")
 
 
-def test_another_name_of_the_base_model(copied: Callable[..., Path]) -> None:
+def test_another_name_of_the_target_model(copied: Callable[..., Path]) -> None:
     run = copied("medusa")
     export(run, "--to", "tgi", base_model="owner/model").ok()
     config = read_json(run / "export" / "tgi" / "config.json")

@@ -293,10 +293,10 @@ def export(*arguments: Any, **keys: Any) -> Ran:
 # Runs
 
 
-def training_keys(base_model: Path, data: Path, out: Path, **keys: Any) -> dict[str, Any]:
+def training_keys(target_model: Path, data: Path, out: Path, **keys: Any) -> dict[str, Any]:
     """Return the keys of a short run in float32 that fits no tree."""
     return {
-        "base_model": base_model,
+        "base_model": target_model,
         "datasets": [{"path": str(data)}],
         "output_dir": out,
         "bf16": False,

@@ -1,4 +1,4 @@
-"""The run directory of a random base model that evaluation is tested with, for finding and loading it
+"""The run directory of a random target model that evaluation is tested with, for finding and loading it
 here.
 """
 

@@ -1,5 +1,5 @@
 """Drafts as their authors publish them: the entries of config.json and the names, dtypes and files
-of the tensors, at the sizes of a small base model and with random numbers.
+of the tensors, at the sizes of a small target model and with random numbers.
 """
 
 import json
@@ -194,7 +194,7 @@ EAGLE3: dict[str, Published] = {
             },
         },
     ),
-    # all tokens, by the base model's lm_head
+    # all tokens, by the target model's lm_head
     "without-lm-head": Published(
         {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None},
         {**AUTHORS_LAYER, "rope_theta": 500000.0},
@@ -215,7 +215,7 @@ SIZE_KEYS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the layer, which differ from a small base model's heads and MLP."""
+    """Sizes of the layer, which differ from a small target model's heads and MLP."""
 
     vocab_size: int
     hidden_size: int

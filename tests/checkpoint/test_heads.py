@@ -96,7 +96,8 @@ def test_round_trip_is_bit_exact(
     assert (loaded.softcap, loaded.scale) == (draft.softcap, draft.scale)
     states = torch.randn(4, target_model.hidden_size, dtype=dtype)
     if "markov" not in form:
-        assert torch.equal(loaded.head_logits(states, 3), draft.head_logits(states, 3))
+        logits = [each.lm_head(3).logits(each.head_state(states, 3)) for each in (loaded, draft)]
+        assert torch.equal(*logits)
     config, names = (
         json.loads((tmp_path / HEADS_CONFIG).read_text()),
         set(load_file(tmp_path / SAFETENSORS)),
@@ -140,7 +141,7 @@ def test_the_public_code_s_pt_file_is_read(
     if not with_config:
         (tmp_path / HEADS_CONFIG).unlink()
     assert_same(load_draft(tmp_path, target_model), draft)
-    assert read_heads(tmp_path).base_model == ("m" if with_config else None)
+    assert read_heads(tmp_path).target_model_name == ("m" if with_config else None)
 
 
 class Hostile:
@@ -280,7 +281,7 @@ def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix
     assert find_heads(model).layout == "model"
     heads = read_heads(model)
     assert same(names_in_files(heads.state, heads.num_layers), reference_tensors(5))
-    assert heads.base_model == str(model)  # the base model is the one beside them
+    assert heads.target_model_name == str(model)  # the target model is the one beside them
     assert heads.num_heads == 5  # whatever config.json says
 
 

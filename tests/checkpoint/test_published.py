@@ -140,8 +140,8 @@ def test_a_published_draft_guesses_what_servers_compute(
 
 def test_the_verifier_of_speculators_is_the_target_model(tmp_path: Path) -> None:
     write_eagle3(tmp_path, EAGLE3["speculators-0.2"], SIZES)
-    assert resolve_model(str(tmp_path), None, None).base_model == "some/verifier"
-    assert resolve_model(str(tmp_path), "other/model", None).base_model == "other/model"
+    assert resolve_model(str(tmp_path), None, None).target_model == "some/verifier"
+    assert resolve_model(str(tmp_path), "other/model", None).target_model == "other/model"
     assert names_no_target_model(
         str(tmp_path)
     )  # so that an export takes the one that the user names
@@ -188,7 +188,9 @@ def test_layers_that_the_target_model_does_not_have_are_refused(
     assert load_eagle3(tmp_path, target_model).aux_layers == (2, 4, 8)
     eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 8]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"after 9 layers, the base model has 8\)\. Name the"):
+    with pytest.raises(
+        CheckpointError, match=r"after 9 layers, the target model has 8\)\. Name the"
+    ):
         load_draft(tmp_path, target_model)
 
 

@@ -75,7 +75,7 @@ def test_other_drafts_are_the_same_once_saved_and_loaded(
         (None, "token_map is missing, but .*config.json has vocab_size"),
         (
             torch.arange(54, 62),
-            r"token_map has the token 61, the base model 61 tokens.*\(some/model\)",
+            r"token_map has the token 61, the target model 61 tokens.*\(some/model\)",
         ),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]), "duplicate or negative token ids"),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), "duplicate or negative token ids"),

@@ -52,14 +52,14 @@ def test_a_run_gives_target_model_heads_tree_and_template(tmp_path: Path) -> Non
         tmp_path / "run", chat_template="chatml", chat_template_kwargs={"enable_thinking": False}
     )
     paths = resolve_model(str(run), None, None)
-    assert (paths.base_model, paths.heads, paths.tree) == (
+    assert (paths.target_model, paths.heads, paths.tree) == (
         "some/model",
         run / "heads",
         run / "tree.json",
     )
     assert (paths.home, paths.chat_template) == (run, "chatml")
     assert paths.chat_template_kwargs == {"enable_thinking": False}
-    assert resolve_model(str(run), "other/model", None).base_model == "other/model"
+    assert resolve_model(str(run), "other/model", None).target_model == "other/model"
     assert resolve_model(str(run), None, None, chat_template_kwargs={}).chat_template_kwargs == {}
     assert resolve_model(str(run / "heads"), None, None) == paths
 
@@ -108,7 +108,7 @@ def test_heads_are_measured_over_the_target_model_that_they_were_trained_over(
     assert (theirs.adapter, theirs.quantization) == (None, None)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    # a base model that the run itself trained
+    # a target model that the run itself trained
     assert resolve_model(str(run), None, None).quantization is None
 
 
@@ -118,7 +118,7 @@ def test_heads_alone_name_their_target_model_in_config_json(tmp_path: Path) -> N
         resolve_model(str(tmp_path), None, None)
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "some/model"}))
     paths = resolve_model(str(tmp_path), None, None)
-    assert (paths.base_model, paths.heads, paths.tree) == ("some/model", tmp_path, None)
+    assert (paths.target_model, paths.heads, paths.tree) == ("some/model", tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_a_target_model_path_that_does_not_exist_is_refused_where_the_target_mod
         resolve_model(run, None, None)
     with pytest.raises(TargetModelError, match=r"no such directory$"):
         resolve_model(None, missing, None)
-    assert resolve_model(run, None, None, needs_target_model=False).base_model == missing
-    assert resolve_model(run, "other/model", None).base_model == "other/model"
+    assert resolve_model(run, None, None, needs_target_model=False).target_model == missing
+    assert resolve_model(run, "other/model", None).target_model == "other/model"
 
 
 @pytest.mark.parametrize(

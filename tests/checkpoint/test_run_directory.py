@@ -52,7 +52,7 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
         check_output_dir(config(tmp_path, overwrite_output_dir=True))
     write_config(config(tmp_path), tmp_path)  # which a run that was killed at once leaves
     check_output_dir(config(tmp_path, overwrite_output_dir=True))
-    with pytest.raises(ConfigError, match="would delete the base model, base_model"):
+    with pytest.raises(ConfigError, match="would delete the target model, base_model"):
         check_output_dir(
             config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True)
         )

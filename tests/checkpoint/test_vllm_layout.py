@@ -54,7 +54,9 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
 
 
 def test_names_and_config_are_vllm_s() -> None:
-    tensors, config = to_vllm(replace(from_files(reference_tensors(3, 2)), base_model="some/model"))
+    tensors, config = to_vllm(
+        replace(from_files(reference_tensors(3, 2)), target_model_name="some/model")
+    )
     assert same(tensors, vllm_tensors(3, 2))
     assert config == vllm_config(3, 2, base_model_name_or_path="some/model")
     assert loader_problems(tensors, config) == []
@@ -99,7 +101,7 @@ def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path) -> None:
     prefixed = {f"medusa_heads.{name}": tensor for name, tensor in vllm_tensors().items()}
     heads = read_heads(write(tmp_path, prefixed, vllm_config(num_heads=2), "model.safetensors"))
     assert same(names_in_files(heads.state, 1), reference_tensors())
-    assert heads.base_model is None
+    assert heads.target_model_name is None
     assert heads.num_heads == 3
 
 

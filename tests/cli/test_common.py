@@ -47,7 +47,7 @@ def test_three_mistakes_print_with_lines_exit_2_and_load_nothing(tmp_path: Path)
         f"  {path}:2: learning_rte: unknown key; did you mean learning_rate?",
         f"  {path}:5: num_epochs: expected a number, got 'few'",
         (
-            f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit base model; "
+            f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit target model; "
             "set load_in_4bit: true, or adapter: lora"
         ),
     ]

@@ -17,7 +17,7 @@ runner = CliRunner()
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base model, one run under runs/ and a bench file."""
+    """A directory with a target model, one run under runs/ and a bench file."""
     home = tmp_path_factory.mktemp("workplace")
     write_run(home / "runs" / "first", write_target_model(home / "backbone"))
     write_bench(home / "small.jsonl")

@@ -48,7 +48,7 @@ EVAL += ["generate=false", "prompt_lookup=false"]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base model, a run, prompts, chats and questions."""
+    """A directory with a target model, a run, prompts, chats and questions."""
     home = tmp_path_factory.mktemp("keys")
     write_run(home / "run", write_target_model(home / "backbone"))
     write_questions(home / "few.jsonl", 2)

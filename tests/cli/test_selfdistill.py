@@ -38,7 +38,7 @@ def read(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base model and a file of seeds."""
+    """A directory with a target model and a file of seeds."""
     home = tmp_path_factory.mktemp("workplace")
     write_target_model(home / "backbone")
     seeds = [
@@ -265,7 +265,7 @@ def test_a_missing_data_set_says_where_to_put_it(
 
 def test_only_its_own_prompts_are_answered_by_the_test_model(at_work: Path) -> None:
     result = succeed(["--prompts", "tiny", "--output", "tiny.jsonl", "limit=1", *SHORT])
-    assert "data/tiny (the embedded tiny base model), prompts tiny" in result.output.splitlines()[0]
+    assert "data/tiny (the embedded test model), prompts tiny" in result.output.splitlines()[0]
     for words in (["--prompts", "sharegpt"], ["--seed", "mine.jsonl", "--mode", "selftalk"]):
         result = runner.invoke(app, words)
         assert result.exit_code == 2

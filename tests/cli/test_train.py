@@ -39,7 +39,7 @@ def config_file(tmp_path):
 def test_the_first_lines_name_draft_target_model_data_and_output(config_file, tmp_path):
     result = run(config_file)
     assert (
-        f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, frozen base model"
+        f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, frozen target model"
         in result.output
     )
     assert f"data: {tmp_path / 'absent.jsonl'}; output: {tmp_path / 'run'}" in result.output

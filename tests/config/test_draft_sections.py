@@ -75,12 +75,12 @@ def test_the_papers_settings() -> None:
         (
             ["draft=hydra"],
             HeadsLoss(1.0, 1.0),
-            "cross-entropy against the distribution of the base model",
+            "cross-entropy against the distribution of the target model",
         ),
         (
             ["draft=kangaroo"],
             HeadsLoss(1.0, 1.0),
-            "cross-entropy against the distribution of the base model",
+            "cross-entropy against the distribution of the target model",
         ),
         (
             [
@@ -91,14 +91,14 @@ def test_the_papers_settings() -> None:
             ],
             HeadsLoss(0.5, 0.75, 1.0),
             (
-                "75% cross-entropy against the distribution of the base model, rest cross-entropy"
+                "75% cross-entropy against the distribution of the target model, rest cross-entropy"
                 " against the data; head k weighted by 0.5^k"
             ),
         ),
         (
             ["draft=eagle3"],
             HeadsLoss(0.8, 1.0),
-            "cross-entropy against the distribution of the base model; head k weighted by 0.8^k",
+            "cross-entropy against the distribution of the target model; head k weighted by 0.8^k",
         ),
         (
             ["draft=hydra", "hydra.decay_coefficient=0.5", "hydra.soft_targets=0"],
@@ -142,7 +142,7 @@ def test_the_loss_of_the_heads(
             ["draft=amphista", "amphista.auto_blocks=0", "amphista.position_encoding=false"],
             r"auto_blocks: 0 also omits the positions",
         ),
-        (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen base model only"),
+        (["draft=hydra", "recipe=medusa2"], r"can be trained on a frozen target model only"),
         (["draft=hydra", "export=[vllm]"], r"export: .*no program reads hydra"),
         (
             ["draft=eagle3", "export=[tgi]"],

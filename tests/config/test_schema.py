@@ -170,11 +170,11 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
         (["bf16=true", "fp16=true"], "bf16: true: cannot be set together with fp16"),
         (
             ["medusa_self_distillation=true"],
-            "medusa_self_distillation: true: the teacher is the base model with its adapter disabled",
+            "medusa_self_distillation: true: the teacher is the target model with its adapter disabled",
         ),
         (
             ["medusa_distillation_regularization=0.5"],
-            "the teacher is the base model with its adapter disabled",
+            "the teacher is the target model with its adapter disabled",
         ),
         (
             ["medusa_only_heads=true", "medusa_num_unfreeze_layers=1"],
@@ -292,7 +292,7 @@ def test_a_configuration_for_any_model_asks_for_the_model(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
     assert (
-        "base_model: is missing (the base model: a Hugging Face model directory or a hub name); set"
+        "base_model: is missing (the target model: a Hugging Face model directory or a hub name); set"
         " it in the file, or add base_model=... to the command"
     ) in str(caught.value)
 

@@ -72,7 +72,7 @@ def test_the_tree_is_chosen_among_candidates_and_written(
 def test_heads_without_a_tree_are_told_how_to_fit_one(run_dir: Path, tmp_path: Path) -> None:
     heads = tmp_path / "heads"
     shutil.copytree(run_dir / "heads", heads)
-    target_model = resolve_model(str(run_dir), None, None).base_model
+    target_model = resolve_model(str(run_dir), None, None).target_model
     progress = RunProgress(Console(file=io.StringIO(), width=1000))
     load_with_progress(resolve_model(str(heads), target_model, None), "float32", progress)
     shown = progress.console.file.getvalue()  # type: ignore[attr-defined]

@@ -194,7 +194,7 @@ def test_what_was_measured_through_a_server_is_in_the_card(
 @pytest.mark.parametrize(
     ("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")]
 )
-def test_the_licence_is_read_from_a_local_base_model(
+def test_the_licence_is_read_from_a_local_target_model(
     make_run: Callable[..., Path], tmp_path: Path, text: str, expected: str
 ) -> None:
     base = tmp_path / "base"

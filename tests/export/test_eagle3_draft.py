@@ -324,7 +324,7 @@ def test_what_a_draft_lacks_or_has_too_much_is_named(
     rewrite(target, tensors, **entries)
     with pytest.raises(CheckpointError, match=message) as error:
         load_draft(target, target_model)
-    assert "Name the base model" not in str(error.value)
+    assert "Name the target model" not in str(error.value)
 
 
 @pytest.mark.parametrize("layers", ["x", 3, -2, {"a": 1}, [1, 2], [2, "4", 6], [2, 4, True]])
@@ -362,7 +362,7 @@ def test_a_draft_of_another_target_model_is_told_so(
     target_model_dir, target_model, tmp_path: Path
 ) -> None:
     target = written(variant(target_model), target_model_dir, tmp_path)
-    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the base model"):
+    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the target model"):
         load_draft(target, random_target_model("llama", dtype=torch.float32, hidden_size=96))
 
 

@@ -63,7 +63,7 @@ def test_heads_of_a_joint_run_name_the_merged_target_model_once_there_is_one(
 ) -> None:
     run = make_run(adapter=True, recipe="medusa2")
     paths = resolve_model(str(run), None, None)
-    done = export_run(replace(paths, base_model="owner/original"), "tgi")
+    done = export_run(replace(paths, target_model="owner/original"), "tgi")
     assert "--to merged" in done.warnings[0]
     assert "decode with the merged one" in (done.target / "README.md").read_text()
     (warning,) = export_run(paths, "vllm").warnings
@@ -100,7 +100,7 @@ def test_a_target_model_that_was_trained_itself_is_copied(
     # its target model would be its own result
     with pytest.raises(CheckpointError, match="holds other files"):
         export_run(
-            replace(resolve_model(str(run), None, None), base_model=str(done.target)),
+            replace(resolve_model(str(run), None, None), target_model=str(done.target)),
             "merged",
             done.target,
         )

@@ -22,7 +22,7 @@ from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export import write
 from medusa_train.export.write import (
     export_run,
-    local_base_model,
+    local_target_model,
     push,
     stop_warnings,
     warnings_for,
@@ -51,7 +51,7 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     ours, again = read_heads(run / "heads"), read_heads(done.target)
     assert set(ours.state) == set(again.state)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
-    assert again.base_model == str(target_model_dir.resolve())
+    assert again.target_model_name == str(target_model_dir.resolve())
     # heads, tree and target model from there
     subject = load_for_decoding(resolve_model(str(done.target), None, None), "float32")
     assert subject.tree == Tree.cartesian([2, 2])
@@ -75,7 +75,8 @@ def test_heads_on_a_shared_lm_head(
     target_model = load_target_model(str(target_model_dir))
     states = torch.randn(4, target_model.hidden_size)
     ours, theirs = load_draft(run / "heads", target_model), load_draft(done.target, target_model)
-    assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))
+    logits = [draft.lm_head(2).logits(draft.head_state(states, 2)) for draft in (ours, theirs)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("to", ["reference", "vllm", "trtllm"])
@@ -121,7 +122,7 @@ def test_what_the_target_would_not_load_is_refused(
     other.mkdir()
     (other / "config.json").write_text('{"vocab_size": 7}')
     with pytest.raises(CheckpointError, match=r"their vocab_size is 300, that of .*config.json 7"):
-        export_run(paths, "vllm", tmp_path / "mine", base_model=str(other))
+        export_run(paths, "vllm", tmp_path / "mine", target_model_name=str(other))
     assert not (tmp_path / "mine").exists()
     with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
         export_run(paths, "reference-v2")
@@ -308,12 +309,12 @@ def test_what_cannot_be_uploaded_says_what_to_do(
 @pytest.mark.parametrize(
     ("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)]
 )
-def test_a_local_base_model_is_detected(
+def test_a_local_target_model_is_detected(
     tmp_path: Path, base: str | None, expected: str | None
 ) -> None:
-    assert local_base_model(tmp_path) is None  # a merged target model names none
+    assert local_target_model(tmp_path) is None  # a merged target model names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    assert local_base_model(tmp_path) == expected
+    assert local_target_model(tmp_path) == expected
 
 
 TARGETS: list[ExportTarget] = [*HEADS_TARGETS, "reference-v2", "merged"]
@@ -373,7 +374,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     target = export_run(paths, "tgi", tmp_path / "mine").target
     before = {path: path.read_bytes() for path in target.iterdir()}
     with full_disk(60_000), pytest.raises(CheckpointError):
-        export_run(paths, "tgi", target, base_model="owner/other")
+        export_run(paths, "tgi", target, target_model_name="owner/other")
     assert {path: path.read_bytes() for path in target.iterdir()} == before
 
 

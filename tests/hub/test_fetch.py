@@ -207,7 +207,7 @@ for name in sys.argv[1:]:
     try:
         paths = resolve_model(name, None, None)
         files = sorted(path.name for path in paths.heads.iterdir())
-        print(paths.base_model, paths.home, files, paths.tree.name)
+        print(paths.target_model, paths.home, files, paths.tree.name)
     except CheckpointError as error:
         print(error)
 """

@@ -12,7 +12,9 @@ from medusa_train.selfdistill import commands
 def test_a_jointly_trained_target_model_is_exported_before_heads_are_trained_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paths = SimpleNamespace(adapter=Path("my run/adapter"), home=Path("my run"), base_model="base")
+    paths = SimpleNamespace(
+        adapter=Path("my run/adapter"), home=Path("my run"), target_model="base"
+    )
     monkeypatch.setattr(commands, "resolve_model_paths", lambda cfg: paths)
     cfg = load_config(SelfDistillConfig, None, ["base_model=my run", "seed_dataset=x.jsonl"])
     assert commands.next_command(cfg, Path("a.jsonl")) == (

@@ -281,7 +281,7 @@ def test_the_oldest_request_is_among_those_that_join(target_model: TargetModel) 
 
 
 def mixed_lengths(directory: Path) -> TargetModel:
-    """A base model whose answers to QUESTIONS end at different moments."""
+    """A target model whose answers to QUESTIONS end at different moments."""
     target_model = load_target_model(str(directory), dtype=torch.float64)
     free = [
         Decoder(target_model)

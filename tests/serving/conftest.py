@@ -1,4 +1,4 @@
-"""Heads trained briefly on the embedded target model, exported in every way that vLLM loads, and
+"""Heads trained briefly on the embedded test model, exported in every way that vLLM loads, and
 decoded by a real vLLM.
 """
 

@@ -121,7 +121,7 @@ def test_a_run_of_another_target_model(vllm_python: str, tmp_path: Path) -> None
     paths = resolve_model(run, None, None)
     heads = export_run(paths, "vllm", tmp_path / "heads").target
     method = "eagle3" if find_heads(heads).layout == "eagle3" else "medusa"
-    one = Export(heads, Path(paths.base_model), k=3, method=method)
+    one = Export(heads, Path(paths.target_model), k=3, method=method)
     questions = [
         "What is the capital of France?",
         "Write a haiku about rain.",

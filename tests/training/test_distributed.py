@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 NO_DROPOUT = {**LORA, "lora_dropout": 0.0}
-#: Three epochs with a frozen base model whose states are kept on disk; batches of one row have the
+#: Three epochs with a frozen target model whose states are kept on disk; batches of one row have the
 # same shape in each.
 CACHED: dict[str, Any] = {
     **dict.fromkeys(LORA),

@@ -65,7 +65,7 @@ def test_heads_are_counted_as_they_are(family: str, layers: int) -> None:
     frozen = sum(p.numel() for p in target_model.model.parameters())
     memory = estimate(family, medusa_num_layers=layers)
     assert (memory.trained, memory.frozen) == (heads, frozen)
-    assert memory.parts["base model, frozen"] == 2 * frozen
+    assert memory.parts["target model, frozen"] == 2 * frozen
     assert memory.parts["heads"] == memory.parts["gradients"] == 4 * heads
     assert memory.total == sum(memory.parts.values())
 
@@ -116,8 +116,8 @@ def test_quantisation_leaves_lm_head_and_embeddings_alone() -> None:
     model = random_target_model("llama").model
     plain = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
     linear = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
-    assert estimate(load_in_8bit=True).parts["base model, frozen"] == 2 * plain + linear
-    assert estimate(load_in_4bit=True, adapter="qlora").parts["base model, frozen"] == round(
+    assert estimate(load_in_8bit=True).parts["target model, frozen"] == 2 * plain + linear
+    assert estimate(load_in_4bit=True, adapter="qlora").parts["target model, frozen"] == round(
         2 * plain + _NF4 * linear
     )
 
@@ -135,8 +135,8 @@ def test_what_joint_training_trains() -> None:
     assert (whole.trained, whole.frozen) == (heads + everything, 0)
     part = estimate(recipe="medusa2", medusa_num_unfreeze_layers=1)
     assert (part.trained, part.frozen) == (heads + last, everything - last)
-    assert part.parts["base model, trained"] == 4 * last
-    assert part.parts["base model, frozen"] == 2 * (everything - last)
+    assert part.parts["target model, trained"] == 4 * last
+    assert part.parts["target model, frozen"] == 2 * (everything - last)
     assert heads - estimate(medusa_share_lm_head=True).trained == 3 * model.lm_head.weight.numel()
 
 
@@ -151,6 +151,15 @@ def test_activations_follow_the_settings() -> None:
     assert size(gradient_accumulation_steps=2) == size(medusa_num_heads=5) == frozen
     # the teacher's logits in bfloat16, and two more float32 blocks
     assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 500 * (2 + 2 * 4)
+
+
+def test_layers_that_are_recomputed_keep_their_inputs() -> None:
+    def size(layers: int) -> int:
+        joint = {"recipe": "medusa2", "medusa_num_unfreeze_layers": layers}
+        return estimate(**joint, gradient_checkpointing=True).parts[ACTIVATIONS]
+
+    inputs = 2 * 64 * random_target_model("llama").hidden_size * 2  # 2 x 64 tokens in bfloat16
+    assert size(3) - size(2) == size(2) - size(1) == inputs
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -231,7 +240,7 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     assert part.total < whole.total
     taught = estimate(vocab=1000, medusa_vocab_size=500, medusa_soft_targets=0.5).parts[ACTIVATIONS]
     assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 500 * (2 + 2 * 4)
-    # the base model's own loss is over all tokens
+    # the target model's own loss is over all tokens
     keys = {
         "adapter": "lora",
         "gradient_accumulation_steps": 2,
@@ -442,7 +451,7 @@ def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are
     plain, fp8 = (
         Estimate(config(), each)
         .memory(rows=1, width=8, dtype=torch.bfloat16, device="cpu")
-        .parts["base model, frozen"]
+        .parts["target model, frozen"]
         for each in (LlamaConfig(**sizes), stored)
     )
     assert plain - fp8 == 2 * (4 * 64 * 64 + 3 * 64 * 128)

@@ -1,4 +1,4 @@
-"""Runs whose hidden states come from the disk: the same as without, and no pass of the base model in
+"""Runs whose hidden states come from the disk: the same as without, and no pass of the target model in
 later epochs.
 """
 
@@ -62,7 +62,7 @@ def make_runs(make_config, tmp_path):
 
 @pytest.fixture
 def passes(monkeypatch) -> list[Any]:
-    """A list that grows with every pass of a base model for hidden states of a batch."""
+    """A list that grows with every pass of a target model for hidden states of a batch."""
     seen: list[Any] = []
     real = TargetModelRecipe._run
 
@@ -285,7 +285,7 @@ def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(target_mode
 
 @pytest.fixture
 def cache_and_batch(make_config, console, tmp_path, target_model_dir):
-    """An empty cache, a padded batch, and the base model."""
+    """An empty cache, a padded batch, and the target model."""
     cfg = make_config()
     recipe = TargetModelRecipe(
         load_target_model(str(target_model_dir)), choose_precision(False, torch.device("cpu"))

@@ -32,7 +32,7 @@ from tests.training.conftest import LORA, train
 
 @pytest.fixture
 def weightless(target_model_dir, tmp_path):
-    """The base model's directory without its weights."""
+    """The target model's directory without its weights."""
     where = tmp_path / "weightless"
     shutil.copytree(target_model_dir, where, ignore=shutil.ignore_patterns("*.safetensors"))
     return str(where)
@@ -177,12 +177,12 @@ def test_so_many_devices_are_planned_for_and_checked(make_config, weightless, co
     [
         (
             {"medusa_self_distillation": True, "adapter": "lora", "medusa_scheduler": "sine_0.5"},
-            "KL divergence to the base model without its adapter; plus lambda0, which rises along a"
+            "KL divergence to the target model without its adapter; plus lambda0, which rises along a"
             " sine over 50% of the run to 0.3, times the heads' cross-entropy",
         ),
         (
             {"medusa_scheduler": "linear"},
-            "cross-entropy of the base model against the tokens of the data; plus lambda0, which"
+            "cross-entropy of the target model against the tokens of the data; plus lambda0, which"
             " rises linearly to 0.3, times the heads' cross-entropy",
         ),
         ({}, "tokens of the data; plus lambda0 = 0.3 times the heads' cross-entropy"),
@@ -324,6 +324,17 @@ def test_a_checkpoint_takes_what_a_run_writes(
         "1 checkpoint of "
         in rows_of(page(make_config(base_model=weightless, save_total_limit=1), console))["disk"]
     )
+
+
+def test_the_disk_also_holds_a_checkpoint_that_is_written_and_two_evaluations(
+    make_config, weightless, console
+):
+    """The weights are a third of a checkpoint; AdamW's moments are the rest."""
+    row = rows_of(page(make_config(base_model=weightless), console))["disk"]
+    units = {"KiB": 1, "MiB": 1024}
+    sizes = re.findall(r"([\d.]+) (KiB|MiB)", row)
+    checkpoint, most = (float(size) * units[unit] for size, unit in sizes)
+    assert most == pytest.approx((2 + 1 + 2 / 3) * checkpoint, rel=0.05)
 
 
 def test_a_dtype_that_memory_forces_is_named(make_config, weightless, console, monkeypatch):

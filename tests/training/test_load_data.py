@@ -26,7 +26,7 @@ from tests.training.conftest import WORDS
 
 @pytest.fixture
 def bare(target_model_dir, tmp_path):
-    """The base model's directory with neither weights nor a chat template."""
+    """The target model's directory with neither weights nor a chat template."""
     where = tmp_path / "bare"
     shutil.copytree(
         target_model_dir,

@@ -22,7 +22,7 @@ Pass = tuple[str, bool, bool]
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Pass]]:
-    """The passes of all modules of the base model and of the draft, from the first step on."""
+    """The passes of all modules of the target model and of the draft, from the first step on."""
     found: set[Pass] = set()
     trainers: list[Trainer] = []
     run = Trainer.run

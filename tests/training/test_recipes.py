@@ -97,7 +97,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_target_models_text(
     check_only_run_files(run, inner=True)  # overwriting it finds nothing of others
     records = metrics(run)
     learnt = [record["loss"] for record in records if record["kind"] == "train"]
-    assert learnt[-1] < 0.97 * learnt[0]  # soft targets leave the entropy of a random base model
+    assert learnt[-1] < 0.97 * learnt[0]  # soft targets leave the entropy of a random target model
     heads = cfg.draft_config.num_heads
     assert len([record for record in records if record["kind"] == "eval"][-1]["head_top1"]) == heads
     reduced = "vocab_size" in str(RECIPES[recipe])

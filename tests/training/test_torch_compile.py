@@ -1,4 +1,4 @@
-"""Training over compiled layers of a frozen base model: the losses and gradients of training without."""
+"""Training over compiled layers of a frozen target model: the losses and gradients of training without."""
 
 import shutil
 from typing import Any
@@ -65,7 +65,7 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
         == 0
     )
     assert (
-        "torch_compile: the base model's layers are compiled in the first steps"
+        "torch_compile: the target model's layers are compiled in the first steps"
         in console.file.getvalue()
     )
     assert len(entered) >= 8  # two micro-batches in each step, and the validation set
@@ -118,5 +118,5 @@ def test_loss_and_gradients_are_equal_up_to_rounding(case: str, make_config, con
 def test_a_target_model_that_learns_is_refused(make_config) -> None:
     make_config(torch_compile=True)
     make_config(recipe="medusa2")
-    with pytest.raises(ValidationError, match="only passes of a frozen base model are compiled"):
+    with pytest.raises(ValidationError, match="only passes of a frozen target model are compiled"):
         make_config(torch_compile=True, adapter="lora")

@@ -140,11 +140,8 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
         logits, wanted = [], []
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
-            logits.append(
-                draft.head_logits(target_model.run(batch.tokens).final, k)[
-                    target != IGNORE_INDEX
-                ].detach()
-            )
+            states = draft.head_state(target_model.run(batch.tokens).final, k)
+            logits.append(draft.lm_head(k).logits(states)[target != IGNORE_INDEX].detach())
             wanted.append(target[target != IGNORE_INDEX])
         logits, wanted = torch.cat(logits), torch.cat(wanted)
         assert found.targets[k - 1] == len(wanted)
@@ -153,7 +150,7 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
     assert found.head_loss == pytest.approx(losses, rel=1e-5)
     assert [shares[2] for shares in found.top] == pytest.approx(top3)
     assert found.loss == pytest.approx(0.8 * losses[0] + 0.64 * losses[1], rel=1e-5)
-    assert found.objective == found.loss  # the base model is frozen
+    assert found.objective == found.loss  # the target model is frozen
     recipe = TargetModelRecipe(
         target_model, PRECISION, parameters=dict(target_model.model.named_parameters())
     )
@@ -171,7 +168,7 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
 
 
 def test_acceptance_length_is_that_of_decoding_the_same_text(target_model):
-    """On the base model's own greedy answers the tree would take as many steps as the loop takes with
+    """On the target model's own greedy answers the tree would take as many steps as the loop takes with
     it.
     """
     draft = MedusaDraft.from_target_model(target_model, 2)

@@ -1,4 +1,4 @@
-"""What needs the token trees of a base model is refused, before weights load, where it has none."""
+"""What needs the token trees of a target model is refused, before weights load, where it has none."""
 
 from pathlib import Path
 from typing import Any

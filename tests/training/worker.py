@@ -124,7 +124,7 @@ def equal(
 
 
 def target_model_elements(model: torch.nn.Module) -> tuple[int, int]:
-    """Count the elements of the base model's weights in this process, and in all."""
+    """Count the elements of the target model's weights in this process, and in all."""
     parameters = list(model.parameters())
     held = sum(p.numel() + (p.ds_tensor.numel() if is_partitioned(p) else 0) for p in parameters)
     return held, sum(full_shape(p).numel() for p in parameters)
@@ -157,7 +157,7 @@ def whole_run(
 ) -> None:
     """`train_stages` with the case's keys; rank 0's console and every rank's exit code are written.
 
-    Between two stages, the number of base models that are left in memory is written. The last rank
+    Between two stages, the number of target models that are left in memory is written. The last rank
     alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
     """
     cfg = TrainConfig(**case["keys"])

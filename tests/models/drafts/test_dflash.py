@@ -80,8 +80,8 @@ def block_reference(draft: DFlashDraft, aux: Tensor, last_token: int) -> Tensor:
         aux: [T, n d].
     """
     context = rms(draft.hidden_norm, aux @ draft.fc.weight.T)  # [T, d]
-    slots = draft.num_heads + 1
-    tokens = torch.tensor([last_token, *[draft.mask_token_id] * draft.num_heads])
+    slots = draft.max_depth + 1
+    tokens = torch.tensor([last_token, *[draft.mask_token_id] * draft.max_depth])
     states = draft.embedding(tokens).double()  # [S, d]
     length = len(context)
     for layer in draft.layers:
@@ -271,7 +271,7 @@ def test_fewer_guesses_are_those_of_a_shorter_block() -> None:
 def test_the_last_tokens_embedding_is_the_mask_by_default() -> None:
     assert random_dflash().mask_token_id == 60
     assert random_dflash(mask_token_id=7).mask_token_id == 7
-    with pytest.raises(TargetModelError, match="mask_token_id: 61: the base model has 61 tokens"):
+    with pytest.raises(TargetModelError, match="mask_token_id: 61: the target model has 61 tokens"):
         random_dflash(mask_token_id=61)
 
 

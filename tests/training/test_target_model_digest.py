@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.digest import digest_base_model
+from medusa_train.checkpoint.digest import digest_target_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
 from medusa_train.training import setup
@@ -45,7 +45,7 @@ def test_a_target_model_that_moved_resumes(make_config, console, base, tmp_path)
 
 def test_a_checkpoint_without_a_digest_is_named(make_config, console, base, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "digest_base_model", lambda name: None)
+        patched.setattr(setup, "digest_target_model", lambda name: None)
         train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
     assert train(make_config(base_model=str(base), **again), console) == 0
@@ -56,7 +56,7 @@ def test_a_target_model_whose_files_are_not_found_is_named(make_config, console,
     train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
     with monkeypatch.context() as patched:
-        patched.setattr(setup, "digest_base_model", lambda name: None)
+        patched.setattr(setup, "digest_target_model", lambda name: None)
         assert train(make_config(base_model=str(base), **again), console) == 0
     assert console.file.getvalue().count(f"no weight files of {base} were found to compare") == 1
     # the checkpoint of that run still knows the weights
@@ -90,14 +90,14 @@ def test_a_checkpoint_before_0_3_0_resumes_with_a_note(make_config, console, bas
 def test_the_digest_is_of_the_content_and_does_not_depend_on_the_directory(
     base: Path, tmp_path: Path
 ) -> None:
-    first = digest_base_model(str(base))
+    first = digest_target_model(str(base))
     assert first is not None
     moved = base.rename(tmp_path / "moved")
-    assert digest_base_model(str(moved)) == first
+    assert digest_target_model(str(moved)) == first
     change(moved)
-    assert digest_base_model(str(moved)) != first
+    assert digest_target_model(str(moved)) != first
 
 
 def test_a_model_without_files_has_no_digest(tmp_path: Path) -> None:
-    assert digest_base_model(str(tmp_path)) is None
-    assert digest_base_model("nobody/nothing") is None
+    assert digest_target_model(str(tmp_path)) is None
+    assert digest_target_model("nobody/nothing") is None
