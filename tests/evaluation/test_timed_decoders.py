@@ -7,13 +7,7 @@ import pytest
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import TargetModelError
-from medusa_train.evaluation.timed_decoders import (
-    GenerateDecoder,
-    LoopDecoder,
-    build_decoders,
-    extra_baselines,
-)
-from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder, extra_baselines
 from medusa_train.inference.generate import Decoder, Generation
 from tests.evaluation.tiny_model import write_target_model
 
@@ -109,19 +103,3 @@ def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
         [[1], [2]], 4
     )
     assert [answer.prefill_seconds for answer in answers] == [1.5, 1.5]  # each row's share
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_beside_typical_acceptance_plain_answers_are_samples(
-    subject: LoadedModel, batch_size: int
-) -> None:
-    """At its temperature; the tree's answers are not."""
-    prompts = [[1, 50, 60]] * batch_size
-    answers = []
-    for acceptance in ("typical", "sampling"):
-        mode = DecodingMode(acceptance, temperature=0.9, batch_size=batch_size)  # type: ignore[arg-type]
-        decoders = build_decoders(subject, mode, generate=False)
-        answers.append({name: decoders[name].answer(prompts, 24)[0].tokens for name in decoders})
-    typical, sampled = answers
-    assert typical["plain"] == sampled["plain"]
-    assert typical["tree"] != sampled["tree"]

@@ -1,4 +1,3 @@
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,24 +49,3 @@ def test_the_template_of_a_data_set_comes_before_that_of_the_model(tmp_path: Pat
     first, second = str(caught.value).splitlines()[1:]
     assert "--prompts a.jsonl --model m --chat-template zephyr " in first
     assert "--prompts b.jsonl --model m --chat-template chatml " in second
-
-
-@pytest.mark.parametrize(
-    ("datasets", "outputs"),
-    [
-        ("[{path: a.jsonl}]", ["train.jsonl"]),
-        ("[{path: a.jsonl}, {path: b.jsonl, split: 'x[:9]'}]", ["train_1.jsonl", "train_2.jsonl"]),
-    ],
-)
-def test_each_data_set_gets_a_file_of_its_own(
-    tmp_path: Path, datasets: str, outputs: list[str]
-) -> None:
-    path = tmp_path / "train.yaml"
-    path.write_text(f"base_model: m\ndatasets: {datasets}\n")
-    with pytest.raises(ConfigError) as caught:
-        commands.refuse_training_config(path)
-    shown = [shlex.split(line) for line in str(caught.value).splitlines()[1:]]
-    assert [words[words.index("--output") + 1] for words in shown] == [
-        f"data/selfdistill/{output}" for output in outputs
-    ]
-    assert [words[-1] for words in shown[1:]] == ["split=x[:9]"] * (len(outputs) - 1)
