@@ -374,7 +374,9 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
     written = {name for name in names if now.get(name) != before.get(name)}
     # A written key replaces the run's value of another key, as num_epochs replaces max_steps. If
     # stage one has both, both are written.
-    written |= {other for name, other in TrainConfig.replaces if name in written and other in now}
+    for name, other in TrainConfig.replaces:
+        if name in written and now.get(name) and now.get(other):
+            written.add(other)
     return {name: now.get(name) for name in names if name in written}
 
 
