@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from medusa_train.inference.cuda_graphs import GraphRunner, Replayable
+from medusa_train.inference.fixed_steps import new_steps
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
@@ -28,8 +29,8 @@ PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"
 class GivenTokens(Proposer):
     """Proposes the same draft tokens in every step without computing anything."""
 
-    def __init__(self, target_model: TargetModel, num_heads: int) -> None:
-        self.num_heads = num_heads
+    def __init__(self, target_model: TargetModel, max_depth: int) -> None:
+        self.max_depth = max_depth
         self._vocab_size = target_model.vocab_size
 
     def propose(self, step: DraftStep, states: Any) -> Proposal:
@@ -66,7 +67,7 @@ class Context:
         """Return a step over the root and the nodes of `tree`."""
         tree = tree.to(self.target_model.device)
         draft = GivenTokens(self.target_model, tree.max_depth) if tree.size else None
-        steps = Steps(self.target_model, draft, tree, self._kv_cache)
+        steps = new_steps(self.target_model, draft, tree, self._kv_cache)
         return TargetModelStep(steps, self.target_model, self.length)
 
 

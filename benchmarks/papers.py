@@ -39,6 +39,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from checkout import ROOT
 from paper_tables import (
@@ -54,8 +55,8 @@ from safetensors import safe_open
 from shapes import SHAPES, default_dtypes, llama_config
 from shared import machine_facts
 
-from medusa_train.checkpoint.resolve import find_heads, resolve_model
-from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
+from medusa_train.checkpoint.resolve import find_heads
+from medusa_train.checkpoint.run_directory import TREE_TRACES
 from medusa_train.cli.common import quiet_libraries, split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import resolve_path
@@ -63,11 +64,9 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.sources import open_source
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.evaluation.questions import Benchmark, load_benchmark
-from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.io import replace_text
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees
-from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from medusa_train.trees.tree import Tree
 
 EXPERIMENTS = ROOT / "benchmarks" / "papers"
@@ -416,22 +415,14 @@ class Measurement:
         """The best trees of all required sizes, by size. They are fitted to the answers that the
         run's own tree was fitted to.
         """
-        directory = self.stages[-1].directory
-        settings = DecodingSettings.load(directory / TREE) if (directory / TREE).is_file() else None
-        key = (
-            None
-            if settings is None
-            else weights_key(resolve_model(str(directory), None, None), settings)
-        )
-        kept = None if key is None else load_traces(directory / TREE_TRACES, key)
-        if kept is None:
+        path = self.stages[-1].directory / TREE_TRACES
+        if not path.is_file():
             raise CheckpointError(
-                f"{directory}: no traces for sparse trees; train with calibration_tokens above 0"
+                f"{path.parent}: no traces for sparse trees; train with calibration_tokens above 0"
             )
         names = {str(point.keys.get("tree")) for point in self.points}
-        return fit_trees(
-            kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")]
-        )
+        sizes = [int(name[7:]) for name in names if name.startswith("sparse:")]
+        return fit_trees(read_traces(path), sizes)
 
     def _evaluate(self, keys: Record) -> Path:
         """Run `medusa-eval` unless its report is complete; return the directory of the report."""
@@ -499,7 +490,7 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
     if tree is not None:
         lengths = AcceptedLength(tree)
         for line in map(json.loads, read_lines(directory / "ranks.jsonl")):
-            trace = Trace(line["ranks"], line.get("confidence", [])).stop_early(threshold)
+            trace = stop_early(Trace(line["ranks"], line.get("confidence", [])), threshold)
             steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
             accepted[line["question_id"], line["turn"]] = steps
         kept = ("answers", "looping_answers", "head_accuracy", "joint")
@@ -529,6 +520,31 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
         "without_loops": tokens / steps_without if steps_without else None,
         "questions": questions,
     }
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """Return the traces that a tree was fitted to, see `TracedAnswers.save`."""
+    with np.load(path) as arrays:
+        ranks = arrays["ranks"].tolist()
+        ends = np.cumsum(arrays["tokens"]).tolist()
+    return [Trace(ranks[start:end]) for start, end in itertools.pairwise([0, *ends])]
+
+
+def stop_early(trace: Trace, threshold: float) -> Trace:
+    """Return the trace for a draft that stops after a token of at most this confidence, see
+    `KangarooDraft`. Only for chains.
+    """
+    stopped: list[list[int]] = []
+    for position, ranks in enumerate(trace.ranks):
+        heads = len(ranks)
+        # a chain ends with its first token of too little confidence
+        end = heads
+        for k, confidence in enumerate(trace.confidence[position : position + heads], start=1):
+            if confidence <= threshold:
+                end = k
+                break
+        stopped.append(ranks[:end] + [-1] * (heads - end))
+    return Trace(stopped, trace.confidence)
 
 
 def read_lines(path: Path) -> list[str]:

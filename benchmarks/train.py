@@ -58,7 +58,7 @@ from medusa_train.cli.common import quiet_libraries
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.losses.linear_loss import GraphCut
+from medusa_train.losses.graph_cut import GraphCut
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import choose_attention

@@ -128,10 +128,10 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
 
 def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str) -> str:
     """Return why `name` cannot be fetched without a network, and how to download it."""
-    type_option = " --repo-type dataset" if kind == "dataset" else ""
+    repo_type = " --repo-type dataset" if kind == "dataset" else ""
     return (
         "there is no network (or HF_HUB_OFFLINE is set), and it is not in the hub's cache: where"
-        f" there is one, run `hf download {name}{type_option} --local-dir {directory}`"
+        f" there is one, run `hf download {name}{repo_type} --local-dir {directory}`"
     )
 
 

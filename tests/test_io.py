@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 
 from medusa_train.io import (
     installed_version,
+    replace_file,
     replace_text,
     write_failure,
 )
@@ -53,6 +54,16 @@ def test_a_text_is_replaced_atomically(tmp_path: Path) -> None:
         replace_text(path, "new \ud800")
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_ctrl_c_leaves_no_temporary_file(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_text("half of it")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(tmp_path / "weights", write)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_package_that_is_not_installed_has_no_version() -> None:

@@ -183,7 +183,7 @@ def to_eagle3(
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
     # 3. Build config.json from the entries of the layer and of the draft.
-    layer_config = {
+    layer_entries = {
         "architectures": [EAGLE3_QWEN3 if is_qwen3 else EAGLE3],
         "model_type": "qwen3" if is_qwen3 else "llama",
         **entries_in_files(layer),
@@ -194,7 +194,7 @@ def to_eagle3(
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    draft_config = {
+    draft_entries = {
         "draft_vocab_size": len(ordered),
         "tie_word_embeddings": False,
         "norm_before_residual": bool(settings.get("norm_before_residual")),
@@ -204,19 +204,19 @@ def to_eagle3(
     }
     target_entry = {"base_model_name_or_path": target_model_name}
     if to == "vllm":
-        return tensors, {**layer_config, **draft_config, **target_entry}
+        return tensors, {**layer_entries, **draft_entries, **target_entry}
     if to == "sglang":
-        states = [layers - 1 for layers in draft_config.pop(_STATES)]
+        states = [layers - 1 for layers in draft_entries.pop(_STATES)]
         eagle = {_STATES: states, "use_aux_hidden_state": True}
-        return tensors, {**layer_config, **draft_config, **target_entry, "eagle_config": eagle}
-    layer_config["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
+        return tensors, {**layer_entries, **draft_entries, **target_entry, "eagle_config": eagle}
+    layer_entries["architectures"] = ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"]
     draft_tokens = min(3, settings.get("num_heads", 3))
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     return tensors, {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        **draft_config,
-        "transformer_layer_config": layer_config,
+        **draft_entries,
+        "transformer_layer_config": layer_entries,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],

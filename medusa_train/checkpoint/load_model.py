@@ -160,14 +160,14 @@ def load_for_decoding(
         if prepack:
             prepack_linears(draft)
     if compiled:
-        compile_target_model(target_model, paths, rows=rows, trees=paths.has_draft)
+        compile_target_model(target_model, rows=rows, trees=paths.has_draft)
     # 3. Load the draft that needs no training, and the tree.
     lookup = None
     if paths.lookup is not None:
         lookup = load_lookup(paths.lookup, target_model.tokenizer)
     if draft is None or paths.tree_mode == NO_TREE:
         return LoadedModel(target_model, draft, None, lookup)
-    tree = load_tree(paths, draft.num_heads)
+    tree = load_tree(paths, draft.max_depth)
     model = LoadedModel(target_model, draft, tree, lookup, dynamic_size(paths, tree))
     # evaluating `proposer` raises an error if the parts do not fit together
     assert model.proposer is not None or not tree.size
@@ -265,14 +265,14 @@ def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
         return ()
 
 
-def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
+def load_tree(paths: ModelPaths, max_depth: int) -> Tree:
     """Load the tree for decoding; without a file, return the chain of the heads' top-1 tokens."""
     if paths.tree is None:
-        return Tree.chain(num_heads)
+        return Tree.chain(max_depth)
     tree = Tree.load(paths.tree)
-    if tree.max_depth > num_heads:
+    if tree.max_depth > max_depth:
         raise CheckpointError(
-            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads"
+            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {max_depth} heads"
         )
     return tree
 
@@ -288,9 +288,7 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     return Limits(nodes, depth)
 
 
-def compile_target_model(
-    target_model: TargetModel, paths: ModelPaths, *, rows: int = 1, trees: bool = True
-) -> None:
+def compile_target_model(target_model: TargetModel, *, rows: int = 1, trees: bool = True) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
 
     Raises:
@@ -327,7 +325,6 @@ def compile_cache_dir() -> Path:
 
 def compile_or_report(
     target_model: TargetModel,
-    paths: ModelPaths,
     report: Callable[[str], None],
     *,
     rows: int = 1,
@@ -337,6 +334,6 @@ def compile_or_report(
     works without compiled passes.
     """
     try:
-        compile_target_model(target_model, paths, rows=rows, trees=trees)
+        compile_target_model(target_model, rows=rows, trees=trees)
     except TargetModelError as error:
         report(f"{error}\ndecoding without compiled passes")

@@ -373,9 +373,13 @@ def _stage_one_values(cfg: TrainConfig, stage_one: TrainConfig) -> dict[str, Any
     default_values = yaml.safe_load(dump_config(default_stage_one))
     values = yaml.safe_load(dump_config(stage_one))
     names = [name for name in {**default_values, **values} if name not in NOT_IN_STAGE_ONE]
-    return {
-        name: values.get(name) for name in names if values.get(name) != default_values.get(name)
-    }
+    run_values = {name for name in names if values.get(name) != default_values.get(name)}
+    # A written key replaces the run's value of another key, as num_epochs replaces max_steps. If
+    # stage one has both, both are written.
+    for name, other in TrainConfig.replaces:
+        if name in run_values and values.get(name) and values.get(other):
+            run_values.add(other)
+    return {name: values.get(name) for name in names if name in run_values}
 
 
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:

@@ -162,13 +162,13 @@ def _run(
 ) -> None:
     """Answer `prompts` with a progress bar and print the statistics."""
     from medusa_train.selfdistill.replay import build_mode
-    from medusa_train.selfdistill.run import distill, open_source, summary
+    from medusa_train.selfdistill.run import distill, open_answer_source, summary
     from medusa_train.selfdistill.settings import record_metadata
 
     progress = RunProgress(console)
     opening = "importing openai" if cfg.engine == "openai" else "loading the model"
     with progress.phase(opening, ticking=True):
-        source = open_source(cfg, dtype, console.print)
+        source = open_answer_source(cfg, dtype, console.print)
     num_done = sum(prompt.id in writer.done for prompt in prompts)
     with progress.phase("conversations", len(prompts), completed=num_done) as phase:
         stats = distill(

@@ -196,8 +196,6 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
-    typed_paths = [path for path in outer.typed if path[0] == STAGE_ONE]
-    source.typed = {path[1:]: outer.typed[path] for path in typed_paths}
     own_values = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
     for name, value in {**stage_one_values(str(output_dir)), **own_values}.items():
@@ -205,6 +203,9 @@ def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
         source.set((name,), value, place)
         if name in own_values and name in NOT_IN_STAGE_ONE:
             source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
+    for path, text in outer.typed.items():
+        if path[0] == STAGE_ONE:
+            source.typed[path[1:]] = text  # after `set`, which drops what the run has there
     _drop_contradicted(TrainConfig, source, set(own_values))
     stage_one, problems = _validate(TrainConfig, source)
     if stage_one is not None and stage_one.recipe != "medusa1":

@@ -36,7 +36,7 @@ RENDERING = frozenset(
     }
 )
 #: Variables of a chat template that belong to a chat, not to a configuration.
-_OF_CHATS = frozenset({"tools", "documents"})
+_CHAT_VARIABLES = frozenset({"tools", "documents"})
 #: The chat templates of this package.
 CHAT_TEMPLATES = ("vicuna_v1.1", "zephyr", "chatml", "llama-2", "llama-3", "mistral")
 TEMPLATE_SUFFIX = ".jinja"  # suffix of a file with a chat template
@@ -236,7 +236,7 @@ def unknown_template(name: str) -> str | None:
 
 
 def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
-    reserved = sorted((RENDERING | _OF_CHATS).intersection(value))
+    reserved = sorted((RENDERING | _CHAT_VARIABLES).intersection(value))
     if reserved:
         raise problem(f"{', '.join(reserved)}: set for each chat by its record; remove it")
     for name in value:

@@ -155,11 +155,10 @@ class Source:
         is_block = isinstance(value, (list, dict)) and not text.startswith(("[", "{"))
         is_comment = value is None and text.strip() not in _NULLS
         is_plain = isinstance(value, str) and not text.strip().startswith(("'", '"'))
-        if is_block or is_comment or is_plain:  # `a: b`, `#3` and `a # b` are meant as typed
-            value = text
-        elif value is not None:
-            self.typed[path] = text
-        self.set(path, value, place)
+        is_meant_as_typed = is_block or is_comment or is_plain  # `a: b`, `#3` and `a # b`
+        self.set(path, text if is_meant_as_typed else value, place)
+        if value is not None and not is_meant_as_typed:
+            self.typed[path] = text  # after `set`, which drops the texts of earlier overrides
         self.problems += [Problem(place, (*path, *at.path), at.message) for at in read.problems]
 
 

@@ -50,6 +50,36 @@ class Example:
         return [self.tokens[:start].tolist() for start in starts]
 
 
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack whole documents into rows of at most `capacity` tokens (first-fit decreasing bin
+    packing).
+
+    Documents are placed from the longest to the shortest (ties in the order of `lengths`), each
+    into the first row with enough space. This takes at most 11/9 of the optimal number of rows,
+    plus one.
+
+        capacity 10, lengths 4 7 3 6   ->   rows [7 3] [6 4], that is [[1, 2], [3, 0]]
+
+    60,000 documents take a second.
+    """
+    if not lengths:
+        return []
+    if min(lengths) < 1 or max(lengths) > capacity:
+        raise ValueError(
+            f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}"
+        )
+    free = np.full(len(lengths), capacity)  # free tokens of each row
+    rows: list[list[int]] = []
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for index in longest_first:
+        row = int(np.argmax(free[: len(rows) + 1] >= lengths[index]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one or more documents (conversations), right-padded.
@@ -89,6 +119,7 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     """Concatenate the documents of each row, and pad all rows to the longest.
 
     tokens      a b c d e .        (two documents of three and two tokens, and one padding position)
+    labels      - - c - e -        (c and e are supervised)
     positions   0 1 2 0 1 2
     segments    0 0 0 1 1 -
     """
@@ -142,33 +173,3 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
         same_document = segments[:, offset:] == segments[:, :-offset]  # [B, T - offset]
         out[:, :-offset] = torch.where(same_document, labels[:, offset:], IGNORE_INDEX)
     return out
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack whole documents into rows of at most `capacity` tokens (first-fit decreasing bin
-    packing).
-
-    Documents are placed from the longest to the shortest (ties in the order of `lengths`), each
-    into the first row with enough space. This takes at most 11/9 of the optimal number of rows,
-    plus one.
-
-        capacity 10, lengths 4 7 3 6   ->   rows [7 3] [6 4], that is [[1, 2], [3, 0]]
-
-    60,000 documents take a second.
-    """
-    if not lengths:
-        return []
-    if min(lengths) < 1 or max(lengths) > capacity:
-        raise ValueError(
-            f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}"
-        )
-    free = np.full(len(lengths), capacity)  # free tokens of each row
-    rows: list[list[int]] = []
-    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    for index in longest_first:
-        row = int(np.argmax(free[: len(rows) + 1] >= lengths[index]))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(index)
-        free[row] -= lengths[index]
-    return rows

@@ -34,6 +34,12 @@ class ChatTemplateError(ValueError):
 class RenderedAnswer(NamedTuple):
     """An answer as it is generated.
 
+    For the question "Hi" and the answer "Hello!", the template of data/tiny gives
+
+        prompt   <s><|user|>Hi</s><|assistant|>
+        text     Hello!</s>
+        end      </s>
+
     Attributes:
         prompt: the messages before it and the generation prompt, as rendered for decoding.
         text: what follows the prompt, up to and including the end token.
@@ -80,65 +86,44 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
 
-    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with the variables of a chat, which replace those in `kwargs`."""
-        return replace(self, kwargs={**self.kwargs, **variables})
-
-    @property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template reads, except those that rendering sets."""
-        return _free_variables(self.source) - RENDERING - set(self.special_tokens)
-
-    def describe_unused_kwargs(self) -> str | None:
-        """Return a sentence that lists the variables in `kwargs` that the template does not have,
-        such as mistyped ones; None if it has all of them.
-        """
-        unused = [name for name in self.kwargs if name not in _free_variables(self.source)]
-        if not unused:
-            return None
-        return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
-
     def answer(self, messages: Sequence[Message]) -> RenderedAnswer | None:
         """Return the last message as the model generates it after the prompt; None if the template
         does not render all of its tool calls in the same turn.
         """
         *history, message = messages
-        closing = self.reasoning_tags[1]
         prompt = self.render(history, prompt=True)
-        if message.calls and prompt.rstrip().endswith(closing):  # no reasoning is left to generate
-            message = replace(message, parts={"tool_calls": message.calls})
-        # 1. Render the chat with the answer, and with a placeholder as the answer. Both texts are
-        # the same up to the content.
-        rendered = self.render([*history, message])
-        place = placeholder(len(history))
-        other = self.render([*history, Message("assistant", place)])
-        before, found, after = other.rpartition(place)
-        if not found:
-            raise ChatTemplateError("the chat template leaves out the content of answers")
-        common = _common_length(rendered, other)
-        start = self._answer_start(prompt, rendered, common)
-        # 2. The generated text, and its end token.
         if message.calls:
-            text = self._after_prompt(prompt, rendered, start, common)
-            text, end = _up_to(self.stops, text)
-            # A template may write the text next to calls and the calls as two turns (Nemotron
-            # Nano 2).
-            names = Counter(call["function"]["name"] for call in message.calls)
-            if any(text.count(name) < count for name, count in names.items()):
-                return None
-            content = ""
-        else:
-            # Neither the line break before the next turn nor a token that closes the whole text
-            # belongs to the answer.
-            end = _up_to(self.added_tokens, after)[0]
-            lead = "" if start is None else before[start:]
-            content = self._content_after(prompt, message)
-            text = lead + content + end if lead.isspace() else content + end
-            # Use the form of the content that the template renders: unchanged or stripped.
-            for words in (content, content.strip()):
-                if start is not None and rendered.startswith(lead + words + end, start):
-                    text = lead + words + end
-                    break
+            return self._answer_with_calls(history, message, prompt)
+        return self._answer_without_calls(history, message, prompt)
+
+    def _answer_without_calls(
+        self, history: Sequence[Message], message: Message, prompt: str
+    ) -> RenderedAnswer:
+        r"""Return an answer that is only text: what the template writes before its content, the
+        content, and the end token.
+
+        Qwen3's template writes an empty reasoning part before the content, so this `lead` is
+        generated:
+
+            prompt     ...<|im_start|>assistant\n
+            rendered   ...<|im_start|>assistant\n<think>\n\n</think>\n\nHello!<|im_end|>\n
+                                                 lead                   content
+        """
+        # 1. Find the answer in the rendered chat.
+        rendered = self.render([*history, message])
+        before, after = self._around_content(history)
+        start = self._answer_start(prompt, rendered, _common_length(rendered, before))
+        # 2. Neither the line break before the next turn nor a token that closes the whole text
+        # belongs to the answer.
+        end = _up_to(self.added_tokens, after)[0]
+        lead = "" if start is None else before[start:]
+        content = self._content_after(prompt, message)
+        text = lead + content + end if lead.isspace() else content + end
+        # Use the form of the content that the template renders: unchanged or stripped.
+        for words in (content, content.strip()):
+            if start is not None and rendered.startswith(lead + words + end, start):
+                text = lead + words + end
+                break
         if not message.is_cut:
             return RenderedAnswer(prompt, text, end)
         # 3. An answer that was cut off has no end token. If it was cut within the reasoning, its
@@ -147,19 +132,63 @@ class ChatTemplate:
         text = content if content and opened > closed else text.removesuffix(end)
         return RenderedAnswer(prompt, text, "")
 
-    def _after_prompt(self, prompt: str, rendered: str, start: int | None, common: int) -> str:
-        """Return the text after the prompt in a rendered chat with tool calls; '' if the rendered
-        chat does not contain the prompt.
+    def _content_after(self, prompt: str, message: Message) -> str:
+        """Return an answer's content without the part of its reasoning that the prompt already has:
+        the opening tag, or the whole reasoning if the prompt closes it (`enable_thinking: false`).
 
-        prompt      ... <|start|>assistant
-        rendered    ... <|start|>assistant<|channel|>commentary to=...
+        If the prompt opens a reasoning that the content lacks, an empty reasoning is put before the
+        content.
+        """
+        content = message.content
+        opening, closing = self.reasoning_tags
+        if prompt.rstrip().endswith(closing):
+            if closing not in content:
+                return content
+            return content.rpartition(closing)[2].lstrip("\n")
+        opened = self.opened_reasoning(prompt)
+        if opened and content.lstrip().startswith(opening):
+            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
+        if opened and closing not in content and not message.is_cut:
+            return f"\n{closing}\n\n{content}"
+        return content
+
+    def _answer_with_calls(
+        self, history: Sequence[Message], message: Message, prompt: str
+    ) -> RenderedAnswer | None:
+        """Return an answer with tool calls: all that the template writes after the prompt, up to a
+        token at which decoding stops. None if the calls are in another turn.
+
+            prompt     ...<|start|>assistant
+            rendered   ...<|start|>assistant<|channel|>commentary to=...<|call|>
+        """
+        # 1. Find the answer in the rendered chat.
+        if prompt.rstrip().endswith(self.reasoning_tags[1]):  # no reasoning is left to generate
+            message = replace(message, parts={"tool_calls": message.calls})
+        rendered = self.render([*history, message])
+        before, _ = self._around_content(history)
+        common = _common_length(rendered, before)
+        start = self._answer_start(prompt, rendered, common)
+        if start is None:
+            text = self._after_changed_prompt(prompt, rendered, common)
+        else:
+            text = rendered[start:]
+        text, end = _up_to(self.stops, text)
+        # 2. A template may write the text next to calls and the calls as two turns (Nemotron
+        # Nano 2).
+        names = Counter(call["function"]["name"] for call in message.calls)
+        if any(text.count(name) < count for name, count in names.items()):
+            return None
+        if message.is_cut:
+            return RenderedAnswer(prompt, text.removesuffix(end), "")
+        return RenderedAnswer(prompt, text, end)
+
+    def _after_changed_prompt(self, prompt: str, rendered: str, common: int) -> str:
+        """Return the text after a prompt whose end `rendered`, a chat with tool calls, does not
+        contain; '' if the texts differ earlier.
 
         Args:
-            start: see `_answer_start`.
             common: length of the prefix of `rendered` that does not depend on the answer.
         """
-        if start is not None:
-            return rendered[start:]
         # 1. The prompt opens a reasoning that the answer does not have.
         opened = self.opened_reasoning(prompt)
         opening, closing = self.reasoning_tags
@@ -183,6 +212,17 @@ class ChatTemplate:
             return ""
         return rendered[border:]
 
+    def _around_content(self, history: Sequence[Message]) -> tuple[str, str]:
+        """Return what the template writes before and after the content of an answer to `history`:
+        the parts of the rendered chat that do not depend on the answer.
+        """
+        place = placeholder(len(history))
+        outline = self.render([*history, Message("assistant", place)])
+        before, found, after = outline.rpartition(place)
+        if not found:
+            raise ChatTemplateError("the chat template leaves out the content of answers")
+        return before, after
+
     def _answer_start(self, prompt: str, rendered: str, border: int) -> int | None:
         """Return the index in `rendered` at which the generated text starts.
 
@@ -203,26 +243,6 @@ class ChatTemplate:
         if not found or _pattern(self.stops).search(rendered[found[-1].end() : border]):
             return None
         return found[-1].end()
-
-    def _content_after(self, prompt: str, message: Message) -> str:
-        """Return an answer's content without the part of its reasoning that the prompt already has:
-        the opening tag, or the whole reasoning if the prompt closes it (`enable_thinking: false`).
-
-        If the prompt opens a reasoning that the content lacks, an empty reasoning is put before the
-        content.
-        """
-        content = message.content
-        opening, closing = self.reasoning_tags
-        if prompt.rstrip().endswith(closing):
-            if closing not in content:
-                return content
-            return content.rpartition(closing)[2].lstrip("\n")
-        opened = self.opened_reasoning(prompt)
-        if opened and content.lstrip().startswith(opening):
-            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
-        if opened and closing not in content and not message.is_cut:
-            return f"\n{closing}\n\n{content}"
-        return content
 
     def opened_reasoning(self, prompt: str) -> str:
         """Return the suffix of a rendered prompt that opens the reasoning, such as `<think>` and a
@@ -281,6 +301,24 @@ class ChatTemplate:
                 " be determined"
             )
         return spans
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with the variables of a chat, which replace those in `kwargs`."""
+        return replace(self, kwargs={**self.kwargs, **variables})
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads, except those that rendering sets."""
+        return _free_variables(self.source) - RENDERING - set(self.special_tokens)
+
+    def describe_unused_kwargs(self) -> str | None:
+        """Return a sentence that lists the variables in `kwargs` that the template does not have,
+        such as mistyped ones; None if it has all of them.
+        """
+        unused = [name for name in self.kwargs if name not in _free_variables(self.source)]
+        if not unused:
+            return None
+        return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
 
 
 @lru_cache(maxsize=8)

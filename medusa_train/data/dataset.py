@@ -14,7 +14,7 @@ from medusa_train.data.batch import Batch, Example
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.tokenize_datasets import encode_datasets, load_or_encode, open_datasets
+from medusa_train.data.tokenize_datasets import encode_datasets
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches within which rows are sorted by length
@@ -45,12 +45,12 @@ def load_datasets(
         is only one prompt.
     """
     # 1. The training data, and the test data, which are read in the same way.
-    encoded = _encode(cfg, encoder, on_progress)
+    encoded = encode_datasets(cfg, encoder, on_progress)
     report = encoded.report
     test = None
     if cfg.test_datasets is not None:
         test_cfg = cfg.model_copy(update={"datasets": cfg.test_datasets})
-        test = _encode(test_cfg, encoder, on_progress)
+        test = encode_datasets(test_cfg, encoder, on_progress)
     # 2. The prompts to hold out, with all their conversations and all rows of these.
     if test is not None:
         validation_prompts = {example.prompt for example in test}
@@ -86,33 +86,6 @@ def load_datasets(
     if test is None:
         test = EncodedDataset(validation, report, row_len)
     return EncodedDataset(train, report, row_len), test
-
-
-def _encode(
-    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None
-) -> EncodedDataset:
-    """Read and tokenize the `datasets` of a configuration, or take their tokens from the cache."""
-    readers = open_datasets(cfg, encoder, on_progress)
-    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
-    if cfg.prepared_dir is None:
-        encoded = encode_datasets(readers, cfg.sequence_len, **options)
-    else:
-        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
-    encoded.row_len = cfg.sequence_len if cfg.sample_packing else None
-    report = encoded.report
-    for reader in readers:
-        report.notes += reader.source.notes
-    if not encoded.examples:
-        names = ", ".join(entry.path for entry in cfg.datasets)
-        raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
-    keys = [example.key for example in encoded.examples if example.row == 0]
-    num_repeated = len(keys) - len(set(keys))
-    if num_repeated:
-        report.notes.append(
-            f"{num_repeated:,} of {len(keys):,} conversations equal an earlier one; all of them are"
-            " used"
-        )
-    return encoded
 
 
 def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
@@ -188,47 +161,17 @@ class BatchLoader:
         self.rank, self.size = rank, size
         self.epoch = 0  # epoch of the next batch
         self._batch = 0  # index of the next batch in its epoch
-        self._batches = self._draw_epoch(0)
+        self._batches = self._compose_epoch(0)
         self._fingerprint: str | None = None
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches in an epoch."""
-        return len(self._batches)
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Number of rows in an epoch."""
-        return sum(len(batch) for batch in self._batches)
-
-    @property
-    def positions_per_epoch(self) -> int:
-        """Number of positions computed in the current epoch, padding included."""
-        return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batches_of_ranks = [(self._draw(), self._next_rows()) for _ in range(self.size)]
-        draw, rows = batches_of_ranks[self.rank]
+        # the next batch of each rank
+        drawn = [(self._draw(), self._next_rows()) for _ in range(self.size)]
+        draw, rows = drawn[self.rank]
         return replace(self.dataset.batch(rows), draw=draw)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch, as JSON values for `load_state_dict`."""
-        return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position: the same batches follow as after saving."""
-        changed = [name for name, value in self._identity().items() if state.get(name) != value]
-        if changed:
-            raise DataError(
-                f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}."
-                " Resume with the data and settings of that run, or start a new one"
-            )
-        self.epoch = int(state["epoch"])
-        self._batch = int(state["batch"])
-        self._batches = self._draw_epoch(self.epoch)
 
     def _draw(self) -> int:
         """Return `Batch.draw` of the next batch, which does not depend on the number of ranks."""
@@ -240,26 +183,15 @@ class BatchLoader:
         if self._batch == len(self._batches):
             self.epoch += 1
             self._batch = 0
-            self._batches = self._draw_epoch(self.epoch)
+            self._batches = self._compose_epoch(self.epoch)
         return rows
 
-    def _row_length(self, row: Sequence[int]) -> int:
-        return sum(len(self.dataset.examples[index]) for index in row)
+    def _compose_epoch(self, epoch: int) -> list[list[list[int]]]:
+        """Return an epoch's batches: lists of rows, and a row is a list of example indices.
 
-    def _identity(self) -> dict[str, Any]:
-        """Return everything that determines the order of batches."""
-        if self._fingerprint is None:
-            self._fingerprint = self.dataset.fingerprint()
-        return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "micro_batch_size": self.micro_batch_size,
-            "packed rows": self.dataset.row_len,
-            "data": self._fingerprint,
-        }
-
-    def _draw_epoch(self, epoch: int) -> list[list[list[int]]]:
-        """Return an epoch's batches, as rows of example indices."""
+        [[[3], [0]], [[1], [2]]]   four examples, two rows in a batch
+        [[[3, 1], [0, 2]]]         the same examples in packed rows
+        """
         size = self.micro_batch_size
         rng = random.Random(f"{self.seed}/{epoch}")
         # 1. Rows of examples in random order.
@@ -282,6 +214,52 @@ class BatchLoader:
         if self.shuffle:
             rng.shuffle(batches)
         return batches
+
+    def _row_length(self, row: Sequence[int]) -> int:
+        return sum(len(self.dataset.examples[index]) for index in row)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches in an epoch."""
+        return len(self._batches)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Number of rows in an epoch."""
+        return sum(len(batch) for batch in self._batches)
+
+    @property
+    def positions_per_epoch(self) -> int:
+        """Number of positions computed in the current epoch, padding included."""
+        return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next batch, as JSON values for `load_state_dict`."""
+        return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a position: the same batches follow as after saving."""
+        changed = [name for name, value in self._identity().items() if state.get(name) != value]
+        if changed:
+            raise DataError(
+                f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}."
+                " Resume with the data and settings of that run, or start a new one"
+            )
+        self.epoch = int(state["epoch"])
+        self._batch = int(state["batch"])
+        self._batches = self._compose_epoch(self.epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return everything that determines the order of batches."""
+        if self._fingerprint is None:
+            self._fingerprint = self.dataset.fingerprint()
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "micro_batch_size": self.micro_batch_size,
+            "packed rows": self.dataset.row_len,
+            "data": self._fingerprint,
+        }
 
 
 def validation_batches(

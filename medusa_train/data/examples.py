@@ -26,6 +26,52 @@ class CorruptDataError(Exception):
     """The bytes of tokenized examples are damaged; the message says how."""
 
 
+def encode_examples(
+    conversation: Conversation, encoder: ChatEncoder, report: DataReport
+) -> list[Example]:
+    """Tokenize a conversation into rows of at most `report.sequence_len` tokens, and count in the
+    report what happened.
+
+    Each row is truncated after a complete answer. Tokens after the last supervised one are dropped.
+    See `ChatEncoder.encode` for the rows and for the errors.
+    """
+    counts = report.counts
+    # 1. The rows with supervised tokens, and the part of each that fits.
+    rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
+    kept_rows = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
+    if not kept_rows:
+        counts["too_long" if rows else "unsupervised"] += 1
+        return []
+    # 2. The examples.
+    key = conversation.first(kept_rows[0].answers[0].message + 1).content_key
+    prompt = conversation.first_prompt.content_key
+    examples = [
+        Example(
+            torch.tensor(row.ids, dtype=torch.int32),
+            torch.tensor(row.supervised, dtype=torch.bool),
+            key,
+            conversation.id,
+            conversation.source,
+            number,
+            prompt=prompt,
+        )
+        for number, row in enumerate(kept_rows)
+    ]
+    # 3. The counts.
+    num_answers = sum(len(row.answers) for row in rows)
+    is_complete = num_answers == sum(len(row.answers) for row in kept_rows)
+    counts["complete" if is_complete else "truncated"] += 1
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    counts.update(
+        answers=len(answers),
+        looping=sum(is_looping(answer.content) for answer in answers),
+        cut=sum(answer.is_cut for answer in answers),
+    )
+    if len(kept_rows) > 1:
+        counts.update(split=1, rows=len(kept_rows))
+    return examples
+
+
 @dataclass
 class EncodedDataset(Sequence[Example]):
     """Tokenized conversations. A conversation that became several rows has an example for each row.
@@ -149,49 +195,3 @@ def _unpickle(content: bytes, row_len: int | None) -> EncodedDataset:
     dataset = EncodedDataset.from_bytes(content)
     dataset.row_len = row_len
     return dataset
-
-
-def encode_examples(
-    conversation: Conversation, encoder: ChatEncoder, report: DataReport
-) -> list[Example]:
-    """Tokenize a conversation into rows of at most `report.sequence_len` tokens, and count in the
-    report what happened.
-
-    Each row is truncated after a complete answer. Tokens after the last supervised one are dropped.
-    See `ChatEncoder.encode` for the rows and for the errors.
-    """
-    counts = report.counts
-    # 1. The rows with supervised tokens, and the part of each that fits.
-    rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
-    kept_rows = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
-    if not kept_rows:
-        counts["too_long" if rows else "unsupervised"] += 1
-        return []
-    # 2. The examples.
-    key = conversation.first(kept_rows[0].answers[0].message + 1).content_key
-    prompt = conversation.first_prompt.content_key
-    examples = [
-        Example(
-            torch.tensor(row.ids, dtype=torch.int32),
-            torch.tensor(row.supervised, dtype=torch.bool),
-            key,
-            conversation.id,
-            conversation.source,
-            number,
-            prompt=prompt,
-        )
-        for number, row in enumerate(kept_rows)
-    ]
-    # 3. The counts.
-    num_answers = sum(len(row.answers) for row in rows)
-    is_complete = num_answers == sum(len(row.answers) for row in kept_rows)
-    counts["complete" if is_complete else "truncated"] += 1
-    answers = [message for message in conversation.messages if message.role == "assistant"]
-    counts.update(
-        answers=len(answers),
-        looping=sum(is_looping(answer.content) for answer in answers),
-        cut=sum(answer.is_cut for answer in answers),
-    )
-    if len(kept_rows) > 1:
-        counts.update(split=1, rows=len(kept_rows))
-    return examples

@@ -86,24 +86,6 @@ def read_file(path: Path) -> Iterator[RawRecord]:
         yield from _read_lines(path, data)
 
 
-def settings_path(path: Path) -> Path:
-    """Return the path of the settings with which medusa-selfdistill wrote the file at `path`."""
-    return path.with_name(path.name.removesuffix(".gz")).with_suffix(".settings.json")
-
-
-def shown_name(name: str) -> str:
-    """Return a name that was read from data, in a form that fits on one line of a terminal."""
-    if name.strip() and name.isprintable() and len(name) <= _MAX_NAME:
-        return name
-    return repr(name[:_MAX_NAME]) + ("..." if len(name) > _MAX_NAME else "")
-
-
-def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
-    """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
-    for number, value in enumerate(rows, start=1):
-        yield RawRecord(f"{name}:{number}", number, value)
-
-
 def parquet_rows(path: Path) -> Iterator[Any]:
     """Stream a parquet file's rows, without the copy that `datasets` would write to its cache."""
     from pyarrow import ArrowException  # takes long to import
@@ -162,3 +144,21 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "not valid JSON: nested too deeply"
     return "not valid JSON: a number has thousands of digits"
+
+
+def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
+    """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
+    for number, value in enumerate(rows, start=1):
+        yield RawRecord(f"{name}:{number}", number, value)
+
+
+def settings_path(path: Path) -> Path:
+    """Return the path of the settings with which medusa-selfdistill wrote the file at `path`."""
+    return path.with_name(path.name.removesuffix(".gz")).with_suffix(".settings.json")
+
+
+def shown_name(name: str) -> str:
+    """Return a name that was read from data, in a form that fits on one line of a terminal."""
+    if name.strip() and name.isprintable() and len(name) <= _MAX_NAME:
+        return name
+    return repr(name[:_MAX_NAME]) + ("..." if len(name) > _MAX_NAME else "")

@@ -102,6 +102,9 @@ def normalize(
 ) -> Conversation:
     """Return the chat of a record.
 
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
+        -> messages (Message("user", "Hi"), Message("assistant", "Hello!"))
+
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
@@ -163,6 +166,171 @@ def normalize(
         unread_keys.add(COLUMNS, *record.unread())
         unread.update(unread_keys)
     return replace(conversation, id=record_id or conversation.content_key[:16])
+
+
+def _detect_format(
+    record: object, type: str, formats: Mapping[str, Format]
+) -> tuple[JsonObject, str]:
+    """Return the record, which must be an object, and its format: `type`, or the one whose keys it
+    has.
+    """
+    if _is_list_of_turns(record):  # as create_data.py of the Medusa repository writes them
+        record = {"messages": record}
+    if not isinstance(record, Mapping):
+        raise RecordError(f"a record must be a JSON object, this is {json_type(record)}")
+    if type in formats:
+        return JsonObject(record), type
+    # keys with a value come first, since tables have null in the columns of other formats
+    filled = {key for key, value in record.items() if value is not None}
+    detected = _format_with(filled, formats) or _format_with(set(record), formats)
+    if type == "auto" and detected is not None:
+        return JsonObject(record), detected
+    expected = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
+    remedy = ""
+    if "chat" in record or "trajectory" in record:  # glaive v2, nebius
+        remedy = "; docs/reference/data-formats.md says how to convert it"
+    elif _format_with(set(record), _PROMPT_FORMATS) is not None:
+        remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
+    raise RecordError(
+        f"unknown record format, expected the keys {', '.join(expected)}; its keys:"
+        f" {', '.join(sorted(map(str, record))) or 'none'}{remedy}"
+    )
+
+
+def _format_with(keys: set[str], formats: Mapping[str, Format]) -> str | None:
+    """Return the first format whose keys are all in `keys`; None if there is none."""
+    return next((name for name, f in formats.items() if keys.issuperset(f.keys)), None)
+
+
+def _is_list_of_turns(record: object) -> bool:
+    """Return whether a record is a bare list of turns."""
+    if not isinstance(record, list) or not record:
+        return False
+    return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
+
+
+def _turns_of(
+    record: JsonObject, name: str, format: Format, fields: DatasetConfig | None = None
+) -> tuple[Sequence[Any], TurnKeys]:
+    """Return the turns of a record in the format called `name`, and their keys."""
+    # 1. Questions and answers that are columns, not turns.
+    column = format.keys[0]
+    if name == "alpaca":
+        if record.get("history"):
+            raise RecordError("'history' is not supported; write the chat as 'messages'")
+        parts = [_text(record, "instruction"), optional_text(record, "input")]
+        turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
+        if "output" in format.keys:
+            turns.append(_said("assistant", _text(record, "output")))
+        record.read.add("output")  # counts as read: prompts do not use it
+        return turns, TurnKeys()
+    if name == "xlam":
+        answer = {**_said("assistant", None), "tool_calls": record.get("answers")}
+        return [_said("user", _text(record, "query")), answer], TurnKeys()
+    if name in (*_PROMPT_COLUMNS, "mt_bench"):
+        is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
+        prompts = turns_under(record, column) if is_list else [_text(record, name)]
+        turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
+        return turns, TurnKeys()
+    listed_turns = turns_under(record, column)
+    # 2. A list of turns, which may have the keys of another format.
+    if listed_turns and isinstance(listed_turns[0], Mapping):
+        format = next(
+            (other for other in _CHAT_FORMATS.values() if other.role in listed_turns[0]), format
+        )
+    keys = TurnKeys(format.role, format.content)
+    if fields is None:
+        return listed_turns, keys
+    names = {name: role for role, names in (fields.roles or {}).items() for name in names}
+    keys = TurnKeys(
+        fields.role_key or keys.role,
+        fields.content_key or keys.content,
+        (fields.message_field_training,) if fields.message_field_training else keys.train,
+        names,
+    )
+    return listed_turns, keys
+
+
+def _said(role: Role, content: object) -> Mapping[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    """Return the string under a required key."""
+    if not isinstance(record.get(key), str):
+        raise RecordError(f"'{key}' must be a string, it is {found_under(record, key)}")
+    return str(record[key])
+
+
+def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[Any]:
+    """Return why the answers of a record ended, if self-distillation wrote it; all keys that it
+    writes then count as read.
+
+    If the number of reasons is not that of the `answers`, they belong to another chat and are not
+    read.
+    """
+    reasons = dict.get(record, _FINISH_REASONS)  # dict.get does not count as reading
+    if not isinstance(reasons, (list, tuple)):
+        return ()
+    record.read.update(_SELF_DISTILLATION_KEYS)
+    if answers is not None and len(reasons) != answers:
+        return ()
+    record.read.add(_FINISH_REASONS)
+    return reasons
+
+
+def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
+    """Return the values that a record has for the chat template's variables `names`, as JSON text;
+    '' if it has none.
+
+    `tools` may be JSON text, as in tables. Null counts as missing.
+    """
+    own_names = sorted(set(names or ()) - {"system", "messages", TOOLS})
+    values = {name: record[name] for name in own_names if record.get(name) is not None}
+    takes_tools = names is None or TOOLS in names
+    tools: list[Any] = []
+    if names and TOOLS in names:
+        for column in _TOOL_COLUMNS:
+            tools += parse_tools(record.get(column), column)
+    template_kwargs = record.get(TEMPLATE_KWARGS)
+    if template_kwargs is not None:
+        if not isinstance(template_kwargs, Mapping):
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}' must be an object, it is {json_type(template_kwargs)}"
+            )
+        reserved = sorted(set(template_kwargs) & RENDERING)
+        if reserved:
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}': {', '.join(reserved)}: set by rendering itself"
+            )
+        # tables have null in the entries of other records
+        kwargs = {name: value for name, value in template_kwargs.items() if value is not None}
+        if takes_tools:
+            for name in TOOL_KWARGS:
+                if name not in (names or ()) or name == TOOLS:
+                    tools += parse_tools(kwargs.pop(name, None), name)
+        unknown_names = sorted(set(kwargs) - set(kwargs if names is None else names))
+        if unknown_names:
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown_names)}"
+            )
+        values |= kwargs
+    if tools:
+        values[TOOLS] = tools
+    try:
+        # keep the order of keys, in which templates write tools
+        return json.dumps(values) if values else ""
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"variables of the chat template: {error}") from None
+
+
+def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
+    """Return the first usable id under one of `keys`, as text; None if there is none."""
+    for key in (key for key in keys if key in record):
+        value = record[key]
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+            return SURROGATES.sub("?", str(record.get(key)))
+    return None
 
 
 def parse_user_turns(
@@ -229,14 +397,6 @@ def parse_tool_chat(
     return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
 
 
-def answer_points(chat: Conversation) -> list[int]:
-    """Return the message indices of a chat's recorded answers. For a chat without answers, return
-    the index after its first question.
-    """
-    points = [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
-    return points or [len(chat.first_prompt.messages)]
-
-
 def _request_of(record: object) -> object:
     """Return the request in a line of a batch file (OpenAI, vLLM), with the line's id; return other
     records unchanged.
@@ -249,166 +409,9 @@ def _request_of(record: object) -> object:
     return {**other_values, **record["body"]}
 
 
-def _turns_of(
-    record: JsonObject, name: str, format: Format, fields: DatasetConfig | None = None
-) -> tuple[Sequence[Any], TurnKeys]:
-    """Return the turns of a record in the format called `name`, and their keys."""
-    # 1. Questions and answers that are columns, not turns.
-    column = format.keys[0]
-    if name == "alpaca":
-        if record.get("history"):
-            raise RecordError("'history' is not supported; write the chat as 'messages'")
-        parts = [_text(record, "instruction"), optional_text(record, "input")]
-        turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
-        if "output" in format.keys:
-            turns.append(_said("assistant", _text(record, "output")))
-        record.read.add("output")  # counts as read: prompts do not use it
-        return turns, TurnKeys()
-    if name == "xlam":
-        answer = {**_said("assistant", None), "tool_calls": record.get("answers")}
-        return [_said("user", _text(record, "query")), answer], TurnKeys()
-    if name in (*_PROMPT_COLUMNS, "mt_bench"):
-        is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
-        prompts = turns_under(record, column) if is_list else [_text(record, name)]
-        turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
-        return turns, TurnKeys()
-    listed_turns = turns_under(record, column)
-    # 2. A list of turns, which may have the keys of another format.
-    if listed_turns and isinstance(listed_turns[0], Mapping):
-        format = next(
-            (other for other in _CHAT_FORMATS.values() if other.role in listed_turns[0]), format
-        )
-    keys = TurnKeys(format.role, format.content)
-    if fields is None:
-        return listed_turns, keys
-    names = {name: role for role, names in (fields.roles or {}).items() for name in names}
-    keys = TurnKeys(
-        fields.role_key or keys.role,
-        fields.content_key or keys.content,
-        (fields.message_field_training,) if fields.message_field_training else keys.train,
-        names,
-    )
-    return listed_turns, keys
-
-
-def _detect_format(
-    record: object, type: str, formats: Mapping[str, Format]
-) -> tuple[JsonObject, str]:
-    """Return the record, which must be an object, and its format: `type`, or the one whose keys it
-    has.
+def answer_points(chat: Conversation) -> list[int]:
+    """Return the message indices of a chat's recorded answers. For a chat without answers, return
+    the index after its first question.
     """
-    if _is_list_of_turns(record):  # as create_data.py of the Medusa repository writes them
-        record = {"messages": record}
-    if not isinstance(record, Mapping):
-        raise RecordError(f"a record must be a JSON object, this is {json_type(record)}")
-    if type in formats:
-        return JsonObject(record), type
-    # keys with a value come first, since tables have null in the columns of other formats
-    filled = {key for key, value in record.items() if value is not None}
-    detected = _format_with(filled, formats) or _format_with(set(record), formats)
-    if type == "auto" and detected is not None:
-        return JsonObject(record), detected
-    expected = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
-    remedy = ""
-    if "chat" in record or "trajectory" in record:  # glaive v2, nebius
-        remedy = "; docs/reference/data-formats.md says how to convert it"
-    elif _format_with(set(record), _PROMPT_FORMATS) is not None:
-        remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
-    raise RecordError(
-        f"unknown record format, expected the keys {', '.join(expected)}; its keys:"
-        f" {', '.join(sorted(map(str, record))) or 'none'}{remedy}"
-    )
-
-
-def _format_with(keys: set[str], formats: Mapping[str, Format]) -> str | None:
-    """Return the first format whose keys are all in `keys`; None if there is none."""
-    return next((name for name, f in formats.items() if keys.issuperset(f.keys)), None)
-
-
-def _is_list_of_turns(record: object) -> bool:
-    """Return whether a record is a bare list of turns."""
-    if not isinstance(record, list) or not record:
-        return False
-    return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
-
-
-def _said(role: Role, content: object) -> Mapping[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _text(record: Mapping[str, Any], key: str) -> str:
-    """Return the string under a required key."""
-    if not isinstance(record.get(key), str):
-        raise RecordError(f"'{key}' must be a string, it is {found_under(record, key)}")
-    return str(record[key])
-
-
-def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
-    """Return the values that a record has for the chat template's variables `names`, as JSON text;
-    '' if it has none.
-
-    `tools` may be JSON text, as in tables. Null counts as missing.
-    """
-    own_names = sorted(set(names or ()) - {"system", "messages", TOOLS})
-    values = {name: record[name] for name in own_names if record.get(name) is not None}
-    takes_tools = names is None or TOOLS in names
-    tools: list[Any] = []
-    if names and TOOLS in names:
-        for column in _TOOL_COLUMNS:
-            tools += parse_tools(record.get(column), column)
-    template_kwargs = record.get(TEMPLATE_KWARGS)
-    if template_kwargs is not None:
-        if not isinstance(template_kwargs, Mapping):
-            raise RecordError(
-                f"'{TEMPLATE_KWARGS}' must be an object, it is {json_type(template_kwargs)}"
-            )
-        reserved = sorted(set(template_kwargs) & RENDERING)
-        if reserved:
-            raise RecordError(
-                f"'{TEMPLATE_KWARGS}': {', '.join(reserved)}: set by rendering itself"
-            )
-        # tables have null in the entries of other records
-        kwargs = {name: value for name, value in template_kwargs.items() if value is not None}
-        if takes_tools:
-            for name in TOOL_KWARGS:
-                if name not in (names or ()) or name == TOOLS:
-                    tools += parse_tools(kwargs.pop(name, None), name)
-        unknown_names = sorted(set(kwargs) - set(kwargs if names is None else names))
-        if unknown_names:
-            raise RecordError(
-                f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown_names)}"
-            )
-        values |= kwargs
-    if tools:
-        values[TOOLS] = tools
-    try:
-        # keep the order of keys, in which templates write tools
-        return json.dumps(values) if values else ""
-    except (TypeError, ValueError) as error:
-        raise RecordError(f"variables of the chat template: {error}") from None
-
-
-def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
-    """Return the first usable id under one of `keys`, as text; None if there is none."""
-    for key in (key for key in keys if key in record):
-        value = record[key]
-        if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
-            return SURROGATES.sub("?", str(record.get(key)))
-    return None
-
-
-def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[Any]:
-    """Return why the answers of a record ended, if self-distillation wrote it; all keys that it
-    writes then count as read.
-
-    If the number of reasons is not that of the `answers`, they belong to another chat and are not
-    read.
-    """
-    reasons = dict.get(record, _FINISH_REASONS)  # dict.get does not count as reading
-    if not isinstance(reasons, (list, tuple)):
-        return ()
-    record.read.update(_SELF_DISTILLATION_KEYS)
-    if answers is not None and len(reasons) != answers:
-        return ()
-    record.read.add(_FINISH_REASONS)
-    return reasons
+    points = [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
+    return points or [len(chat.first_prompt.messages)]

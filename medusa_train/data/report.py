@@ -54,9 +54,7 @@ class Unread(Counter[tuple[str, str]]):
         """
         parts = []
         for kind in (COLUMNS, TURN_KEYS, TURNS):
-            counts = [
-                (count, name) for (item_kind, name), count in self.items() if item_kind == kind
-            ]
+            counts = [(count, name) for (other, name), count in self.items() if other == kind]
             if counts:
                 parts.append(f"{kind} {_counted(counts)}")
         if count := self[WITHOUT_PROMPT, ""]:

@@ -41,7 +41,7 @@ SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 #: At most this many names of unread files in a message.
 MAX_NAMED = 8
-_OF_SELF_DISTILLATION = (
+_SELF_DISTILLATION_FILES = (
     ".settings.json",
     ".dropped.jsonl",
 )  # written next to the data by self-distillation
@@ -133,57 +133,57 @@ class HubSplit:
 
 
 def open_source(
-    source: DatasetConfig, on_progress: OnProgress | None = None
+    entry: DatasetConfig, on_progress: OnProgress | None = None
 ) -> LocalFiles | HubSplit:
-    """Open the data of `source`. Its path is tried as a file or directory, as a public data set,
+    """Open the data of `entry`. Its path is tried as a file or directory, as a public data set,
     and as a data set of the hub, in this order.
     """
-    if source.data_files is not None and source.path in BUILDERS:
-        if source.path not in ("json", "parquet"):
+    if entry.data_files is not None and entry.path in BUILDERS:
+        if entry.path not in ("json", "parquet"):
             raise ConfigError(
-                f"path: {source.path} is not supported; convert the data to JSON Lines"
+                f"path: {entry.path} is not supported; convert the data to JSON Lines"
             )
-        _reject_hub_keys(source)
-        return _open_named_files(source)
-    path = resolve_path(source.path)
+        _reject_hub_keys(entry)
+        return _open_named_files(entry)
+    path = resolve_path(entry.path)
     if path is None:
-        if source.path in PUBLIC_DATASETS:
-            return open_public(source, on_progress)
-        if source.path in BUILDERS:
+        if entry.path in PUBLIC_DATASETS:
+            return open_public(entry, on_progress)
+        if entry.path in BUILDERS:
             raise ConfigError(
-                f"path: {source.path} names a format, not data; set `data_files` to the files to"
+                f"path: {entry.path} names a format, not data; set `data_files` to the files to"
                 " read, or `path` to a file or directory"
             )
-        return _open_hub(source, on_progress)
+        return _open_hub(entry, on_progress)
     if path.is_dir():
-        return _open_directory(source, path)
-    if source.data_files is not None:
-        raise ConfigError(f"data_files cannot be used with {source.path}, which is a file itself")
-    _reject_hub_keys(source)
-    return _local_files([path], source.ds_type)
+        return _open_directory(entry, path)
+    if entry.data_files is not None:
+        raise ConfigError(f"data_files cannot be used with {entry.path}, which is a file itself")
+    _reject_hub_keys(entry)
+    return _local_files([path], entry.ds_type)
 
 
-def _reject_hub_keys(source: DatasetConfig) -> None:
+def _reject_hub_keys(entry: DatasetConfig) -> None:
     """Raise ConfigError if a local path has settings that only data sets of the hub have."""
     unused = []
-    if source.split not in (None, "train"):
+    if entry.split not in (None, "train"):
         unused.append("split")
-    if source.name is not None:
+    if entry.name is not None:
         unused.append("name")
     if unused:
         names = " and ".join(unused)
         raise ConfigError(
-            f"{names} cannot be used with {source.path}, a local path that is read whole; leave"
+            f"{names} cannot be used with {entry.path}, a local path that is read whole; leave"
             f" {names} out, or name the file to read"
         )
 
 
-def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalFiles:
+def _open_named_files(entry: DatasetConfig, root: Path | None = None) -> LocalFiles:
     """Open the `data_files`, names or glob patterns, of the directory `root`; without `root`, those
     of `path: json` or `path: parquet`.
     """
     chosen: list[Path] = []
-    for name in source.data_files or ():
+    for name in entry.data_files or ():
         path = resolve_path(name) if root is None else root / name
         if path is not None and path.exists():
             files = [path]
@@ -196,7 +196,7 @@ def _open_named_files(source: DatasetConfig, root: Path | None = None) -> LocalF
     for path in chosen:
         if path.is_dir():
             raise ConfigError(f"data_files: {path} is a directory; set it as `path`")
-    return _local_files(dict.fromkeys(chosen), source.path if root is None else source.ds_type)
+    return _local_files(dict.fromkeys(chosen), entry.path if root is None else entry.ds_type)
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
@@ -234,7 +234,7 @@ def _local_files(
     return LocalFiles(tuple(paths), tuple(notes))
 
 
-def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
+def _open_directory(entry: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     """Open a directory of files, or one that `save_to_disk` of `datasets` wrote.
 
     The files are those of the directory or, if it has none, of its `data/`; with `name` those of
@@ -243,63 +243,63 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     not read.
     """
     if _is_saved(path):
-        return _open_saved(source, path)
-    if source.name is not None:
-        parents = [inner for inner in (path, path / "data") if (inner / source.name).is_dir()]
+        return _open_saved(entry, path)
+    if entry.name is not None:
+        parents = [inner for inner in (path, path / "data") if (inner / entry.name).is_dir()]
         if not parents:
             raise ConfigError(
-                f"split and name cannot be used with {source.path}, a local path: it has no"
-                f" directory {source.name}; leave name out, or name the directory to read"
+                f"split and name cannot be used with {entry.path}, a local path: it has no"
+                f" directory {entry.name}; leave name out, or name the directory to read"
             )
-        path = parents[0] / source.name
-    if source.data_files is not None:
-        if source.split not in (None, "train"):
+        path = parents[0] / entry.name
+    if entry.data_files is not None:
+        if entry.split not in (None, "train"):
             raise ConfigError(
-                f"split cannot be used together with data_files, which are read whole ({source.path});"
+                f"split cannot be used together with data_files, which are read whole ({entry.path});"
                 " leave one of the two out"
             )
-        return _open_named_files(source, path)
+        return _open_named_files(entry, path)
     # 1. The files of the directory, or of its `data/`.
-    entries = _visible(path)
-    candidates = _data_files(entries)
+    items = _visible(path)
+    candidates = _data_files(items)
     if not candidates and (path / "data").is_dir():
         inner = _visible(path / "data")
-        entries = [entry for entry in entries if entry.name != "data"] + inner
+        items = [item for item in items if item.name != "data"] + inner
         candidates = _data_files(inner)
     if not candidates:
         names = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
     # 2. The files of the split.
-    paths = _files_of_split(candidates, source.split, path)
+    paths = _files_of_split(candidates, entry.split, path)
     # 3. Notes on what is not read, and on missing shards.
     read_files = {*paths, *map(settings_path, paths)}
     # hidden files, except the ._NAME that macOS writes next to NAME
     hidden = sorted(set(path.glob(".*")) - set(path.glob("._*")))
-    unread = [entry for entry in entries if entry not in read_files] + hidden
+    unread = [item for item in items if item not in read_files] + hidden
     notes = _missing_shards(paths) + _same_names(paths)
     if unread:
         names_shown = [
-            shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread[:MAX_NAMED]
+            shown_name(item.name) + ("/" if item.is_dir() else "") for item in unread[:MAX_NAMED]
         ]
         if len(unread) > MAX_NAMED:
             names_shown[-1] += f" and {len(unread) - MAX_NAMED} more"
         notes.insert(0, f"{path}: {len(unread)} not read: {', '.join(names_shown)}")
-    return _local_files(paths, source.ds_type, notes)
+    return _local_files(paths, entry.ds_type, notes)
 
 
 def _visible(path: Path) -> list[Path]:
-    return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    return sorted(item for item in path.iterdir() if not item.name.startswith("."))
 
 
-def _data_files(entries: Sequence[Path]) -> list[Path]:
+def _data_files(items: Sequence[Path]) -> list[Path]:
     """Return the files of records."""
     return [
-        entry
-        for entry in entries
-        if entry.name.lower().endswith(_SUFFIXES)
-        and not entry.name.endswith(_OF_SELF_DISTILLATION)
-        and not (entry.name in _METADATA and _is_object(entry))
-        and entry.is_file()
+        item
+        for item in items
+        if item.name.lower().endswith(_SUFFIXES)
+        and not item.name.endswith(_SELF_DISTILLATION_FILES)
+        and not (item.name in _METADATA and _is_object(item))
+        and item.is_file()
     ]
 
 
@@ -328,9 +328,9 @@ def _nested(path: Path) -> str:
     for place in (path, path / "data"):
         if not place.is_dir():
             continue
-        for entry in _visible(place):
-            if entry.is_dir() and _data_files(_visible(entry)):
-                nested.append(str(entry.relative_to(path)))
+        for item in _visible(place):
+            if item.is_dir() and _data_files(_visible(item)):
+                nested.append(str(item.relative_to(path)))
     if not nested:
         return ""
     return f"; set `path` to one of its directories {', '.join(nested)}"
@@ -361,7 +361,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     """
     names = {file: _split_names(file) for file in files}
     wanted_split = (split or "train").lower()
-    splits = {file_split for file_split, _ in names.values()}
+    splits = {found_split for found_split, _ in names.values()}
     matching = splits & {wanted_split}
     if not matching:
         # the hub's splits may have any name, such as `chat` and `math`
@@ -370,7 +370,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
             return series
         matching = {name for name in splits if re.split(r"[-._]", name)[0] == wanted_split}
     if len(matching) != 1:
-        have = ", ".join(sorted({series or file_split for file_split, series in names.values()}))
+        have = ", ".join(sorted({series or found_split for found_split, series in names.values()}))
         raise ConfigError(
             f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
             f" has ({have}), or name the file to read"
@@ -410,13 +410,13 @@ def _same_names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
+def _open_saved(entry: DatasetConfig, path: Path) -> HubSplit:
     """Open what `save_to_disk` of `datasets` wrote: a data set, or one per split."""
     import datasets  # takes a second to import
 
-    if source.name is not None or source.data_files is not None or source.ds_type is not None:
+    if entry.name is not None or entry.data_files is not None or entry.ds_type is not None:
         raise ConfigError(
-            f"{source.path} was written by save_to_disk: name, data_files and ds_type cannot be"
+            f"{entry.path} was written by save_to_disk: name, data_files and ds_type cannot be"
             " used with it"
         )
     try:
@@ -424,10 +424,10 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
     except Exception as error:  # damaged files raise many unrelated exceptions
         raise DataError(f"{path}: cannot be read by load_from_disk: {error}") from None
     if not isinstance(saved, datasets.DatasetDict):
-        if source.split not in (None, "train"):
+        if entry.split not in (None, "train"):
             raise ConfigError(f"{path} is one data set without splits; leave split out")
         return HubSplit(str(path), saved)
-    split = source.split or "train"
+    split = entry.split or "train"
     if split not in saved:
         raise ConfigError(f"{path} has no split {split}; set `split` to one of {', '.join(saved)}")
     notes: tuple[str, ...] = ()
@@ -446,16 +446,16 @@ def open_prompts(
     """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or
     the `configuration` of a data set of the hub.
     """
-    source = DatasetConfig(path=name, split=split, name=configuration)
+    entry = DatasetConfig(path=name, split=split, name=configuration)
     if name in PUBLIC_DATASETS:
-        return open_public(source, on_progress)
+        return open_public(entry, on_progress)
     may_be_hub_name = name.count("/") == 1 and not is_data_file_name(name)
     if resolve_path(name) is None and not may_be_hub_name:
         names = ", ".join(PUBLIC_DATASETS)
         raise DataError(
             f"seed_dataset {name}: no such file, and no public data set of that name ({names})"
         )
-    return open_source(source, on_progress)
+    return open_source(entry, on_progress)
 
 
 def is_data_file_name(name: str) -> bool:
@@ -464,24 +464,24 @@ def is_data_file_name(name: str) -> bool:
     return looks_like_path(name) or Path(name).suffix.lower() in suffixes
 
 
-def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
-    if is_data_file_name(source.path):
-        raise DataError(f"{source.path}: no such file or directory")
+def _open_hub(entry: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
+    if is_data_file_name(entry.path):
+        raise DataError(f"{entry.path}: no such file or directory")
     try:
-        return _load_split(source, on_progress)
+        return _load_split(entry, on_progress)
     except FetchError as error:
         reason = (
             f", and it cannot be loaded from the hub: {error}\nCheck its name, its `name` and `split` on"
             " the hub, and the connection, or set the path of a JSONL file."
         )
         if hub_is_unreachable() and isinstance(error.__cause__, ConnectionError):
-            directory = f"data/{Path(source.path).name}"
-            advice = offline_advice(source.path, "dataset", directory)
+            directory = f"data/{Path(entry.path).name}"
+            advice = offline_advice(entry.path, "dataset", directory)
             reason = f"; {advice}, then set path: {directory}"
-        raise DataError(f"{source.path}: no such file or directory{reason}") from None
+        raise DataError(f"{entry.path}: no such file or directory{reason}") from None
 
 
-def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
+def _load_split(entry: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
     import datasets  # takes a second to import, and most configurations name files
 
     if hub_is_unreachable():
@@ -489,21 +489,21 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
     else:
         check_network()
         if on_progress is not None:
-            on_progress(f"{FETCHING} {source.path}", 0, 0)
-    split = source.split or "train"
+            on_progress(f"{FETCHING} {entry.path}", 0, 0)
+    split = entry.split or "train"
     try:
         files: dict[str, Any] = {}
-        if source.data_files is not None:
-            files["data_files"] = source.data_files
-        rows: Any = datasets.load_dataset(source.path, source.name, split=split, **files)
+        if entry.data_files is not None:
+            files["data_files"] = entry.data_files
+        rows: Any = datasets.load_dataset(entry.path, entry.name, split=split, **files)
     except Exception as error:  # exceptions of HTTP clients have no common base
         known_errors = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
         is_known = isinstance(error, known_errors)
-        if not is_known and describe_hub_error(error, source.path, "dataset") is None:
+        if not is_known and describe_hub_error(error, entry.path, "dataset") is None:
             raise
         first_lines = str(error).split("\n")[:2]
         raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from error
-    return HubSplit(f"{source.path}[{split}]", rows, is_public=True)
+    return HubSplit(f"{entry.path}[{split}]", rows, is_public=True)
 
 
 @dataclass(frozen=True)
@@ -557,16 +557,16 @@ PUBLIC_DATASETS = {
 
 
 def open_public(
-    source: DatasetConfig, on_progress: OnProgress | None = None
+    entry: DatasetConfig, on_progress: OnProgress | None = None
 ) -> LocalFiles | HubSplit:
     """Open a data set of `PUBLIC_DATASETS`: a local copy, else the copy in the hub's cache, else
     fetched from the hub.
     """
-    return replace(_open_public(source, on_progress), is_public=True)
+    return replace(_open_public(entry, on_progress), is_public=True)
 
 
-def _open_public(source: DatasetConfig, on_progress: OnProgress | None) -> LocalFiles | HubSplit:
-    public = PUBLIC_DATASETS[source.path]
+def _open_public(entry: DatasetConfig, on_progress: OnProgress | None) -> LocalFiles | HubSplit:
+    public = PUBLIC_DATASETS[entry.path]
     # 1. A local copy.
     local_paths = list(public.local_paths)
     directory = os.environ.get(SEED_DIR_VARIABLE)
@@ -576,28 +576,28 @@ def _open_public(source: DatasetConfig, on_progress: OnProgress | None) -> Local
     for path in local_paths:
         resolved = resolve_path(path)
         if resolved is not None:
-            local = source.model_copy(update={"path": path})
-            if source.split is None and public.split is not None:
+            local = entry.model_copy(update={"path": path})
+            if entry.split is None and public.split is not None:
                 with suppress(ConfigError):  # a copy without splits is read whole
                     return open_source(local.model_copy(update={"split": public.split}))
             return open_source(local)
     if public.hub_repo is None:
-        raise DataError(f"{source.path}: {public.local_paths[0]} is missing from this installation")
+        raise DataError(f"{entry.path}: {public.local_paths[0]} is missing from this installation")
     # 2. The split or the file of the hub, in its cache or fetched.
     try:
         if public.hub_file is None:
-            split = source.split or public.split
-            hub_source = source.model_copy(update={"path": public.hub_repo, "split": split})
-            return _load_split(hub_source, on_progress)
+            split = entry.split or public.split
+            hub_entry = entry.model_copy(update={"path": public.hub_repo, "split": split})
+            return _load_split(hub_entry, on_progress)
         on_bytes = None
         if on_progress is not None:
-            on_bytes = partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
+            on_bytes = partial(on_progress, f"{FETCHING} {entry.path} from {public.hub_repo}")
         file = fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes)
     except FetchError as error:
         jsonl, original = public.local_paths[:2]
         raise DataError(
-            f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub:"
+            f"{entry.path}: not found locally, and could not be fetched from the Hugging Face hub:"
             f" {error}\nDownload {public.origin} to {original} (JSON Lines: {jsonl}),\nor name"
             " another file of conversations."
         ) from None
-    return open_source(source.model_copy(update={"path": str(file)}))
+    return open_source(entry.model_copy(update={"path": str(file)}))

@@ -138,6 +138,11 @@ class ChatEncoder:
         """Tokenize a chat into rows that end with an answer. Special tokens come only from the
         template: in contents, their text is tokenized as plain text.
 
+        The question "Hi" and the answer "Hello!" are one row, with the tokenizer of data/tiny:
+
+            prompt   <s> <|user|> H i </s> <|assistant|>   0 4 45 78 1 5    not supervised
+            answer   H el lo ! </s>                        45 278 507 6 1   supervised
+
         An answer continues the previous row if its prompt begins with the tokens of that row. It
         begins a new row if the template changes earlier turns, if the tokenizer merges characters
         of the prompt with the answer, or if the data give token ids for an answer.
@@ -169,17 +174,24 @@ class ChatEncoder:
             rows = [*(rows[index] for index in chosen), *rows[len(rows) - num_last :]]
         return rows
 
+    def _with_marks(self, messages: Sequence[Message]) -> list[Message]:
+        """Mark the control tokens in contents, calls and results as plain text."""
+        mark = self._text.mark
+        return [
+            replace(m, content=mark(m.content), parts=map_strings(m.parts, mark)) for m in messages
+        ]
+
     def _rows(
         self, messages: Sequence[Message], template: ChatTemplate, counts: Counter[str]
     ) -> list[Row]:
         """Return the rows of a chat with marked contents; see `encode`."""
         rows: list[Row] = []
-        has_given = False  # the data give the token ids of the previous answer
+        has_given_ids = False  # the data give the token ids of the previous answer
         first = 0  # index of the first message that is in no row yet
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            # 1. The tokens of the prompt and of the answer.
+            # 1. Render the prompt and the answer.
             answer = template.answer(messages[: index + 1])
             if answer is None:
                 if not rows:
@@ -188,54 +200,88 @@ class ChatEncoder:
                     )
                 counts["cut_before_turn"] += 1
                 break
-            prompt = self._text.ids(answer.prompt)
-            given = message.token_ids
-            if given is not None and not self._reads(given, message, answer):
-                given = None
+            # 2. Tokenize both.
+            prompt_ids = self._text.ids(answer.prompt)
+            whole_ids = self._text.ids(answer.prompt + answer.text)
+            given_ids = message.token_ids
+            if given_ids is not None and not self._decode_to(given_ids, message, answer):
+                given_ids = None
                 counts["ignored_token_ids"] += 1
-            whole = self._text.ids(answer.prompt + answer.text)
-            if given is not None:
+            if given_ids is not None:
                 # white space before the end token would be part of the given tokens
-                ids = [*given, *self._text.ids(answer.end.lstrip())]
-            elif whole[: len(prompt)] == prompt:
-                ids = whole[len(prompt) :]
+                answer_ids = [*given_ids, *self._text.ids(answer.end.lstrip())]
+            elif whole_ids[: len(prompt_ids)] == prompt_ids:
+                answer_ids = whole_ids[len(prompt_ids) :]
             else:  # a token spans the border between prompt and answer
-                ids = self.tokenize_continuation(answer.text)
-            # 2. Continue the previous row, or begin another one. An answer with given tokens has a
+                answer_ids = self.tokenize_continuation(answer.text)
+            # 3. Continue the previous row, or begin another one. An answer with given tokens has a
             # row of its own, since as history it has the tokens of its text.
-            is_new = not rows or has_given or given is not None
-            if is_new or prompt[: len(rows[-1].ids)] != rows[-1].ids:
+            is_new = not rows or has_given_ids or given_ids is not None
+            if is_new or prompt_ids[: len(rows[-1].ids)] != rows[-1].ids:
                 rows.append(Row())
             row = rows[-1]
             start = len(row.ids)
-            # 3. Append the new part of the prompt, then the answer.
+            # 4. Append the new part of the prompt, then the answer.
             is_chosen = self._trained_characters(
                 messages[:index], answer.prompt, template, first, is_new_row=not start
             )
-            mask = [False] * len(prompt)
+            mask = [False] * len(prompt_ids)
             if any(is_chosen):
                 mask = self._text.overlaps(answer.prompt, is_chosen)
-            row.append(prompt[start:], mask[start:])
-            row.append(ids, [self._is_trained(message)] * len(ids))
-            row.answers.append(AnswerSpan(index, len(prompt), len(row.ids)))
-            has_given, first = given is not None, index + 1
+            row.append(prompt_ids[start:], mask[start:])
+            row.append(answer_ids, [self._is_trained(message)] * len(answer_ids))
+            row.answers.append(AnswerSpan(index, len(prompt_ids), len(row.ids)))
+            has_given_ids, first = given_ids is not None, index + 1
         return rows
 
-    def fingerprint(self) -> str:
-        """Return a digest of everything that `encode` depends on."""
-        settings = {
-            "template": self.template.source,
-            "special_tokens": dict(self.template.special_tokens),
-            "template_kwargs": dict(self.template.kwargs),
-            "reasoning_tags": self.template.reasoning_tags,
-            "roles": sorted(self.roles),
-            "everything": self.train_on_inputs,
-            "stops": sorted(self.template.stops),
-            "max_tool_rows": self.max_tool_rows,
-        }
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
-        return digest.hexdigest()
+    def _decode_to(self, ids: Sequence[int], message: Message, answer: RenderedAnswer) -> bool:
+        """Return whether the `ids` given for an answer are its text in this tokenizer. They are not
+        if a model with another tokenizer generated them, or if the answer was edited.
+        """
+        # self-distillation stores the text of an answer without most special tokens
+        special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
+
+        def plain(text: str) -> str:
+            return special.sub("", text).strip()
+
+        decoded = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        stored = self._text.unmark(message.content)
+        rendered = self._text.unmark(answer.text.removesuffix(answer.end))
+        return plain(decoded) in (plain(stored), plain(rendered))
+
+    def _trained_characters(
+        self,
+        history: Sequence[Message],
+        prompt: str,
+        template: ChatTemplate,
+        first: int,
+        is_new_row: bool,
+    ) -> list[bool]:
+        """Return for each character of a prompt whether it is trained. Messages before `first` are
+        trained in an earlier row, or earlier in this row.
+        """
+        # text that the template writes between the contents is trained only with `train_on_inputs`
+        default = self.train_on_inputs
+        chosen = [default] * len(prompt)
+        if default and first and is_new_row:
+            start, _ = template.content_spans(history, prompt, [first])[0]
+            chosen[:start] = [False] * start
+        exceptions = [
+            index
+            for index in range(first, len(history))
+            if self._is_trained(history[index]) != default
+        ]
+        for start, end in template.content_spans(history, prompt, exceptions):
+            chosen[start:end] = [not default] * (end - start)
+        return chosen
+
+    def _is_trained(self, message: Message) -> bool:
+        """Return whether a message is trained: `is_target` decides if it is set, else its role."""
+        if message.is_target is not None:
+            return message.is_target
+        return self.train_on_inputs or message.role in self.roles
 
     def prompt(self, messages: Sequence[Message], variables: str = "") -> list[int]:
         """Return the token ids of a chat followed by the generation prompt. `variables` as in
@@ -281,58 +327,18 @@ class ChatEncoder:
             return None
         return int(self.tokenizer.convert_tokens_to_ids(token))
 
-    def _with_marks(self, messages: Sequence[Message]) -> list[Message]:
-        """Mark the control tokens in contents, calls and results as plain text."""
-        mark = self._text.mark
-        return [
-            replace(m, content=mark(m.content), parts=map_strings(m.parts, mark)) for m in messages
-        ]
-
-    def _reads(self, ids: Sequence[int], message: Message, answer: RenderedAnswer) -> bool:
-        """Return whether the `ids` given for an answer are its text in this tokenizer. They are not
-        if a model with another tokenizer generated them, or if the answer was edited.
-        """
-        # self-distillation stores the text of an answer without most special tokens
-        special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
-
-        def plain(text: str) -> str:
-            return special.sub("", text).strip()
-
-        decoded = self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        stored = self._text.unmark(message.content)
-        rendered = self._text.unmark(answer.text.removesuffix(answer.end))
-        return plain(decoded) in (plain(stored), plain(rendered))
-
-    def _is_trained(self, message: Message) -> bool:
-        """Return whether a message is trained: `is_target` decides if it is set, else its role."""
-        if message.is_target is not None:
-            return message.is_target
-        return self.train_on_inputs or message.role in self.roles
-
-    def _trained_characters(
-        self,
-        history: Sequence[Message],
-        prompt: str,
-        template: ChatTemplate,
-        first: int,
-        is_new_row: bool,
-    ) -> list[bool]:
-        """Return for each character of a prompt whether it is trained. Messages before `first` are
-        trained in an earlier row, or earlier in this row.
-        """
-        # text that the template writes between the contents is trained only with `train_on_inputs`
-        default = self.train_on_inputs
-        chosen = [default] * len(prompt)
-        if default and first and is_new_row:
-            start, _ = template.content_spans(history, prompt, [first])[0]
-            chosen[:start] = [False] * start
-        exceptions = [
-            index
-            for index in range(first, len(history))
-            if self._is_trained(history[index]) != default
-        ]
-        for start, end in template.content_spans(history, prompt, exceptions):
-            chosen[start:end] = [not default] * (end - start)
-        return chosen
+    def fingerprint(self) -> str:
+        """Return a digest of everything that `encode` depends on."""
+        settings = {
+            "template": self.template.source,
+            "special_tokens": dict(self.template.special_tokens),
+            "template_kwargs": dict(self.template.kwargs),
+            "reasoning_tags": self.template.reasoning_tags,
+            "roles": sorted(self.roles),
+            "everything": self.train_on_inputs,
+            "stops": sorted(self.template.stops),
+            "max_tool_rows": self.max_tool_rows,
+        }
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
+        return digest.hexdigest()

@@ -51,31 +51,31 @@ MAX_WORKERS = 16
 TOKENIZING = "tokenizing"
 
 
-@dataclass(frozen=True)
-class DatasetReader:
-    """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
-    `read_conversations`.
-    """
-
-    config: DatasetConfig
-    source: LocalFiles | HubSplit
-    encoder: ChatEncoder
-    skip_bad: bool
-
-    def read(self) -> ReadResult:
-        """Read all conversations; raise DataError if there are none. Files without records are
-        noted.
-        """
-        template = self.encoder.template
-        result = parse_records(
-            self.source.parts(),
-            self.config,
-            skip_bad=self.skip_bad,
-            tags=template.reasoning_tags,
-            variables=template.variables,
+def encode_datasets(
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None
+) -> EncodedDataset:
+    """Read and tokenize the `datasets` of a configuration, or take their tokens from the cache."""
+    readers = open_datasets(cfg, encoder, on_progress)
+    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
+    if cfg.prepared_dir is None:
+        encoded = read_and_encode(readers, cfg.sequence_len, **options)
+    else:
+        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
+    encoded.row_len = cfg.sequence_len if cfg.sample_packing else None
+    report = encoded.report
+    for reader in readers:
+        report.notes += reader.source.notes
+    if not encoded.examples:
+        names = ", ".join(entry.path for entry in cfg.datasets)
+        raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
+    keys = [example.key for example in encoded.examples if example.row == 0]
+    num_repeated = len(keys) - len(set(keys))
+    if num_repeated:
+        report.notes.append(
+            f"{num_repeated:,} of {len(keys):,} conversations equal an earlier one; all of them are"
+            " used"
         )
-        result.report.notes += result.report.unread.describe(self.config.path)
-        return with_some(result, self.source.name)
+    return encoded
 
 
 def open_datasets(
@@ -100,6 +100,33 @@ def open_datasets(
     return readers
 
 
+@dataclass(frozen=True)
+class DatasetReader:
+    """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
+    `read_conversations`.
+    """
+
+    entry: DatasetConfig
+    source: LocalFiles | HubSplit
+    encoder: ChatEncoder
+    skip_bad: bool
+
+    def read(self) -> ReadResult:
+        """Read all conversations; raise DataError if there are none. Files without records are
+        noted.
+        """
+        template = self.encoder.template
+        result = parse_records(
+            self.source.parts(),
+            self.entry,
+            skip_bad=self.skip_bad,
+            tags=template.reasoning_tags,
+            variables=template.variables,
+        )
+        result.report.notes += result.report.unread.describe(self.entry.path)
+        return with_some(result, self.source.name)
+
+
 def load_or_encode(
     readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
 ) -> EncodedDataset:
@@ -116,7 +143,7 @@ def load_or_encode(
         pass
     except (OSError, CorruptDataError) as error:
         note = f"{path} is corrupt ({error}), tokenizing again"
-    encoded = encode_datasets(readers, max_length, **options)
+    encoded = read_and_encode(readers, max_length, **options)
     content = encoded.to_bytes()  # before the notes that concern only this run
     if note is not None:
         encoded.report.notes.append(note)
@@ -126,27 +153,6 @@ def load_or_encode(
         encoded.report.notes.append(
             f"dataset_prepared_path: {write_failure(path.name, directory, error)}"
         )
-    return encoded
-
-
-def encode_datasets(
-    readers: Sequence[DatasetReader],
-    max_length: int,
-    max_workers: int | None = None,
-    on_progress: OnProgress | None = None,
-) -> EncodedDataset:
-    """Read and tokenize every data set; see `encode_conversations`."""
-    encoded = EncodedDataset([], DataReport(max_length))
-    for number, reader in enumerate(readers):
-        result = reader.read()
-        encoded.report.add(result.report)
-        part = encode_conversations(
-            result.conversations, reader.encoder, max_length, max_workers, on_progress
-        )
-        if part.report.skipped and not reader.skip_bad:
-            raise DataError(describe_problems(part.report.skipped, reader.config.path))
-        part.examples = [replace(example, dataset=number) for example in part.examples]
-        encoded.extend(part)
     return encoded
 
 
@@ -161,7 +167,7 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     for reader in readers:
         sources.append(
             [
-                reader.config.model_dump(mode="json", exclude=_PLACES),
+                reader.entry.model_dump(mode="json", exclude=_PLACES),
                 reader.skip_bad,
                 reader.source.fingerprint(),
                 reader.encoder.fingerprint(),
@@ -177,16 +183,28 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
+def read_and_encode(
+    readers: Sequence[DatasetReader],
+    max_length: int,
+    max_workers: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> EncodedDataset:
+    """Read and tokenize every data set; see `encode_conversations`."""
+    encoded = EncodedDataset([], DataReport(max_length))
+    for number, reader in enumerate(readers):
+        result = reader.read()
+        encoded.report.add(result.report)
+        part = encode_conversations(
+            result.conversations, reader.encoder, max_length, max_workers, on_progress
+        )
+        if part.report.skipped and not reader.skip_bad:
+            raise DataError(describe_problems(part.report.skipped, reader.entry.path))
+        part.examples = [replace(example, dataset=number) for example in part.examples]
+        encoded.extend(part)
+    return encoded
+
+
 # Conversations of one data set
-
-
-def default_workers() -> int:
-    """Return the number of CPU cores that this process may use, at most `MAX_WORKERS`."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        cores = os.cpu_count() or 1
-    return min(cores, MAX_WORKERS)
 
 
 def encode_conversations(
@@ -207,7 +225,7 @@ def encode_conversations(
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
 
     workers = min(max_workers or default_workers(), total // CONVERSATIONS_PER_WORKER)
-    parts = (_encode(chunk, encoder, max_length) for chunk in chunks)
+    parts = (_encode_chunk(chunk, encoder, max_length) for chunk in chunks)
     if workers > 1:
         parts = _encode_in_workers(chunks, encoder, max_length, workers)
     with contextlib.closing(parts):
@@ -218,7 +236,7 @@ def encode_conversations(
     return encoded
 
 
-def _encode(
+def _encode_chunk(
     conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int
 ) -> EncodedDataset:
     encoded = EncodedDataset([], DataReport(max_length))
@@ -228,6 +246,15 @@ def _encode(
         except DataError as error:
             encoded.report.skipped.append(str(error))
     return encoded
+
+
+def default_workers() -> int:
+    """Return the number of CPU cores that this process may use, at most `MAX_WORKERS`."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        cores = os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
 
 
 # Processes
@@ -294,4 +321,4 @@ def _end_with_parent() -> None:
 
 
 def _work(conversations: Sequence[Conversation]) -> EncodedDataset:
-    return _encode(conversations, *_settings)
+    return _encode_chunk(conversations, *_settings)

@@ -113,15 +113,6 @@ def parse_turns(
     return messages
 
 
-def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
-    """Return whether a turn makes tool calls, or is the result of one."""
-    if not isinstance(turn, Mapping):
-        return False
-    name = str(turn.get(keys.role)).lower()
-    is_call = any(turn.get(key) for key in ("tool_calls", "function_call"))
-    return bool(is_call) or name in _CALL_ROLES or _ROLES.get(name) == "tool"
-
-
 def _parse_turn(
     turn: JsonObject, keys: TurnKeys, meaning: str, tags: ReasoningTags, unread: Unread
 ) -> Message:
@@ -169,6 +160,46 @@ def _parse_turn(
     return Message(role, content, ids, is_target=is_target, parts=parts)
 
 
+def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
+    """Return the content of a turn as a string. OpenAI's list form is joined from its text parts;
+    `unread` counts their other keys.
+    """
+    content = turn.get(key)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RecordError(f"'{key}' must be a string, it is {found_under(turn, key)}")
+    texts = []
+    for part in content:
+        part = JsonObject(part if isinstance(part, Mapping) else {})
+        # The `text` of an image is its caption, which is not content.
+        is_text = isinstance(part.get("text"), str)
+        if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
+            raise RecordError(f"'{key}' holds parts that are not text")
+        texts.append(part["text"])
+        unread.add(TURN_KEYS, *(f"{key}.{name}" for name in part.unread()))
+    return "".join(texts)
+
+
+def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
+    """Return the reasoning that a message has next to its content, or ''."""
+    for key in keys:
+        text = message.get(key)
+        if isinstance(text, str) and text.strip():
+            return text
+    return ""
+
+
+def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the tokens that self-distillation stores next to an answer."""
+    ids = turn.get("token_ids")
+    if ids is None:
+        return None
+    if isinstance(ids, (list, tuple)) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        return tuple(ids)
+    raise RecordError("'token_ids' must be a list of token ids")
+
+
 def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     """Return whether a turn is marked as trained; None if it is not marked.
 
@@ -191,23 +222,13 @@ def _is_target(turn: Mapping[str, Any], keys: Sequence[str]) -> bool | None:
     return next(iter(switches.values()), None)
 
 
-def reasoning_part(message: Mapping[str, Any], keys: Sequence[str] = REASONING_KEYS) -> str:
-    """Return the reasoning that a message has next to its content, or ''."""
-    for key in keys:
-        text = message.get(key)
-        if isinstance(text, str) and text.strip():
-            return text
-    return ""
-
-
-def _token_ids(turn: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the tokens that self-distillation stores next to an answer."""
-    ids = turn.get("token_ids")
-    if ids is None:
-        return None
-    if isinstance(ids, (list, tuple)) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-        return tuple(ids)
-    raise RecordError("'token_ids' must be a list of token ids")
+def has_tool_keys(turn: object, keys: TurnKeys) -> bool:
+    """Return whether a turn makes tool calls, or is the result of one."""
+    if not isinstance(turn, Mapping):
+        return False
+    name = str(turn.get(keys.role)).lower()
+    is_call = any(turn.get(key) for key in ("tool_calls", "function_call"))
+    return bool(is_call) or name in _CALL_ROLES or _ROLES.get(name) == "tool"
 
 
 def read_messages(chat: object) -> list[Message]:
@@ -267,24 +288,3 @@ def read_tools(tools: object) -> str:
         return json.dumps({TOOLS: functions}) if functions else ""
     except (RecordError, TypeError, ValueError) as error:
         raise DataError(str(error)) from None
-
-
-def _content(turn: Mapping[str, Any], key: str, unread: Unread) -> str:
-    """Return the content of a turn as a string. OpenAI's list form is joined from its text parts;
-    `unread` counts their other keys.
-    """
-    content = turn.get(key)
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
-        raise RecordError(f"'{key}' must be a string, it is {found_under(turn, key)}")
-    texts = []
-    for part in content:
-        part = JsonObject(part if isinstance(part, Mapping) else {})
-        # The `text` of an image is its caption, which is not content.
-        is_text = isinstance(part.get("text"), str)
-        if not is_text or part.get("type") not in (None, "text", "input_text", "output_text"):
-            raise RecordError(f"'{key}' holds parts that are not text")
-        texts.append(part["text"])
-        unread.add(TURN_KEYS, *(f"{key}.{name}" for name in part.unread()))
-    return "".join(texts)

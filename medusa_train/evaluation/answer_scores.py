@@ -109,9 +109,9 @@ def score_answers(
 def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
     """Score one answer."""
     if isinstance(expected, FunctionTest):
-        outcome = run_program(build_program(expected, text))
-        detail = ": ".join(filter(None, [outcome.status, outcome.detail]))
-        return Score(PASS_AT_1, outcome.passed, detail)
+        result = run_program(build_program(expected, text))
+        detail = ": ".join(filter(None, [result.status, result.detail]))
+        return Score(PASS_AT_1, result.passed, detail)
     number = extract_number(text)
     if number is None:
         return Score(EXACT_MATCH, False, "no number")
@@ -176,10 +176,12 @@ def rouge_means(
 def summarize_scores(turns: Sequence[Turn]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if no answer is scored.
 
-    Returns: `metric`; `answers`, the number of scored answers; for `tree` (absent in a
-        baseline-only run) and for `plain` the number `correct`, the `rate` and its 95 % `interval`
-        (None with fewer than `LEAST_QUESTIONS` answers); with a tree also `differing`, the number
-        of answers whose two scores differ.
+    Returns:
+        metric: name of the score.
+        answers: number of scored answers.
+        tree, plain: the number `correct`, the `rate` and its 95 % `interval` (None with fewer than
+            `LEAST_QUESTIONS` answers). A run with only baselines has no `tree`.
+        differing: number of answers whose two scores differ; only with a tree.
     """
     scored = [turn.scores for turn in turns if turn.scores]
     if not scored:

@@ -56,7 +56,7 @@ os._exit(0)
 """
 
 
-class ProgramOutcome(NamedTuple):
+class ProgramResult(NamedTuple):
     """How a program ended."""
 
     # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, because this machine cannot isolate it
@@ -81,17 +81,17 @@ def sandbox_obstacle() -> str | None:
     return f"bubblewrap ({tool}) does not work here: {outcome.detail}"
 
 
-def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> ProgramOutcome:
+def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> ProgramResult:
     """Run a Python program in its own process, with limited time and memory. Its output is
     discarded.
     """
     obstacle = sandbox_obstacle()
     if obstacle is not None:
-        return ProgramOutcome(REFUSED, obstacle)
+        return ProgramResult(REFUSED, obstacle)
     return _run(program, seconds, megabytes)
 
 
-def _run(program: str, seconds: float, megabytes: int) -> ProgramOutcome:
+def _run(program: str, seconds: float, megabytes: int) -> ProgramResult:
     secret = secrets.token_hex(16)
     started = time.monotonic()
     try:
@@ -104,21 +104,21 @@ def _run(program: str, seconds: float, megabytes: int) -> ProgramOutcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ProgramOutcome(
+        return ProgramResult(
             TIMED_OUT, f"its process did not end within {seconds + MARGIN:g} seconds"
         )
     late = time.monotonic() - started >= seconds
     report = process.stdout.decode("utf-8", "replace")
     # a fork of the program also reports, so the secret may appear twice
     if process.returncode == 0 and report.startswith(secret):
-        return ProgramOutcome(PASSED, "")
+        return ProgramResult(PASSED, "")
     if late and process.returncode == 128 + signal.SIGKILL:
-        return ProgramOutcome(TIMED_OUT, f"after {seconds:g} seconds")
+        return ProgramResult(TIMED_OUT, f"after {seconds:g} seconds")
     if process.returncode == 128 + signal.SIGKILL:
-        return ProgramOutcome(FAILED, "the program was killed, by itself or because memory ran out")
+        return ProgramResult(FAILED, "the program was killed, by itself or because memory ran out")
     errors = process.stderr.decode("utf-8", "replace").strip().split("\n")[-1]
     ended = f"the program ended with status {process.returncode} before its last line"
-    return ProgramOutcome(FAILED, report[:DETAIL_CHARACTERS] or errors or ended)
+    return ProgramResult(FAILED, report[:DETAIL_CHARACTERS] or errors or ended)
 
 
 def sandbox_command(seconds: float, megabytes: int) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.evaluation.turns import TimedAnswer, Turn
 from medusa_train.json_lines import JsonLinesFile, read_records
 from medusa_train.servers.responses import RequestRejected
 
@@ -122,7 +122,8 @@ def grade(
     server error all remaining answers count as failed. Failed answers are graded when the
     evaluation is run again.
 
-    Returns: Mean grades overall, per turn and per category. Also the number of answers with a grade
+    Returns:
+        Mean grades overall, per turn and per category. Also the number of answers with a grade
         (`graded`), of answers whose reply contains no grade (`without_grade`), and of answers
         without a reply (`failed`), with the `reason` of the last failure.
     """
@@ -267,7 +268,7 @@ def _prompt(question: Question, turns: Sequence[Turn]) -> list[dict[str, str]]:
 # Answer files in the formats of FastChat and Spec-Bench
 
 
-def _step_lengths(answer: Answer) -> list[int]:
+def _step_lengths(answer: TimedAnswer) -> list[int]:
     """Count the tokens of each step: the accepted ones and one token of the target model. The last
     step may have fewer, because the answer may end in it.
     """

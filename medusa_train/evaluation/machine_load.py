@@ -43,9 +43,11 @@ def machine_load(
 ) -> dict[str, float | None]:
     """Return the entry `machine_load` of the report's meta.
 
-    Returns: `cores`, the number of cores of the machine; `other_cores`, how many of them other
-        processes used on average; `plain_step_spread`, the share by which the slowest of equal
-        plain steps took longer than the fastest (None with fewer than two steps).
+    Returns:
+        cores: number of cores of the machine.
+        other_cores: how many of them other processes used on average.
+        plain_step_spread: the share by which the slowest of equal plain steps took longer than the
+            fastest; None with fewer than two steps.
     """
     spread = None
     if len(plain_steps) > 1 and min(plain_steps) > 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS, summarize_scores
-from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer, Turn, Verdict
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, TimedAnswer, Turn, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
@@ -187,13 +187,13 @@ def _number(value: Tensor | None) -> float | None:
     return float(value)
 
 
-def accepted_lengths(answers: Sequence[Answer]) -> list[int]:
+def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
     """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the largest number."""
     counts = Counter(length for answer in answers for length in answer.accepted)
     return [counts[length] for length in range(max(counts, default=-1) + 1)]
 
 
-def ctar(answers: Sequence[Answer]) -> list[float]:
+def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return CTAR(w) for w = 1, 2, ...: the share of steps that accepted at least w draft tokens.
 
     Source: Kangaroo, consistent token acceptance rate.
@@ -247,7 +247,8 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
     not independent. The questions of a batch share its time, so ratios of times are resampled by
     batch.
 
-    Returns: An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
+    Returns:
+        An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
         Only `acceleration_rate` if there are fewer than `LEAST_QUESTIONS` batches.
     """
     questions: dict[int | str, list[Turn]] = {}

@@ -91,7 +91,7 @@ def calibrate(
         progress.console.print(_sizes_table(choice))
         progress.print(f"chosen: {choice.describe()}")
         progress.console.print(progress.table())
-        return [choice.save(directory, traced, paths)]
+        return [choice.save(directory, traced)]
 
 
 def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> str | None:

@@ -33,10 +33,13 @@ def build_report(
 ) -> dict[str, Any]:
     """Return the content of report.json.
 
-    Returns: `meta`; the metrics of the whole benchmark (`overall`) and of each of its `categories`;
-        `baselines`, a copy of those in `overall`; and the parts that were measured: `tree` (its
-        paths, and the acceptance of each), `calibration` (how the tree was chosen), `judge` (None
-        if nothing was judged), `rouge`, `joint` (the target model before and after training).
+    Returns:
+        meta: the run, see `run_metadata`.
+        overall, categories: the metrics of the whole benchmark, and of each of its categories.
+        baselines: a copy of those in `overall`.
+        tree, calibration: its paths with the acceptance of each, and how it was chosen.
+        judge, rouge, joint: grades (None if nothing was judged), overlap with reference answers, and
+            the target model before and after training.
 
     Args:
         meta: what was run, on which machine, and with which settings; plain JSON values.

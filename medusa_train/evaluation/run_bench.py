@@ -55,7 +55,7 @@ from medusa_train.evaluation.target_model_quality import (
 )
 from medusa_train.evaluation.timed_decoders import build_decoders
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.evaluation.turns import TREE, TURN, Answer, Turn, completed_turns
+from medusa_train.evaluation.turns import TREE, TURN, TimedAnswer, Turn, completed_turns
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
@@ -282,7 +282,6 @@ class Evaluation:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
                     model.target_model,
-                    paths,
                     progress.print,
                     rows=cfg.batch_size,
                     trees=model.proposer is not None,
@@ -365,7 +364,7 @@ class Evaluation:
             # not ticking: no other thread may run while the decoders are timed
             with progress.phase(f"timing in {dtype}", count, "answers") as timing:
 
-                def on_answer(answer: Answer) -> None:
+                def on_answer(answer: TimedAnswer) -> None:
                     timing.advance(tokens=len(answer.tokens))
 
                 for turn in test.run(left, timed_before, on_answer):

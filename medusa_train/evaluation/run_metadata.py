@@ -111,7 +111,7 @@ def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     described: dict[str, Any] = {
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": None,
-        "heads": None if draft is None else draft.num_heads,
+        "heads": None if draft is None else draft.max_depth,
         "weights": None,
         "early_stop": 0.0 if draft is None or is_replayed else draft.threshold,
         "tree_nodes": None,

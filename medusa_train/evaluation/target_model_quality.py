@@ -112,7 +112,8 @@ def validation_conversations(
     """Return a run's validation split, or its training split if fewer than `least` conversations
     are held out. Only the assistant's turns are supervised.
 
-    Returns: The split, whether it was held out of training, and the number of held-out
+    Returns:
+        The split, whether it was held out of training, and the number of held-out
         conversations; None if the data are no longer available.
     """
     answers_only = cfg.model_copy(

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.errors import TargetModelError
-from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, Answer
+from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, TimedAnswer
 from medusa_train.inference.accept import AcceptanceRule, Greedy
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
@@ -50,7 +50,7 @@ class TimedDecoder(Protocol):
 
     description: str
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
 
 
@@ -74,7 +74,7 @@ class LoopDecoder:
         self._rule = rule
         self.description = description
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
         decoder = self._decoder
         rows = [list(prompt) for prompt in prompts]
@@ -96,7 +96,7 @@ class LoopDecoder:
         seconds = (time.perf_counter() - started) / count
         prefill = max(output.prefill_seconds for output in outputs) / count
         return [
-            Answer(
+            TimedAnswer(
                 tokens=tuple(output.tokens),
                 seconds=seconds,
                 prefill_seconds=prefill,
@@ -166,7 +166,7 @@ class GenerateDecoder:
         self.description = f"transformers {__version__} {description}"
         target_model.model.generation_config = _bare_config(target_model, mode)
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included. Prompts
         are left-padded.
         """
@@ -197,10 +197,12 @@ class GenerateDecoder:
         ]
         seconds = (time.perf_counter() - started) / len(answers)
         if not passes.sizes:
-            return [Answer(answer, seconds, rows=len(answers)) for answer in answers]
+            return [TimedAnswer(answer, seconds, rows=len(answers)) for answer in answers]
         (answer,) = answers  # drafts are verified for a single row only
         prefill_tokens = min(passes.sizes[0], len(answer))
-        return [Answer(answer, seconds, steps=len(passes.sizes) - 1, prefill_tokens=prefill_tokens)]
+        return [
+            TimedAnswer(answer, seconds, steps=len(passes.sizes) - 1, prefill_tokens=prefill_tokens)
+        ]
 
 
 def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationConfig:

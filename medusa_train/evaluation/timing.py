@@ -14,7 +14,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.timed_decoders import LoopDecoder, TimedDecoder
-from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.evaluation.turns import TimedAnswer, Turn
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KEY_BLOCK
@@ -84,7 +84,7 @@ class SpeedTest:
         self,
         questions: Sequence[Question],
         rotation: int = 0,
-        on_answer: Callable[[Answer], None] = lambda answer: None,
+        on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
     ) -> Iterator[Turn]:
         """Time every decoder on every turn of every question; yield each turn when it is done.
 
@@ -142,13 +142,13 @@ class SpeedTest:
         )
 
     def _measure(
-        self, asked: Sequence[Turn], rotation: int, on_answer: Callable[[Answer], None]
+        self, asked: Sequence[Turn], rotation: int, on_answer: Callable[[TimedAnswer], None]
     ) -> None:
         """Let every decoder answer the same turns, in an order that starts at `rotation`."""
         names = self.names
         start = rotation % len(names)
         prompts = [turn.prompt_ids for turn in asked]
-        timed: dict[str, list[Answer]] = {}
+        timed: dict[str, list[TimedAnswer]] = {}
         for name in names[start:] + names[:start]:
             timed[name] = self._decoders[name].answer(prompts, self._max_new_tokens)
             for answer in timed[name]:

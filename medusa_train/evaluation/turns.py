@@ -39,7 +39,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One decoded answer and its cost. Answers of a batch share its times and passes equally."""
 
     tokens: tuple[int, ...]
@@ -92,7 +92,7 @@ class Turn:
     category: str
     turn: int
     prompt_ids: tuple[int, ...]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, TimedAnswer] = field(default_factory=dict)
     asked: str = ""
     text: str = ""
     history: str = ""
@@ -109,22 +109,22 @@ class Turn:
         return not self.answers
 
     @property
-    def tree(self) -> Answer | None:
+    def tree(self) -> TimedAnswer | None:
         """The answer with the draft; None in a run with only baselines."""
         return self.answers.get(TREE)
 
     @property
-    def plain(self) -> Answer:
+    def plain(self) -> TimedAnswer:
         """The answer of the same decoding loop without a draft."""
         return self.answers[PLAIN]
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> TimedAnswer:
         """The reported answer: the tree's, or the plain one in a run with only baselines."""
         return self.answers.get(TREE, self.plain)
 
     @property
-    def compared(self) -> dict[str, Answer]:
+    def compared(self) -> dict[str, TimedAnswer]:
         """The answers whose quality is compared: the tree's, if there is one, and the plain one."""
         return {name: self.answers[name] for name in (TREE, PLAIN) if name in self.answers}
 

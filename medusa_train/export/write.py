@@ -316,10 +316,10 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
         return []
     try:
         stop_tokens, tokenizer = read_stop_tokens(paths)
-        file_stop_tokens = read_stop_tokens(replace(paths, special_tokens={}))[0]
+        file_tokens = read_stop_tokens(replace(paths, special_tokens={}))[0]
     except MedusaError:  # the target model is not on this machine
         return []
-    known_tokens = file_stop_tokens.generation_config + file_stop_tokens.tokenizer
+    known_tokens = file_tokens.generation_config + file_tokens.tokenizer
     unknown_tokens = [token for token in stop_tokens.ids if token not in known_tokens]
     if not unknown_tokens:
         return []

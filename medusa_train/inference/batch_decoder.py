@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from medusa_train.inference.accept import AcceptanceRule, Greedy
+from medusa_train.inference.fixed_steps import FixedShapeSteps, new_steps
 from medusa_train.inference.generate import (
     Generation,
     check_tree,
@@ -133,7 +134,8 @@ class BatchDecoder:
         positions = min(positions + self.limits.size + 1, steps.kv_cache.capacity)
         steps.reset()
         steps.make_room(rows, positions)
-        steps.capture(rows, positions, keep_logits=not isinstance(rule, Greedy))
+        if isinstance(steps, FixedShapeSteps):
+            steps.capture(rows, positions, keep_logits=not isinstance(rule, Greedy))
 
     @property
     def can_batch(self) -> bool:
@@ -156,7 +158,7 @@ class BatchDecoder:
         # the last token of an answer may be one position past the context, see `max_answer_length`
         capacity = self.target_model.max_context + self.limits.size + 2
         kv_cache = self.target_model.new_kv_cache(capacity)
-        return Steps(self.target_model, self.draft, self.tree, kv_cache)
+        return new_steps(self.target_model, self.draft, self.tree, kv_cache)
 
     def release_steps(self, steps: Steps) -> None:
         """Keep the steps of an empty batch for the next batch."""

@@ -2,7 +2,7 @@
 
 A step over a few tokens launches hundreds of small kernels, and launching them takes longer than
 running them. A CUDA graph replays them with one launch, with the shapes and addresses that they
-were captured with. So steps that are replayed have fixed shapes, see `inference.step`.
+were captured with. So steps that are replayed have fixed shapes, see `inference.fixed_steps`.
 """
 
 from __future__ import annotations

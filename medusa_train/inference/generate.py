@@ -5,10 +5,8 @@ Plain decoding uses the empty tree.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -16,6 +14,8 @@ import torch
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import AcceptanceRule, Accepted, Greedy
+from medusa_train.inference.answer_lock import AnswerLock
+from medusa_train.inference.fixed_steps import FixedShapeSteps, new_steps
 from medusa_train.inference.step import Steps, proposal_limits
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.hf_config import length_dependent_rope
@@ -24,12 +24,6 @@ from medusa_train.trees.kv_cache import KVCache
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
-
-#: Seconds without reading after which an answer counts as abandoned, when another thread wants the
-#: decoder, and when the thread that read it last does. A thread that starts a second answer rarely
-#: continues the first; but web servers read the pieces of one answer in changing threads.
-ABANDONED_SECONDS = 10.0
-ABANDONED_HERE_SECONDS = 0.2
 
 
 class Step(NamedTuple):
@@ -108,12 +102,7 @@ class Decoder:
         self._steps: Steps | None = None
         # the text whose keys and values are cached: prompt and answer, without the last token
         self._cached_text: list[int] = []
-        # Threads. The condition is held while a pass runs; between passes an answer belongs to the
-        # thread that read its last step.
-        self._turn = threading.Condition()
-        self._answers_started = 0  # the last answer that was started owns the memory
-        self._reader: int | None = None  # thread of that answer; None once it is complete or closed
-        self._read_at = 0.0
+        self._lock = AnswerLock()
 
     def generate(
         self,
@@ -153,7 +142,7 @@ class Decoder:
         max_context but never read. The iterator may be abandoned at any step.
 
         The decoder holds one answer at a time. The next answer waits until this one is complete,
-        closed or dropped, or nobody has read from it for `ABANDONED_SECONDS`.
+        closed or dropped, or abandoned, see `AnswerLock`.
 
         Args:
             prompt: at least one token id.
@@ -170,10 +159,12 @@ class Decoder:
         limit = max_answer_length(self.target_model, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
 
-        this_answer = self._take_turn()
+        # inference mode is entered for each pass, not for the generator: closing an abandoned stream
+        # would then need torch, even while the interpreter exits
+        answer = self._lock.start()
         try:
             # 1. the prefill gives the first token
-            with self._pass(this_answer):
+            with self._lock.hold(answer), torch.inference_mode():
                 steps, num_cached = self._begin(prompt, limit, reserve=max_new_tokens is not None)
                 (next_token,) = steps.prefill([prompt], rule, generators, num_cached)
             yield Step([next_token], 0)
@@ -182,7 +173,7 @@ class Decoder:
             text = list(prompt)  # prompt and answer, without the last token
             num_generated = 1
             while next_token not in stops and num_generated < limit:
-                with self._pass(this_answer):
+                with self._lock.hold(answer), torch.inference_mode():
                     # a failed or interrupted step leaves parts of two texts in the KV cache
                     self._cached_text = []
                     path, tokens = step_single(
@@ -195,44 +186,7 @@ class Decoder:
                 next_token = new[-1]
                 yield Step(new, min(len(path) - 1, len(new)))
         finally:
-            with self._turn:
-                if this_answer == self._answers_started:
-                    self._reader = None
-                    self._turn.notify_all()
-
-    def _take_turn(self) -> int:
-        """Wait until the current answer ends or is abandoned; return the number of a new answer."""
-        this_thread = threading.get_ident()
-        with self._turn:
-            while self._reader is not None:
-                patience = ABANDONED_SECONDS
-                if self._reader == this_thread:
-                    patience = ABANDONED_HERE_SECONDS
-                seconds_left = self._read_at + patience - time.monotonic()
-                if seconds_left <= 0:
-                    break
-                self._turn.wait(seconds_left)
-            self._answers_started += 1
-            self._reader, self._read_at = this_thread, time.monotonic()
-            return self._answers_started
-
-    @contextmanager
-    def _pass(self, answer: int) -> Iterator[None]:
-        """Keep other threads from using the memory during a pass of an answer.
-
-        Inference mode is entered here, not with torch's decorator on the generator: closing an
-        abandoned stream would then need torch, even while the interpreter exits.
-
-        Raises:
-            MedusaError: another answer was started.
-        """
-        with self._turn, torch.inference_mode():
-            if answer != self._answers_started:
-                raise MedusaError(
-                    "another answer was started on this decoder; it holds one at a time"
-                )
-            yield
-            self._reader, self._read_at = threading.get_ident(), time.monotonic()
+            self._lock.end(answer)
 
     def _begin(self, prompt: list[int], limit: int, *, reserve: bool) -> tuple[Steps, int]:
         """Return steps without rows, and the number of positions of the prompt that are cached.
@@ -246,13 +200,13 @@ class Decoder:
         if self._kv_cache is None or self._kv_cache.capacity < capacity:
             self._kv_cache = self.target_model.new_kv_cache(capacity)
         if self._steps is None or self._steps.kv_cache is not self._kv_cache:
-            self._steps = Steps(self.target_model, self.draft, self.tree, self._kv_cache)
+            self._steps = new_steps(self.target_model, self.draft, self.tree, self._kv_cache)
         # 2. keep the cached prefix of the prompt; drop everything else
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
         self._steps.reset(num_cached)
         # with CUDA graphs, buffers grow by doubling, so that few of them are captured for
-        if reserve and not self._steps.has_fixed_shapes:
+        if reserve and not isinstance(self._steps, FixedShapeSteps):
             self._steps.make_room(1, capacity)
         return self._steps, num_cached
 
@@ -274,9 +228,9 @@ class Decoder:
     @torch.inference_mode()
     def capture(self, positions: int, rule: AcceptanceRule = Greedy()) -> None:
         """Capture the steps by `rule` for texts of up to `positions` tokens, prompt included. Does
-        nothing before a first answer.
+        nothing before a first answer, or if steps are not replayed.
         """
-        if self._steps is not None:
+        if isinstance(self._steps, FixedShapeSteps):
             self._cached_text = []
             self._steps.reset()
             end = positions + self.tree.size + 1
@@ -324,9 +278,9 @@ def check_tree(target_model: TargetModel, draft: Proposer | None, tree: Tree | N
     """
     if tree is None or draft is None:
         return Tree.empty().to(target_model.device)
-    if tree.max_depth > draft.num_heads:
+    if tree.max_depth > draft.max_depth:
         raise MedusaError(
-            f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads"
+            f"the tree is {tree.max_depth} deep, but the draft has {draft.max_depth} heads"
         )
     vocab_size = draft.draft_vocab_size or target_model.vocab_size
     if tree.width > vocab_size:

@@ -20,47 +20,31 @@ the next tree:
     5. accept                        a path from N down, and the target model's token after it
 
 Plain decoding uses the empty tree. The column of the last token is also the number of positions
-before it, the row's *length*. Steps run in one of two ways:
+before it, the row's *length*.
 
-- In exact sizes: sizes follow from what the host knows about the rows, so the device does no
-  needless work. Compiled passes read whole blocks of columns.
-- In fixed shapes, which `inference.cuda_graphs` replays: no size or address depends on the rows,
-  and the host never waits for the device. Passes have 2, 4, 8, ... rows, paths of the tree's depth
-  and whole blocks of columns, so that few graphs are captured.
+The sizes here follow from what the host knows about the rows, so the device does no needless work.
+`inference.fixed_steps` has steps whose sizes do not depend on the rows, for CUDA graphs.
 
 Shapes:
     B: rows of a pass.
     n: nodes of the tree below its root.
     m: branch tokens next to the tree (`trees.lookahead_branch`).
     D: depth of the deepest node.
-    P: nodes that accepted paths are padded to: the longest path, or D + 1 in fixed shapes.
+    P: nodes that accepted paths are padded to: the longest path, or D + 1 in steps of fixed shape.
     d: width of hidden states.
     V: vocabulary size.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from medusa_train.inference.accept import (
-    NODE_TOKEN,
-    TARGET_ARGMAX,
-    AcceptanceRule,
-    Accepted,
-    Greedy,
-    accept,
-    accept_matching,
-    next_tokens_of,
-    sample_next,
-)
-from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, weight_addresses
+from medusa_train.inference.accept import AcceptanceRule, Accepted, Greedy, accept, sample_next
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import (
     AcceptedPath,
@@ -71,16 +55,13 @@ from medusa_train.models.drafts.base import (
     Proposer,
     at_positions,
 )
-from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.kv_cache import COLUMNS, ROWS, KVCache, compact
+from medusa_train.trees.kv_cache import ROWS, KVCache, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
-
-_log = logging.getLogger(__name__)
 
 
 def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
@@ -89,7 +70,7 @@ def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
 
 
 @dataclass
-class _RowState:
+class RowState:
     """What the host keeps about an active row between two steps.
 
     Attributes:
@@ -106,40 +87,6 @@ class _RowState:
     def length(self) -> int:
         """Position of the last token: right after the accepted nodes, once they are compacted."""
         return self.start + len(self.path)
-
-
-class _Inputs(NamedTuple):
-    """Inputs of the device in a step of B rows: one upload, [B, 3 + P].
-
-    Attributes:
-        last_tokens: last token of each row, long [B].
-        starts: positions of the roots of the last trees, long [B].
-        counts: number of accepted nodes of the last trees, long [B].
-        path: the accepted nodes, long [B, P], right-padded.
-    """
-
-    last_tokens: Tensor
-    starts: Tensor
-    counts: Tensor
-    path: Tensor
-
-
-@dataclass
-class _FixedBuffers:
-    """Tensors that steps of fixed shape read and write, at fixed addresses.
-
-    Attributes:
-        pinned: packed inputs on the host, long [rows, 3 + D + 1]; in pinned memory for a GPU, so
-            that the upload is asynchronous.
-        packed: packed inputs on the device.
-        choices: what the greedy rule reads, long [rows, 2, n + 1], see `accept_matching`.
-        logits: what other rules read, [rows, n + 1, V]; None until such a rule is used.
-    """
-
-    pinned: Tensor
-    packed: Tensor
-    choices: Tensor
-    logits: Tensor | None = None
 
 
 class _Prefilled(NamedTuple):
@@ -167,6 +114,9 @@ class Steps:
         limits: largest size and depth of what the draft proposes.
     """
 
+    #: Whether a draft may stop early, which makes the host wait for the device.
+    _may_stop = True
+
     def __init__(
         self, target_model: TargetModel, draft: Proposer | None, tree: Tree, kv_cache: KVCache
     ) -> None:
@@ -186,55 +136,35 @@ class Steps:
         self._all_caches = [kv_cache, *self._draft_caches]
         self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
         # 3. compute here what copies from the host, because a CUDA graph can't do that
-        tree.prepare_levels()
+        _ = tree.by_level  # a cached property
         self._masks = target_model.node_masks(tree.ancestors, tree.depths)
-        # 4. whether steps have fixed shapes, and the captured steps
-        self._has_fixed_tree = draft is None or draft.fixed_shape
-        self._runner: FixedShapeRunner | None = target_model.step_runner
-        if self._runner is not None and not self._has_fixed_tree:
-            self._runner = None
-            name = type(draft).__name__
-            _log.info("%s chooses the shape of its trees: its steps run without CUDA graphs", name)
-        self._graphs: dict[Hashable, Replayable] = {}
-        self._weights: list[int] = []  # addresses that the graphs read
-        # 5. the active rows, and what a step keeps on the device for the next step
-        self._rows: list[_RowState] = []
+        # 4. the active rows, and what a step keeps on the device for the next step
+        self._rows: list[RowState] = []
         self._prefilled: _Prefilled | None = None
         self._allocate(kv_cache.rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate for `rows` rows: what a step keeps for the next step, and the buffers of steps
-        of fixed shape.
+        """Allocate for `rows` rows what a step keeps for the next step: hidden states, auxiliary
+        hidden states and tokens of the nodes of the last tree.
         """
         target_model = self._target_model
         nodes = self.limits.size + 1  # n + 1
-        new = partial(torch.zeros, device=target_model.device)
+        width = target_model.hidden_size  # d
+        device = target_model.device
         self._allocated_rows = rows
-        # 1. hidden states, auxiliary hidden states and tokens of the nodes of the last tree
-        width = target_model.hidden_size
-        self._hidden = new(rows, nodes, width, dtype=target_model.dtype)
+        self._hidden = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
         self._aux: Tensor | None = None
         if self._aux_layers:
             self._aux = self._hidden.new_zeros(rows, nodes, width * len(self._aux_layers))
-        self._tokens = new(rows, nodes, dtype=torch.long)
-        # 2. inputs and results of steps of fixed shape
-        self._fixed: _FixedBuffers | None = None
-        if self._runner is not None:
-            on_gpu = target_model.device.type == "cuda"
-            shape = (rows, 3 + self.limits.depth + 1)
-            self._fixed = _FixedBuffers(
-                pinned=torch.zeros(shape, dtype=torch.long, pin_memory=on_gpu),
-                packed=new(shape, dtype=torch.long),
-                choices=new(rows, 2, nodes, dtype=torch.long),
-            )
+        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
 
     @property
-    def _row_states(self) -> list[Tensor]:
+    def _kept_tensors(self) -> list[Tensor]:
         """Tensors that a step reads from the step before; the first dimension is the row."""
-        states = [self._hidden, self._tokens]
+        kept = [self._hidden, self._tokens]
         if self._aux is not None:
-            states.append(self._aux)
-        return states
+            kept.append(self._aux)
+        return kept
 
     # A step
 
@@ -260,31 +190,39 @@ class Steps:
             followed by the target model's next token, which is the new last token.
         """
         self._add_prefilled_rows()
-        # 0. on the host: the inputs, and how many columns the rows and their trees need
+        # on the host: the inputs, and how many columns the rows and their largest trees need
         packed = self._pack(last_tokens)
-        longest = max(row.length for row in self._rows)
-        num_columns = self._key_length(longest + self.limits.size + 1)
-        # 1.-5.
-        if self._fixed is not None:
-            accepted = self._step_fixed(self._fixed, packed, num_columns, rule, generators)
-        else:
-            proposal, logits = self._device_step(
-                torch.tensor(packed, device=self._target_model.device),
-                num_columns,
-                last_tokens,
-                skip_draft=skip_draft,
-            )
-            active = len(self._rows)  # a compiled pass may have more rows
-            accepted = accept(
-                rule, proposal.tokens[:active], logits[:active], proposal.tree, generators
-            )
-        # 6. on the host: prepare the next step
+        num_columns = self._key_length(self._longest + self.limits.size + 1)
+        # on the device
+        accepted = self._run(packed, num_columns, last_tokens, rule, generators, skip_draft)
+        # on the host again: what the next step compacts and reads
         for row, (path, tokens) in zip(self._rows, accepted, strict=True):
             row.start = row.length  # uses the old path, so do this before replacing it
             row.path = path
             if self._draft is not None:
                 self._draft.extend_request_state(row.request_state, tokens[:-1])
         return accepted
+
+    def _run(
+        self,
+        packed: list[list[int]],
+        num_columns: int,
+        last_tokens: Sequence[int],
+        rule: AcceptanceRule,
+        generators: Sequence[torch.Generator] | None,
+        skip_draft: bool,
+    ) -> list[Accepted]:
+        """Run the stages 1 to 5 on packed inputs, [B][3 + P]; for other arguments see `step` and
+        `_device_step`.
+        """
+        proposal, logits = self._device_step(
+            torch.tensor(packed, device=self._target_model.device),
+            num_columns,
+            last_tokens,
+            skip_draft=skip_draft,
+        )
+        active = len(self._rows)  # a compiled pass may have more rows
+        return accept(rule, proposal.tokens[:active], logits[:active], proposal.tree, generators)
 
     def _device_step(
         self,
@@ -294,50 +232,49 @@ class Steps:
         *,
         skip_draft: bool = False,
     ) -> tuple[Proposal, Tensor]:
-        """Compact, draft, verify and keep; in fixed shapes nothing here depends on the rows.
+        """Run the stages 1 to 4: compact, draft, verify and keep.
 
         Args:
             packed: inputs, long [B, 3 + P], see `_pack`.
             num_columns: number of columns for the rows and the largest tree that may be proposed.
-            last_token_list: the last tokens on the host; only for exact sizes.
+            last_token_list: the last tokens on the host; not in steps of fixed shape.
             skip_draft: verify no draft tokens.
 
         Returns:
             The proposal, and the logits of its nodes, [B, n + 1, V].
         """
         last_tokens, starts, counts = packed[:, :3].unbind(1)  # [B] each
-        inputs = _Inputs(last_tokens, starts, counts, packed[:, 3:])
-        lengths = starts + counts  # [B]
+        path = packed[:, 3:]  # [B, P]
+        lengths = starts + counts  # [B], positions of the last tokens
         storage = self.kv_cache.storage(num_columns)
         draft = self._draft
 
         # 1. compact. Padded path entries are written after the accepted ones; this pass overwrites
         # them or masks them out. Draft caches need no compaction, because `extend` rewrites them
-        if self._may_have_gaps(inputs.path):
-            compact(storage, starts, inputs.path)
+        if self._paths_have_gaps():
+            compact(storage, starts, path)
 
         # 2. draft. A draft with a fixed tree may run the target model's first layers over its
         # nodes, so it gets their inputs
         nodes: NodeInputs | None = None
-        if draft is not None:
+        if draft is None:
+            proposal = Proposal(last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
+        else:
             if draft.fixed_shape and not skip_draft:
                 nodes = self._place_nodes(self._tree, lengths, storage, num_columns)
-            step = self._draft_step(inputs, num_columns, last_token_list, nodes)
+            accepted = self._accepted_path(path, counts, starts)
+            step = self._draft_step(accepted, last_tokens, last_token_list, num_columns, nodes)
             states = draft.extend(step)
             if skip_draft:
                 draft.skip_proposal(step, states)
-        if draft is None or skip_draft:
-            proposal = Proposal(last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
-        else:
-            proposal = draft.propose(step, states)
+                proposal = Proposal(last_tokens[:, None], self._empty_tree)
+            else:
+                proposal = draft.propose(step, states)
 
         # 3. verify
         tokens, tree = proposal.pass_inputs()  # [B, n + 1], with branch tokens [B, n + 1 + m]
-        if nodes is None:  # the draft chose the tree, or there is none
-            key_length = num_columns
-            if self._runner is None:  # the tree may be smaller than the largest one
-                longest = max(row.length for row in self._rows)
-                key_length = self._key_length(longest + tree.size + 1)
+        if nodes is None:  # the tree may be smaller than the largest one
+            key_length = self._key_length(self._longest + tree.size + 1)
             nodes = self._place_nodes(tree, lengths, storage, key_length)
         elif tree.size < self._tree.size:  # the draft stopped early, at a level above the last
             nodes = nodes.first_nodes(tree.size + 1)
@@ -361,15 +298,11 @@ class Steps:
         return proposal, logits
 
     def _pack(self, last_tokens: Sequence[int]) -> list[list[int]]:
-        """Return the inputs of each row of a pass, [B][3 + P], see `_Inputs`."""
-        count = len(self._rows)
-        path_length = max(len(row.path) for row in self._rows)  # P
-        if self._runner is not None:
-            count = _power_of_two(count)
-            path_length = self.limits.depth + 1
-        # graphs and compiled programs run at least 2 rows, unless memory is allocated for one row
-        if self._runner is not None or (self._is_compiled and self._has_fixed_tree):
-            count = min(max(count, 2), self._allocated_rows)
+        """Return the inputs of each row of a pass, [B][3 + P]: its last token, the position of the
+        root of its last tree, the number of accepted nodes of that tree, and these nodes,
+        right-padded. They are one upload.
+        """
+        count, path_length = self._pass_shape()
         packed: list[list[int]] = []
         for token, row in zip(last_tokens, self._rows, strict=True):
             padding = [0] * (path_length - len(row.path))
@@ -379,38 +312,53 @@ class Steps:
             packed.append([0, 0, 1] + [0] * path_length)
         return packed
 
-    def _may_have_gaps(self, path: Tensor) -> bool:
+    def _pass_shape(self) -> tuple[int, int]:
+        """Return the number of rows of a pass, B, and of nodes that paths are padded to, P."""
+        count = len(self._rows)
+        if self._is_compiled and (self._draft is None or self._draft.fixed_shape):
+            # compiled programs run at least 2 rows, unless memory is allocated for one row
+            count = min(max(count, 2), self._allocated_rows)
+        return count, max(len(row.path) for row in self._rows)
+
+    @property
+    def _longest(self) -> int:
+        """Largest length of a row."""
+        return max(row.length for row in self._rows)
+
+    def _paths_have_gaps(self) -> bool:
         """Return whether an accepted node may not be right after the previous one."""
-        if self._runner is not None:
-            return path.shape[1] > 1
         # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
         return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
 
-    def _draft_step(
-        self,
-        inputs: _Inputs,
-        num_columns: int,
-        last_token_list: Sequence[int],
-        nodes: NodeInputs | None,
-    ) -> DraftStep:
-        """Return the draft's inputs: the accepted nodes of B rows with their states and tokens, the
-        draft's caches, and the inputs of the `nodes` of a fixed tree.
+    def _accepted_path(self, path: Tensor, counts: Tensor, starts: Tensor) -> AcceptedPath:
+        """Return the accepted nodes of B rows with their states and tokens, which the last step
+        kept.
         """
-        rows = len(inputs.path)  # B
+        rows = len(path)  # B
         aux = self._aux
         if aux is not None:
             aux = aux[:rows]  # [B, n + 1, d * number of auxiliary layers]
-        accepted = AcceptedPath(
+        return AcceptedPath(
             hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
-            path=inputs.path,
-            counts=inputs.counts,
-            starts=inputs.starts,
+            path=path,
+            counts=counts,
+            starts=starts,
         )
+
+    def _draft_step(
+        self,
+        accepted: AcceptedPath,
+        last_tokens: Tensor,
+        last_token_list: Sequence[int],
+        num_columns: int,
+        nodes: NodeInputs | None,
+    ) -> DraftStep:
+        """Return the inputs of the draft, see `DraftStep`; its caches have `num_columns` columns."""
         last = self._target_model.max_context - 1
         return DraftStep(
             accepted=accepted,
-            last_tokens=inputs.last_tokens,
+            last_tokens=last_tokens,
             last_token_list=last_token_list,
             caches=[
                 DraftCache(cache.storage(num_columns), num_columns, last)
@@ -419,7 +367,7 @@ class Steps:
             request_states=self._request_states,
             tree=self._tree,
             nodes=nodes,
-            may_stop=self._runner is None,
+            may_stop=self._may_stop,
         )
 
     @property
@@ -439,7 +387,7 @@ class Steps:
         # 1. a single row in a single-row cache writes a slice, at a column that the host knows. A
         # root that sees all columns needs no mask
         first_column: int | None = None
-        if self._runner is None and len(lengths) == 1 and storage.shape[ROWS] == 1:
+        if len(lengths) == 1 and storage.shape[ROWS] == 1:
             first_column = self._rows[0].length
             in_window = target_model.window is None or key_length <= target_model.window
             if tree.size == 0 and in_window and not self._is_compiled:
@@ -458,65 +406,10 @@ class Steps:
         return self._target_model.compiled is not None
 
     def _key_length(self, positions: int) -> int:
-        """Return how many columns attention reads if `positions` columns are needed."""
-        if self._runner is not None:
-            return ceil_div(positions, self.kv_cache.block) * self.kv_cache.block
+        """Return how many columns attention reads if `positions` columns are needed. Compiled
+        passes read whole blocks.
+        """
         return round_up_to_block(positions) if self._is_compiled else positions
-
-    # Steps of fixed shape
-
-    def _step_fixed(
-        self,
-        fixed: _FixedBuffers,
-        packed_rows: list[list[int]],
-        num_columns: int,
-        rule: AcceptanceRule,
-        generators: Sequence[torch.Generator] | None,
-    ) -> list[Accepted]:
-        """Run a step from fixed buffers to fixed buffers, and return the accepted paths."""
-        # 1.-4. The greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of
-        # 64 nodes and a vocabulary of 152,000 tokens
-        keep_logits = not isinstance(rule, Greedy)
-        self._run_fixed(fixed, packed_rows, num_columns, keep_logits=keep_logits)
-        # 5. accept; a pass may have more rows after the active ones
-        active = len(self._rows)
-        choices = fixed.choices[:active]  # [active, 2, n + 1]
-        if fixed.logits is None or not keep_logits:
-            return accept_matching(choices, self._tree)
-        return accept(rule, choices[:, NODE_TOKEN], fixed.logits[:active], self._tree, generators)
-
-    def _run_fixed(
-        self,
-        fixed: _FixedBuffers,
-        packed_rows: list[list[int]],
-        num_columns: int,
-        *,
-        keep_logits: bool,
-    ) -> None:
-        """Run stages 1 to 4, and leave the results in the first rows of `choices` and `logits`."""
-        assert self._runner is not None
-        count = len(packed_rows)  # B
-        if keep_logits and fixed.logits is None:
-            shape = (*self._tokens.shape, self._target_model.vocab_size)
-            fixed.logits = self._hidden.new_zeros(shape)
-        # 1. the upload, by way of pinned memory. The previous upload from it is complete, because
-        # accepting that step waited for the device
-        fixed.pinned[:count].copy_(torch.tensor(packed_rows))
-        packed = fixed.packed[:count]  # [B, 3 + D + 1]
-        packed.copy_(fixed.pinned[:count], non_blocking=True)
-        # 2. give the KV caches enough columns now, because a captured step must not enlarge them
-        buffers = [cache.storage(num_columns) for cache in self._all_caches]
-
-        # 3. the step. A graph is bound to addresses, which change with the columns of a buffer
-        def step() -> None:
-            proposal, logits = self._device_step(packed, num_columns)
-            if keep_logits and fixed.logits is not None:
-                fixed.logits[:count] = logits
-            fixed.choices[:count, TARGET_ARGMAX] = next_tokens_of(logits)
-            fixed.choices[:count, NODE_TOKEN] = proposal.tokens
-
-        columns = [buffer.shape[COLUMNS] for buffer in buffers]
-        self._runner.run(self._graphs, (count, num_columns, *columns, keep_logits), step)
 
     # Rows join and leave
 
@@ -542,15 +435,14 @@ class Steps:
         self._add_prefilled_rows()
         allocated = self._allocated_rows
         if self._rows and rows > allocated:
-            rows = _power_of_two(rows)  # rows that join one by one cause few copies
+            rows = power_of_two(rows)  # rows that join one by one cause few copies
         for cache in self._all_caches:
             cache.make_room(rows, self._key_length(positions))
         if rows <= allocated:
             return
-        before = self._row_states
-        self._graphs.clear()
+        before = self._kept_tensors
         self._allocate(rows)
-        for new, old in zip(self._row_states, before, strict=True):
+        for new, old in zip(self._kept_tensors, before, strict=True):
             new[: len(old)] = old
 
     def prefill(
@@ -574,7 +466,6 @@ class Steps:
         """
         assert num_cached == 0 or len(prompts) == 1
         self._add_prefilled_rows()
-        self._drop_stale_graphs()
         # 1. the right-padded tokens
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt[num_cached:], *[0] * (longest - len(prompt))] for prompt in prompts]
@@ -628,7 +519,7 @@ class Steps:
             self._aux[rows, 0] = at_positions(hidden_states.aux, last)
         for prompt in prompts:
             state = None if draft is None else draft.new_request_state(prompt)
-            self._rows.append(_RowState(len(prompt) - 1, [0], state))
+            self._rows.append(RowState(len(prompt) - 1, [0], state))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows: row i becomes the former row `rows[i]`.
@@ -639,7 +530,7 @@ class Steps:
         for row, source in enumerate(rows):
             if source == row:
                 continue
-            for state in self._row_states:
+            for state in self._kept_tensors:
                 state[row] = state[source]
             # copy all columns of the last tree, because its nodes are not compacted yet
             positions = self._rows[source].start + self.limits.size + 1
@@ -657,60 +548,7 @@ class Steps:
             return 0
         return self._rows[0].start
 
-    # CUDA graphs
 
-    @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether steps have fixed shapes, which CUDA graphs replay."""
-        return self._runner is not None
-
-    def _drop_stale_graphs(self) -> None:
-        """Drop the captured graphs if a weight has moved since: a replay would read freed memory.
-
-        Weights move by `.to()`, by merging an adapter, or by assigning new ones.
-        """
-        if self._runner is None:
-            return
-        weights = weight_addresses(self._target_model.model)
-        if isinstance(self._draft, torch.nn.Module):
-            weights += weight_addresses(self._draft)
-        if weights != self._weights:
-            self._graphs.clear()
-        self._weights = weights
-
-    def capture(self, rows: int, positions: int, *, keep_logits: bool = False) -> None:
-        """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer
-        waits for it.
-
-        Drops all rows. Does nothing before a first answer, which allocates the memory, or if steps
-        are not replayed.
-
-        Args:
-            rows: largest number of rows.
-            positions: largest number of positions of a row.
-            keep_logits: copy the logits out of the graph, for all rules except the greedy one.
-        """
-        fixed = self._fixed
-        if fixed is None or not all(cache.is_allocated for cache in self._all_caches):
-            return
-        # 1. one buffer for all lengths; graphs that were captured for other buffers are useless
-        end = min(self._key_length(positions), self.kv_cache.capacity)
-        for cache in self._all_caches:
-            cache.settle(end)
-        self._graphs.clear()
-        # 2. a step of each size, with the trees in the last columns. The largest comes first,
-        # because a smaller step fits into the memory of a larger one
-        nodes = self._tree.size + 1
-        key_lengths = range(self._key_length(nodes + 1), end + 1, self.kv_cache.block)
-        counts = {min(_power_of_two(max(count, 2)), rows) for count in range(1, rows + 1)}
-        for count in sorted(counts, reverse=True):
-            for key_length in reversed(key_lengths):
-                self._rows = [_RowState(key_length - nodes - 1, [0]) for _ in range(count)]
-                packed = self._pack([0] * count)
-                self._run_fixed(fixed, packed, key_length, keep_logits=keep_logits)
-        self.reset()
-
-
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

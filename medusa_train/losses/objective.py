@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.linear_loss import GraphCut, LossSums, Teacher, linear_loss
+from medusa_train.losses.graph_cut import GraphCut
+from medusa_train.losses.linear_loss import LossSums, Teacher, linear_loss
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead
 
@@ -52,18 +53,6 @@ class ObjectiveOutput:
     head_counts: Tensor
     head_in_vocab: Tensor
     lm: LMSums | None
-
-
-class _Factors(NamedTuple):
-    """The factors on the sums of the terms.
-
-    Attributes:
-        lm: factor of the language model; None if it is frozen.
-        heads: factor of each head.
-    """
-
-    lm: float | None
-    heads: list[float]
 
 
 class Objective:
@@ -155,11 +144,9 @@ class Objective:
         The sum of these counts over the global batch (micro-batches and processes) is the argument
         `counts_total` of `loss`.
         """
-        targets: list[Tensor] = []
+        targets = self._logit_indices(self._head_targets(batch))
         if self.lm is not None:
-            targets.append(_targets(batch, 0))
-        for k, target in enumerate(self._head_targets(batch), start=1):
-            targets.append(self._indices_of(target, k))
+            targets.insert(0, _targets(batch, 0))
         return _count(targets)
 
     def loss(
@@ -196,37 +183,35 @@ class Objective:
                 either, see `GraphCut`.
         """
         # 1. the factor on each term's sum; the factor on its gradients is `grad_scale` times larger
-        factors = self._factors(counts_total, progress)
-        counts = self.target_counts(batch)  # [K] or [1 + K]
-        head_counts = counts
+        lm_factor, head_factors = self._factors(counts_total, progress)
         contributions: list[Tensor] = []
 
         # 2. the term of the language model
         lm: LMSums | None = None
-        if factors.lm is not None:
+        if lm_factor is not None:
             assert lm_head is not None
             states = hidden_states.final.flatten(0, -2)  # [B * T, d]
             target = _targets(batch, 0).flatten()  # [B * T]
             soft_target = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            scale = _scaled(factors.lm, grad_scale)
+            scale = _scaled(lm_factor, grad_scale)
             term = linear_loss(states, lm_head, target, soft_target, grad_scale=scale)
-            contributions.append(term.loss_sum * factors.lm)
-            lm = LMSums(term.ce_sum, term.kl_sum, counts[0])
-            head_counts = counts[1:]
+            contributions.append(term.loss_sum * lm_factor)
+            lm = LMSums(term.ce_sum, term.kl_sum, (target != IGNORE_INDEX).sum())
 
         # 3. the terms of the heads
-        scales = [_scaled(factor, grad_scale) for factor in factors.heads]
-        head_targets = self._head_targets(batch)
-        heads = self._head_terms(hidden_states, batch, head_targets, teacher, scales)
-        for head, factor in zip(heads, factors.heads, strict=True):
+        scales = [_scaled(factor, grad_scale) for factor in head_factors]
+        targets = self._head_targets(batch)
+        indices = self._logit_indices(targets)
+        heads = self._head_terms(hidden_states, batch, indices, teacher, scales)
+        for head, factor in zip(heads, head_factors, strict=True):
             contributions.append(head.loss_sum * factor)
 
         # 4. the sum of all terms
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([head.correct for head in heads]),
-            head_counts=_count(head_targets),
-            head_in_vocab=head_counts,
+            head_counts=_count(targets),
+            head_in_vocab=_count(indices),
             lm=lm,
         )
 
@@ -234,7 +219,7 @@ class Objective:
         self,
         hidden_states: Any,
         batch: Batch,
-        targets: Sequence[Tensor],
+        indices: Sequence[Tensor],
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
@@ -242,7 +227,7 @@ class Objective:
 
         Args:
             hidden_states, batch, teacher: see `loss`.
-            targets: targets of each head, long [B, T] each.
+            indices: logit indices of each head's targets, long [B, T] each.
             scales: factor on the gradients of each head, or None.
         """
         # 1. restrict the teacher to the heads' vocabulary
@@ -259,15 +244,16 @@ class Objective:
             if scale is not None and not self.draft.independent_heads:
                 states = cut.detach(states)
             student = states.flatten(0, -2)  # [B * T, d]
-            target = self._indices_of(targets[k - 1], k).flatten()  # [B * T]
+            target = indices[k - 1].flatten()  # [B * T]
             soft_target = _teacher(teacher, k, self.soft_targets)
             lm_head = self.draft.lm_head(k)
             terms.append(linear_loss(student, lm_head, target, soft_target, grad_scale=scale))
         cut.backward()
         return terms
 
-    def _factors(self, totals: Tensor, progress: float) -> _Factors:
-        """Return the factor on each term's sum in L: its weight over its number of targets.
+    def _factors(self, totals: Tensor, progress: float) -> tuple[float | None, list[float]]:
+        """Return the factor on each term's sum in L, its weight over its number of targets: of the
+        language model (None if it is frozen), and of each head.
 
         Args:
             totals: number of targets of each term in the global batch, long [K] or [1 + K].
@@ -285,7 +271,7 @@ class Objective:
         for k, count in zip(head_numbers, counts, strict=True):
             weight = heads_weight * self.head_weight(k)
             heads.append(weight / max(1, count))
-        return _Factors(lm, heads)
+        return lm, heads
 
     def _head_targets(self, batch: Batch) -> list[Tensor]:
         """Return the targets of each head, long [B, T] each; IGNORE_INDEX at positions that the
@@ -297,15 +283,15 @@ class Objective:
             return targets
         return [target.masked_fill(~positions, IGNORE_INDEX) for target in targets]
 
-    def _indices_of(self, target: Tensor, k: int) -> Tensor:
-        """Return the logit index of each position's target in head k, long [B, T]; IGNORE_INDEX if
-        the target is not in the head's vocabulary.
+    def _logit_indices(self, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the logit indices of each head's targets, long [B, T] each; IGNORE_INDEX if a
+        target is not in the head's vocabulary.
         """
-        head = self.draft.lm_head(k)
+        head = self.draft.lm_head(1)  # all heads have the same vocabulary
         if head.token_map is None:
-            return target
-        indices = head.indices_of(target)
-        return torch.where(indices < 0, IGNORE_INDEX, indices)
+            return list(targets)
+        indices = [head.indices_of(target) for target in targets]
+        return [index.masked_fill(index < 0, IGNORE_INDEX) for index in indices]
 
 
 def lambda0(schedule: str, progress: float) -> float:

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa_train.models.hf_config import key_value_heads
-from medusa_train.models.rounding import ceil_div
+from medusa_train.rounding import ceil_div, round_up
 
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
@@ -231,7 +231,7 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     batch, _, q, keys = mask.shape
     width = keys
     if mask.device.type != "cpu":
-        width = ceil_div(keys, _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+        width = round_up(keys, _MASK_ALIGNMENT)
     repeated = mask.new_empty(batch, times, q, width)[..., :keys]
     return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.rounding import ceil_div
 from medusa_train.models.target_states import HiddenStates, capture_outputs
+from medusa_train.rounding import round_up
 from medusa_train.trees.transformers_adapters import NodeCache
 
 #: The part of the cache that attention reads grows by this many positions. Larger blocks read more
@@ -36,7 +36,7 @@ _COUNTER = itertools.count()
 
 def round_up_to_block(positions: int) -> int:
     """Round a number of positions up to a multiple of `BLOCK`."""
-    return ceil_div(positions, BLOCK) * BLOCK
+    return round_up(positions, BLOCK)
 
 
 def compiled_capacity(positions: int) -> int:
@@ -76,13 +76,6 @@ class Form(NamedTuple):
 
     batched: bool
     tokens: int | None
-
-    @classmethod
-    def of(cls, rows: int, count: int) -> Form:
-        """Return the form of a pass over `count` tokens in each of `rows` rows, among the forms for
-        trees of any size.
-        """
-        return cls(rows > 1, 1 if count == 1 else None)
 
 
 def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
@@ -167,10 +160,10 @@ class CompiledPass:
         """Return the form of a pass over `count` tokens in each of `rows` rows: the form for
         exactly this size if its program is compiled, else the form for any size.
         """
-        exact_form = Form(rows > 1, count)
-        if exact_form in self._ready:
-            return exact_form
-        return Form.of(rows, count)
+        exact = Form(rows > 1, count)
+        if exact in self._ready:
+            return exact
+        return Form(rows > 1, 1 if count == 1 else None)
 
     @torch.inference_mode()
     def warm_up(

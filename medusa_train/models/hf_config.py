@@ -94,11 +94,9 @@ def largest(config: Any, key: str) -> int | None:
     Sizes of layers that differ are a list (Gemma 3n's intermediate_size), or are in a config per
     layer (Gemma 4's head_dim).
     """
-    layer_configs = (
-        config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    )
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes: list[int] = []
-    for layer in layer_configs:
+    for layer in configs:
         size = getattr(layer, key, None) or []
         sizes += size if isinstance(size, list) else [size]
     return max(sizes, default=None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from medusa_train.models.precision import free_memory
-from medusa_train.models.rounding import ceil_div
+from medusa_train.rounding import ceil_div
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_SHARE = 0.4  # share of the free memory that prepacked copies may use

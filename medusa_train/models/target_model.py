@@ -257,8 +257,10 @@ class TargetModel:
         if nodes.masks is None or not self._has_one_mask(nodes):
             return None
         # 2. there must be a program for these auxiliary layers, rows and nodes
-        compiled = self.compiled_for(aux_layers)
+        compiled = self.compiled
         if compiled is None or not compiled.covers(*tokens.shape):
+            return None
+        if aux_layers and aux_layers != self.decoding_aux_layers:
             return None
         # 3. a program runs all layers, also those that the draft (Kangaroo) ran. On a CPU, that
         # costs less than running the remaining layers uncompiled. Replayed steps run only the
@@ -645,9 +647,3 @@ class TargetModel:
 
     def _warm_up(self, compiled: CompiledPass) -> None:
         compiled.warm_up(self.cached_shape(), self.device, self.dtype)
-
-    def compiled_for(self, aux_layers: tuple[int, ...]) -> CompiledPass | None:
-        """Return the compiled passes if they return the hidden states of `aux_layers`; None if they
-        do not, or there are none.
-        """
-        return self.compiled if aux_layers in ((), self.decoding_aux_layers) else None

@@ -194,7 +194,7 @@ def open_local(cfg: SelfDistillConfig, dtype: str, note: Callable[[str], None]) 
 
     # 2. compile it
     if cfg.compile:
-        compile_target_model(model.target_model, paths, rows=batch_size, trees=trees)
+        compile_target_model(model.target_model, rows=batch_size, trees=trees)
     model.compile_tree(note)
     return HFEngine(
         BatchDecoder(model.target_model, model.draft, model.tree),

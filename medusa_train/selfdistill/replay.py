@@ -2,8 +2,8 @@
 answers.
 
 A mode is a generator: it yields `ChatRequest`s, receives their `GeneratedAnswer`s by `send`, and
-returns a `GeneratedChat`. So any number of conversations can be in progress at once, with any model and in
-any order. An answer depends only on its request.
+returns a `GeneratedChat`. So any number of conversations can be in progress at once, with any model
+and in any order. An answer depends only on its request.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class AnswerSource(Protocol):
         """Return statistics for the summary, by name."""
 
 
-def open_source(
+def open_answer_source(
     cfg: SelfDistillConfig, dtype: str | None, note: Callable[[str], None]
 ) -> AnswerSource:
     """Load the model, or prepare the connections to the servers, as configured.

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from medusa_train.evaluation.metrics import Counts, block_interval
 from medusa_train.evaluation.questions import WITH_CALLS, WITHOUT_CALLS
-from medusa_train.server_bench.pairs import (
+from medusa_train.server_bench.blocks import (
     ALONE,
     PLAIN,
-    Block,
+    BlockKey,
     DraftCounts,
     Measurement,
     ServedAnswer,
@@ -24,7 +24,7 @@ ALL_DIFFER = 8
 
 #: Identifies a turn: the question's id, how often the question was asked before, and the turn's
 #: number.
-Turn = tuple[int | str, int, int]
+TurnKey = tuple[int | str, int, int]
 
 
 class Cell(NamedTuple):
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 def collect_cells(
-    blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]
+    blocks: Mapping[BlockKey, Mapping[str, Measurement]], planned: Mapping[int, int]
 ) -> list[Cell]:
     """Collect the blocks of every server, session and concurrency into cells. A cell is left out
     unless all of its blocks are measured.
@@ -128,11 +128,12 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
     """Compare a server with a draft and the server without one at the same concurrency; None if
     they answered no turn in common.
 
-    Returns: `ratio`: tokens per second with the draft divided by tokens per second without, on the
-        turns that both servers answered; `ratio_interval`: its 95 % interval over blocks (None with
-        fewer than three blocks); `verdict`: "wins" or "loses" if the whole interval is above or
-        below 1, else "undecided"; `equal_answers` and `compared_answers` (None for sampled
-        answers).
+    Returns:
+        ratio: tokens per second with the draft divided by tokens per second without, on the turns
+            that both servers answered.
+        ratio_interval: its 95 % interval over blocks; None with fewer than three blocks.
+        verdict: "wins" or "loses" if the whole interval is above or below 1, else "undecided".
+        equal_answers, compared_answers: numbers of greedy answers; None for sampled answers.
     """
     pairs = list(zip(heads.blocks, plain.blocks, strict=False))
     draft_counts = []
@@ -166,7 +167,7 @@ def _rate(blocks: Iterable[Counts]) -> float:
     return sum(block.tokens for block in counted) / seconds if seconds else 0.0
 
 
-def _total(block: Measurement, turns: Collection[Turn]) -> Counts:
+def _total(block: Measurement, turns: Collection[TurnKey]) -> Counts:
     """Return the tokens of some turns of a block, and their share of the busy time."""
     total = Counts(0, 0.0)
     for answer, seconds in zip(block.answers, busy_shares(block.answers), strict=True):
@@ -175,11 +176,11 @@ def _total(block: Measurement, turns: Collection[Turn]) -> Counts:
     return total
 
 
-def _turn(answer: ServedAnswer) -> Turn:
+def _turn(answer: ServedAnswer) -> TurnKey:
     return answer.question_id, answer.repeat, answer.turn
 
 
-def _texts(block: Measurement) -> dict[Turn, str]:
+def _texts(block: Measurement) -> dict[TurnKey, str]:
     return {_turn(answer): answer.text for answer in block.answers}
 
 
@@ -243,9 +244,11 @@ def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
     """Return the parts of served.json that follow from the measured cells.
 
-    Returns: `cells`: metrics of every cell; for a server with a draft also the comparison with the
-        server without one. `plain`: for each concurrency the metrics of the server without a draft
-        in its fastest session. `recommendation`. `notes`.
+    Returns:
+        cells: metrics of every cell; for a server with a draft also `compare_cells`.
+        plain: for each concurrency the metrics of the server without a draft in its fastest session.
+        recommendation: see `recommend`.
+        notes: remarks for the report.
     """
     rows = []
     for cell in cells:

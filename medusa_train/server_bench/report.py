@@ -25,8 +25,8 @@ from medusa_train.pages.page import (
     render_page,
     write_files,
 )
+from medusa_train.server_bench.blocks import PLAIN
 from medusa_train.server_bench.metrics import Cell
-from medusa_train.server_bench.pairs import PLAIN
 
 Json = Mapping[str, Any]
 

@@ -26,21 +26,21 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.json_lines import MeasurementLog
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.server_answers import request_parameters
-from medusa_train.server_bench.metrics import collect_cells, summarize
-from medusa_train.server_bench.pairs import (
+from medusa_train.server_bench.blocks import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
     PLAIN,
-    Block,
     BlockEntry,
     BlockFault,
+    BlockKey,
     MeasuredServer,
     MeasuredServers,
     Measurement,
     ServerBenchmark,
     plan_blocks,
 )
+from medusa_train.server_bench.metrics import collect_cells, summarize
 from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import KEY_VARIABLE, started_servers
 from medusa_train.servers.client import Servers
@@ -183,11 +183,11 @@ class BenchmarkRun:
                 self.log.append(text)
             self.progress.print(f"note: {text}", style="yellow")
 
-    def remaining(self, session: str) -> list[Block]:
+    def remaining(self, session: str) -> list[BlockKey]:
         """Return the blocks of a session that are not measured yet, by concurrency."""
         blocks = []
         for concurrency, planned in self._blocks.items():
-            blocks += [Block(session, concurrency, number) for number in range(len(planned))]
+            blocks += [BlockKey(session, concurrency, number) for number in range(len(planned))]
         return [block for block in blocks if block not in self.measured]
 
     def measure(self, session: str, targets: Sequence[MeasuredServer]) -> None:
@@ -215,7 +215,7 @@ class BenchmarkRun:
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
     async def _measure_concurrency(
-        self, targets: Sequence[MeasuredServer], blocks: Sequence[Block], phase: Phase
+        self, targets: Sequence[MeasuredServer], blocks: Sequence[BlockKey], phase: Phase
     ) -> None:
         concurrency = blocks[0].concurrency
         async with AsyncExitStack() as stack:
@@ -239,7 +239,7 @@ class BenchmarkRun:
                 self.log.append((block, measured))
 
     async def _measure_block(
-        self, server: ServerBenchmark, block: Block, phase: Phase
+        self, server: ServerBenchmark, block: BlockKey, phase: Phase
     ) -> Measurement:
         """Measure a block on one server; measure it again if requests fail."""
         conversations = self._blocks[block.concurrency][block.number]
@@ -369,17 +369,17 @@ def _find_server(name: str, url: str, cfg: EvalConfig) -> MeasuredServer:
         raise ServerError(
             f"server {server.url}: cannot be reached ({fault.reason}); is it running?"
         ) from None
-    names = ", ".join(models)
+    listed = ", ".join(models)
     if model is None and len(models) != 1:
         problem = "lists no models (does the URL end with /v1?)"
         if models:
-            problem = f"lists several models ({names})"
+            problem = f"lists several models ({listed})"
         raise ConfigError(
             f"server {server.url}: {problem}; set base_model to the name of the one to measure"
         )
     if model is not None and models and model not in models:
         raise ConfigError(
-            f"server {server.url}: does not serve {model}; its models: {names} (set base_model)"
+            f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)"
         )
     if model is None:
         model = next(iter(models))

@@ -29,7 +29,7 @@ from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import PLAIN, MeasuredServer, MeasuredServers
+from medusa_train.server_bench.blocks import PLAIN, MeasuredServer, MeasuredServers
 from medusa_train.server_bench.vllm import (
     SERVED_NAME,
     VLLMServer,

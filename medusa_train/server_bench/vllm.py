@@ -20,7 +20,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.hide_secrets import excerpt
 from medusa_train.io import mask_file
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import PLAIN
+from medusa_train.server_bench.blocks import PLAIN
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"

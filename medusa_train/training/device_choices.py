@@ -11,7 +11,7 @@ import torch
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.examples import EncodedDataset
 from medusa_train.io import describe_size
-from medusa_train.losses.linear_loss import gpu_bytes
+from medusa_train.losses.chunked_logits import gpu_bytes
 from medusa_train.models.loading import auto_dtype_that_fits, resolve_target_model
 from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext

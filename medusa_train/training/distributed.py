@@ -208,11 +208,11 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         ConfigError: in rank 0; it lists the keys that differ. Other processes raise PeerError.
     """
     # 1. Gather the host and the values of each process, by rank. Paths are left out.
-    values_of_ranks = distributed.gather((socket.gethostname(), _without_paths(values)))
+    ranks = distributed.gather((socket.gethostname(), _without_paths(values)))
     # 2. Compare with rank 0.
-    expected = values_of_ranks[0][1] or {}
+    expected = ranks[0][1] or {}
     lines = []
-    for rank, (host, found) in enumerate(values_of_ranks):
+    for rank, (host, found) in enumerate(ranks):
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue

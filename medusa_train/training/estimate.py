@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.examples import EncodedDataset
-from medusa_train.losses.linear_loss import block_size, chunk_size, gpu_bytes
+from medusa_train.losses.chunked_logits import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import (
     decoder_of,

@@ -91,8 +91,8 @@ class HiddenStateCache:
         """Describe in one sentence what all processes read and computed. All of them must call
         this.
         """
-        counts_of_ranks = distributed.gather((self.read, self.computed, self.store.damaged))
-        read, computed, damaged = (sum(counts) for counts in zip(*counts_of_ranks, strict=True))
+        gathered = distributed.gather((self.read, self.computed, self.store.damaged))
+        read, computed, damaged = (sum(counts) for counts in zip(*gathered, strict=True))
         noted = f"; {damaged} files were damaged" if damaged else ""
         return (
             f"states of {read:,} documents read, {computed:,} computed{noted}"

@@ -271,11 +271,8 @@ def _describe_steps(stage: _StageCosts) -> Iterator[tuple[str, str]]:
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     if stage.processes > 1:
         batch += f" x {stage.processes}"
-    steps_of_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
-    yield (
-        "steps",
-        f"{steps_of_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}",
-    )
+    per_epoch = f"{schedule.steps_per_epoch:,.1f} per epoch ({batch} rows each)"
+    yield "steps", f"{per_epoch}, {schedule.total_steps:,} in all on {_devices(stage.processes)}"
 
 
 def _devices(count: int) -> str:

@@ -25,7 +25,6 @@ from medusa_train.errors import DataError, MedusaError
 from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
-from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
@@ -61,39 +60,15 @@ class TrainingData:
 def load_data(
     cfg: TrainConfig,
     console: Console,
-    distributed: DistributedContext = SINGLE_PROCESS,
+    processes: int = 1,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the target model's config and tokenize the data; no weights are
-    loaded.
+    """Check the configuration against the target model's config and tokenize the data; no weights
+    are loaded. Of several processes only rank 0 calls this, see `stages.load_stages`.
 
-    Rank 0 tokenizes, and the other processes receive the result. An error is raised in all
-    processes.
+    Args:
+        processes: number of processes that train together.
     """
-    return distributed.run_on_main(lambda: _load_data(cfg, console, distributed.size, on_progress))
-
-
-def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
-    """Check the configuration as `load_data` does, and return dummy data with this number of
-    tokens.
-
-    Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
-    """
-    _, config = check_run(cfg, processes)
-    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
-    length = min(ASSUMED_LENGTH, cfg.sequence_len)
-    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
-    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
-    report = DataReport(cfg.sequence_len)
-    row_len = cfg.sequence_len if cfg.sample_packing else None
-    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
-    nothing = EncodedDataset([], report)
-    return TrainingData(train, nothing, train, cfg.sequence_len)
-
-
-def _load_data(
-    cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
-) -> TrainingData:
     # 1. Load the tokenizer and build the encoder of chats.
     resolved, config = check_run(cfg, processes)
     text_config = config.get_text_config()
@@ -138,36 +113,6 @@ def _load_data(
     )
 
 
-def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
-    """Set Axolotl's template for ShareGPT data if there is no other template."""
-    if cfg.chat_template or tokenizer.chat_template:
-        return cfg
-    all_have_template = all(entry.conversation for entry in cfg.all_datasets)
-    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
-        return cfg
-    console.print(
-        f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
-    )
-    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
-
-
-def _print_reports(
-    cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
-) -> None:
-    """Print what was skipped or truncated, and the share of answers that loop."""
-    reports = {"data": train.report}
-    if cfg.test_datasets is not None:  # otherwise both have the same report
-        reports["test data"] = validation.report
-    for name, report in reports.items():
-        for line in report.describe():
-            console.print(f"{name}: {line}")
-    if train.report.looping_share > NOTABLE_LOOPING:
-        console.print(
-            f"warning: {train.report.describe_looping()}",
-            style="yellow",
-        )
-
-
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
     """Limit sequence_len to the model's context length. With longrope, limit it also to the length
     at which the rotary angles switch, if several rows share a forward pass.
@@ -190,36 +135,17 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
     return cfg
 
 
-def _drop_unknown_tokens(
-    parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
-) -> list[str]:
-    """Drop conversations with a token that has no embedding in the target model, for example because
-    it was added only to the tokenizer. Return the reason for each dropped conversation.
-
-    Raises:
-        DataError: there are such tokens, and `skip_bad_records` is off or no conversation remains.
-    """
-    problems: dict[str, str] = {}  # by source, because a conversation may have several rows
-    for example in itertools.chain.from_iterable(parts):
-        token = int(example.tokens.max())
-        if token >= vocab_size:
-            name = tokenizer.convert_ids_to_tokens(token)
-            problems[example.source] = f"{example.source}: token {token} ({name})"
-    if not problems:
-        return []
-    reasons = list(problems.values())
-    more = f" (and {len(reasons) - 1} more conversations)" if len(reasons) > 1 else ""
-    problem = (
-        f"{reasons[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings, or"
-        f" set another chat_template{more}"
+def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
+    """Set Axolotl's template for ShareGPT data if there is no other template."""
+    if cfg.chat_template or tokenizer.chat_template:
+        return cfg
+    all_have_template = all(entry.conversation for entry in cfg.all_datasets)
+    if all_have_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
+        return cfg
+    console.print(
+        f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
     )
-    if not cfg.skip_bad_records:
-        raise DataError(problem)
-    for part in parts:
-        part.examples[:] = [row for row in part.examples if row.source not in problems]
-    if not parts[0].examples:
-        raise DataError(f"no conversation to train on is left: {problem}")
-    return reasons
+    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
 
 
 def chat_encoder(
@@ -235,10 +161,10 @@ def chat_encoder(
     """
     template = cfg.chat_template or None
     if template is None:
-        dataset_templates = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(dataset_templates)) == 1
-        if all(dataset_templates) and (all_equal or not tokenizer.chat_template):
-            template = dataset_templates[0]
+        templates = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(templates)) == 1
+        if all(templates) and (all_equal or not tokenizer.chat_template):
+            template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(
@@ -295,3 +221,70 @@ def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
         f" {name} and {kwargs}, those of this run {encoder.template_name} and"
         f" {dict(encoder.template.kwargs)}"
     )
+
+
+def _print_reports(
+    cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
+) -> None:
+    """Print what was skipped or truncated, and the share of answers that loop."""
+    reports = {"data": train.report}
+    if cfg.test_datasets is not None:  # otherwise both have the same report
+        reports["test data"] = validation.report
+    for name, report in reports.items():
+        for line in report.describe():
+            console.print(f"{name}: {line}")
+    if train.report.looping_share > NOTABLE_LOOPING:
+        console.print(
+            f"warning: {train.report.describe_looping()}",
+            style="yellow",
+        )
+
+
+def _drop_unknown_tokens(
+    parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
+) -> list[str]:
+    """Drop conversations with a token that has no embedding in the target model, for example because
+    it was added only to the tokenizer. Return the reason for each dropped conversation.
+
+    Raises:
+        DataError: there are such tokens, and `skip_bad_records` is off or no conversation remains.
+    """
+    problems: dict[str, str] = {}  # by source, because a conversation may have several rows
+    for example in itertools.chain.from_iterable(parts):
+        token = int(example.tokens.max())
+        if token >= vocab_size:
+            name = tokenizer.convert_ids_to_tokens(token)
+            problems[example.source] = f"{example.source}: token {token} ({name})"
+    if not problems:
+        return []
+    reasons = list(problems.values())
+    more = f" (and {len(reasons) - 1} more conversations)" if len(reasons) > 1 else ""
+    problem = (
+        f"{reasons[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings, or"
+        f" set another chat_template{more}"
+    )
+    if not cfg.skip_bad_records:
+        raise DataError(problem)
+    for part in parts:
+        part.examples[:] = [row for row in part.examples if row.source not in problems]
+    if not parts[0].examples:
+        raise DataError(f"no conversation to train on is left: {problem}")
+    return reasons
+
+
+def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
+    """Check the configuration as `load_data` does, and return dummy data with this number of
+    tokens.
+
+    Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
+    """
+    _, config = check_run(cfg, processes)
+    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    length = min(ASSUMED_LENGTH, cfg.sequence_len)
+    supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
+    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
+    report = DataReport(cfg.sequence_len)
+    row_len = cfg.sequence_len if cfg.sample_packing else None
+    train = EncodedDataset([example] * max(1, tokens // length), report, row_len)
+    nothing = EncodedDataset([], report)
+    return TrainingData(train, nothing, train, cfg.sequence_len)

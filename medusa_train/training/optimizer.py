@@ -96,7 +96,8 @@ class Strategy(ABC):
     def step(self) -> tuple[float, bool]:
         """Clip the gradients, step optimizer and schedule, and zero the gradients.
 
-        Returns: The norm of the gradients before clipping, and whether they overflowed float16
+        Returns:
+            The norm of the gradients before clipping, and whether they overflowed float16
             because of the loss scale, which is then halved. If the norm is NaN/Inf, neither weights
             nor schedule changed, and the caller must call `skip`.
         """

@@ -82,7 +82,8 @@ class Stage:
 
     Attributes:
         cfg: configuration in which `gradient_checkpointing: auto` is replaced for this device.
-        start: where the stage resumes. store: its checkpoints.
+        start: where the stage resumes.
+        store: its checkpoints.
     """
 
     cfg: TrainConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from rich.console import Console
 
@@ -48,11 +49,12 @@ def train_stages(
     `resume_from_checkpoint`, the run continues in the stage in which it was stopped.
 
     Args:
-        console: console for progress and notes. results: console for the closing tables. Only rank
-            0 prints.
+        console: console for progress and notes; only rank 0 prints.
+        results: console for the closing tables.
         distributed: the processes that train together. All of them must call this function.
 
-    Returns: The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM. After a signal, a printed
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C and 143 after SIGTERM. After a signal, a printed
         line says what is saved and how to resume.
 
     Raises:
@@ -111,7 +113,7 @@ def load_stages(
     shown: LoadingProgress,
 ) -> list[TrainingData]:
     """Load the data of all stages and check each stage as `load_data` does. If both stages read the
-    same data, they are loaded once.
+    same data, they are loaded once. Rank 0 loads them, and the other processes receive the result.
     """
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
@@ -120,7 +122,8 @@ def load_stages(
                 check_run(cfg, distributed.size)
             loaded.append(loaded[0])
         else:
-            loaded.append(load_data(cfg, console, distributed, shown.update))
+            load = partial(load_data, cfg, console, distributed.size, shown.update)
+            loaded.append(distributed.run_on_main(load))
     # print these before hours of training, not only at the export
     for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow")

@@ -15,7 +15,7 @@ from rich.text import Text
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.next_command import after_training
-from medusa_train.checkpoint.resolve import find_heads, resolve_model
+from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
@@ -302,8 +302,7 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
             reason = "not enough memory next to training"
         progress.print(f"no tree was chosen: {reason}. To choose it: {again}", style="yellow")
         return None
-    paths = resolve_model(str(run_dir), None, None, trust_remote_code=cfg.trust_remote_code)
-    choice.save(run_dir, traced, paths)
+    choice.save(run_dir, traced)
     return choice
 
 

@@ -20,7 +20,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import MedusaError
-from medusa_train.losses.linear_loss import GraphCut
+from medusa_train.losses.graph_cut import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft

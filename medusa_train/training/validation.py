@@ -117,7 +117,7 @@ def validate(
             returns None.
     """
     # 1. Sum over this process's batches.
-    head_sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
+    head_sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
     lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
@@ -187,13 +187,14 @@ def validation_objective(
 def _head_sums(draft: Draft, batch: Batch, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
-    Returns: Two tensors on the CPU. Sums, float64 [K, 3 + 10]: cross-entropy in nats, number of
-        targets, number of targets in the head's vocabulary, and number of targets among the best 1,
-        2, ..., 10 guesses. Ranks of every target, int8 [B, T, K]; -1 if the target is not among the
-        best 10.
+    Returns:
+        sums: float64 [K, 3 + 10] on the CPU: cross-entropy in nats, number of targets, number of
+            targets in the head's vocabulary, and number of targets among the best 1, 2, ..., 10
+            guesses.
+        ranks: int8 [B, T, K] on the CPU, of every target; -1 if it is not among the best 10.
     """
-    sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
-    ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)  # [B, T, K]
+    sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
+    ranks = torch.full((*batch.labels.shape, draft.max_depth), -1, dtype=torch.int8)  # [B, T, K]
     for i, hidden in enumerate(draft.teacher_forced_states(hidden_states, batch)):
         # 1. Find the targets of head i + 1.
         target = shift_labels(batch.labels, i + 1, batch.segments)  # [B, T]

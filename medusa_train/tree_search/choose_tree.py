@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -28,7 +27,6 @@ from medusa_train.tree_search.fit import (
     fit_trees,
     head_accuracy,
 )
-from medusa_train.tree_search.kept_traces import save_traces, weights_key
 from medusa_train.tree_search.time_steps import (
     QUICK,
     THOROUGH,
@@ -95,12 +93,11 @@ class TreeChoice:
             f" fitted to others), {step}; the smallest within {NOISE:.0%} of the fastest"
         )
 
-    def save(self, directory: Path, traced: TracedAnswers, paths: ModelPaths) -> Path:
+    def save(self, directory: Path, traced: TracedAnswers) -> Path:
         """Write tree.json (`medusa_choices` and the measurements), and the traces next to it;
         return the path of tree.json.
         """
-        key = weights_key(paths, self.settings)
-        save_traces(directory / TREE_TRACES, traced, key)
+        traced.save(directory / TREE_TRACES)
         self.best.tree.save(directory / TREE, **self.record())
         return directory / TREE
 

@@ -32,7 +32,7 @@ class Trace:
             the best tokens of head k if token p is the root; -1 past `MAX_RANK` or past the end of
             the answer.
         confidence: probability of head 1's best token, [tokens - 1], for drafts that stop early;
-            empty for other drafts. It is not kept next to tree.json.
+            empty for other drafts. It is not saved next to tree.json.
     """
 
     ranks: list[list[int]]
@@ -52,22 +52,6 @@ class Trace:
             hits = itertools.takewhile(lambda rank: rank >= 0, ranks)
             paths.append(tuple(hits))
         return paths
-
-    def stop_early(self, threshold: float) -> Trace:
-        """Return the trace for a draft that stops after a token of at most this confidence, see
-        `KangarooDraft`. Only for chains.
-        """
-        stopped: list[list[int]] = []
-        for position, ranks in enumerate(self.ranks):
-            heads = len(ranks)
-            # a chain ends with its first token of too little confidence
-            end = heads
-            for k, confidence in enumerate(self.confidence[position : position + heads], start=1):
-                if confidence <= threshold:
-                    end = k
-                    break
-            stopped.append(ranks[:end] + [-1] * (heads - end))
-        return Trace(stopped, self.confidence)
 
     def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Simulate decoding with `tree`: return the positions at which its steps start."""
@@ -214,8 +198,8 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
     """
     # 1. probability and rank of each head's tokens, the most probable first
     levels: list[list[tuple[float, int]]] = []
-    for head_probabilities in probabilities:
-        guesses = [(probability, rank) for rank, probability in enumerate(head_probabilities)]
+    for by_rank in probabilities:
+        guesses = [(probability, rank) for rank, probability in enumerate(by_rank)]
         levels.append(sorted(guesses, key=lambda guess: -guess[0]))
     # 2. a heap with the best path below each parent that is not yielded yet. Entries: minus the
     # product (the largest product first), the path, its place in `level`, the parent's product

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
+from medusa_train.rounding import round_up
 
 #: Number of columns of the first buffer of `KVCache`; steps of fixed shape read a multiple of it.
 KEY_BLOCK = 256
@@ -56,7 +57,7 @@ class KVCache:
 
     def __init__(self, num_layers: int, capacity: int, block: int = KEY_BLOCK) -> None:
         self.num_layers = num_layers
-        self.capacity = -(-capacity // block) * block
+        self.capacity = round_up(capacity, block)
         self.block = block
         self.rows = 1
         self.resets = 0
@@ -187,7 +188,7 @@ class KVCache:
             length *= 2
         if positions == self._reserved:  # the final buffer: up to half of it would stay empty
             step = max(self.block, length // 8)
-            length = -(-positions // step) * step
+            length = round_up(positions, step)
         return min(length, self.capacity)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from medusa_train.rounding import round_up
+
 #: The table of a mask grows by this many committed columns.
 _TABLE_BLOCK = 256
 
@@ -79,7 +81,7 @@ class NodeMasks:
         # 1. widen the table to `length` committed columns
         missing = length - self._prefix
         if missing > 0:
-            missing = -(-missing // _TABLE_BLOCK) * _TABLE_BLOCK  # rounded up
+            missing = round_up(missing, _TABLE_BLOCK)
             first = self._table[:, :, :1].expand(-1, -1, missing)
             self._table = torch.cat([first, self._table], dim=2)
             self._prefix += missing

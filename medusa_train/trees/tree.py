@@ -191,10 +191,6 @@ class Tree(Nodes):
         """The nodes of the tree by level."""
         return TreeLevels(self)
 
-    def prepare_levels(self) -> None:
-        """Compute `by_level` now: a captured step can't copy from the host later."""
-        _ = self.by_level  # a cached property
-
     def to(self, device: torch.device) -> Tree:
         """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)

@@ -33,7 +33,7 @@ from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.cuda_graphs import FixedShapeRunner, GraphRunner
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling as SamplingRule
-from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses import chunked_logits
 from medusa_train.losses.linear_loss import Teacher
 from medusa_train.losses.linear_loss import linear_loss as fused_loss
 from medusa_train.models.drafts import DRAFTS
@@ -351,8 +351,8 @@ def loss_and_gradients(
     theirs = None
     if teacher is not None:
         theirs = Teacher(teacher[0], _lm_head(teacher[1]), ahead, part, divergence=divergence)
-    before = chunked_loss._BLOCK_BYTES["cpu"]
-    chunked_loss._BLOCK_BYTES["cpu"] = 4 * 3 * len(matrix.weight)
+    before = chunked_logits._BLOCK_BYTES["cpu"]
+    chunked_logits._BLOCK_BYTES["cpu"] = 4 * 3 * len(matrix.weight)
     try:
         sums = fused_loss(
             states,
@@ -365,7 +365,7 @@ def loss_and_gradients(
         if not at_once and sums.loss_sum.requires_grad:
             (factor * sums.loss_sum).backward()
     finally:
-        chunked_loss._BLOCK_BYTES["cpu"] = before
+        chunked_logits._BLOCK_BYTES["cpu"] = before
     return Loss(sums.loss_sum.detach(), sums.ce_sum, sums.kl_sum, int(sums.correct))
 
 

@@ -16,6 +16,7 @@ from shapes import Rates, Sizes, llama_config, random_model
 from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import TARGET_ARGMAX, accept
 from medusa_train.inference.cuda_graphs import FixedShapeRunner
+from medusa_train.inference.fixed_steps import FixedShapeSteps
 from medusa_train.models import prepack
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
@@ -56,9 +57,8 @@ def test_static_steps_compute_what_passes_do(
                 step()
             # a pass begins with token 0 and guesses 1, 2, ...
             assert torch.allclose(other.steps._hidden, one.steps._hidden, atol=1e-5)
-            fixed_buffers = other.steps._fixed
-            assert fixed_buffers is not None
-            assert torch.equal(fixed_buffers.choices[:, TARGET_ARGMAX], seen[-1].argmax(-1))
+            assert isinstance(other.steps, FixedShapeSteps)
+            assert torch.equal(other.steps._choices[:, TARGET_ARGMAX], seen[-1].argmax(-1))
         for context in (passes, static):
             assert torch.equal(context._kv_cache.storage(20)[..., :20, :], before)
 

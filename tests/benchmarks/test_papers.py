@@ -17,7 +17,12 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.evaluation import questions
+from medusa_train.inference.generate import Decoder
+from medusa_train.tree_search.fit import AcceptedLength, Trace
+from medusa_train.tree_search.traces import TracedAnswers, trace_answer
 from medusa_train.trees.tree import Tree
+from tests.inference.test_drafts import PROMPTS
+from tests.inference.test_kangaroo_decoding import early_exit, settled
 
 NAMES = sorted(path.stem for path in papers.EXPERIMENTS.glob("*.yaml"))
 SAME = ("base_model", "datasets", "sequence_len", "val_set_size", "seed", "cache_hidden_states")
@@ -296,3 +301,26 @@ def test_a_plan_is_printed_without_its_model_and_trains_nothing(
     assert "to train: medusa-train configs/vicuna7b_m1.yaml output_dir=" in shown
     assert "medusa1: 1 evaluations, 1 points" in shown
     assert not calls
+
+
+def test_sparse_trees_are_fitted_to_the_traces_of_the_run(tmp_path: Path) -> None:
+    traces = [Trace([[2, 0], [-1, -1]]), Trace([[0, 1], [3, -1], [-1, -1]])]
+    TracedAnswers([traces[:1], traces[1:]], [1, 2]).save(tmp_path / "tree_traces.npz")
+    assert papers.read_traces(tmp_path / "tree_traces.npz") == traces
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])
+def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshold: float) -> None:
+    target_model = settled("llama", sharpness=3.0)
+    draft, lengths = (
+        early_exit(target_model, num_heads=5, threshold=threshold),
+        AcceptedLength(Tree.chain(4)),
+    )
+    stopped = 0
+    for prompt in PROMPTS:
+        out = Decoder(target_model, draft, Tree.chain(4)).generate(prompt, 40, ())
+        whole = trace_answer(target_model, draft, prompt, out.tokens)
+        trace = papers.stop_early(whole, threshold)
+        assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
+        stopped += len(trace.simulate(lengths)) - len(whole.simulate(lengths))
+    assert (stopped > 0) == (threshold > 0.3)

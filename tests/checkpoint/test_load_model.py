@@ -38,22 +38,38 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     )
     assert subject.target_model.model.is_quantized
     assert subject.draft is not None
-    assert subject.draft.num_heads == 3
+    assert subject.draft.max_depth == 3
+
+
+def test_auto_counts_the_bytes_of_the_weights_that_are_decoded_with(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merging an adapter dequantizes them."""
+    counted: list[object] = []
+    monkeypatch.setattr(
+        module,
+        "auto_dtype_that_fits",
+        lambda name, report, *, quantization, **_: counted.append(quantization) or "float32",
+    )
+    paths = replace(resolve_model(str(run_dir), None, None), quantization="nf4")
+    for adapter in (None, run_dir / "adapter"):
+        assert module.auto_dtype_of(replace(paths, adapter=adapter), print) == "float32"
+    assert counted == ["nf4", None]
 
 
 def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_path: Path) -> None:
     paths = resolve_model(str(fake_run(tmp_path / "without", tree=False)), None, None)
-    assert load_tree(paths, num_heads=4) == Tree.chain(4)
+    assert load_tree(paths, max_depth=4) == Tree.chain(4)
     paths = resolve_model(str(fake_run(tmp_path / "run")), None, None)
-    assert load_tree(paths, num_heads=2) == Tree.chain(2)
+    assert load_tree(paths, max_depth=2) == Tree.chain(2)
     with pytest.raises(CheckpointError, match="2 deep, but there are only 1 heads"):
-        load_tree(paths, num_heads=1)
+        load_tree(paths, max_depth=1)
 
 
 def test_loads_target_model_heads_and_tree(run_dir: Path) -> None:
     subject = load_for_decoding(resolve_model(str(run_dir), None, None), "bfloat16")
     assert subject.draft is not None
-    assert subject.draft.num_heads == 3
+    assert subject.draft.max_depth == 3
     assert subject.tree == Tree.cartesian([2, 2])
     assert str(subject.target_model.dtype) == "torch.bfloat16"
 
@@ -84,21 +100,20 @@ def test_a_planted_cache_of_a_run_is_not_read_and_two_models_use_one_cache(
         def compile_passes(self, rows: int, *, trees: bool) -> None:
             used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
-    paths = resolve_model(str(run_dir), None, None)
     (run_dir / "compiled").mkdir()
-    for home in (run_dir, tmp_path / "other"):
-        compile_target_model(Compiles(), replace(paths, home=home))  # type: ignore[arg-type]
+    for _ in range(2):
+        compile_target_model(Compiles())  # type: ignore[arg-type]
     assert used == [str(tmp_path / "cache" / "medusa-train" / "compiled")] * 2
     assert not any((run_dir / "compiled").iterdir())
 
 
 def test_a_cache_that_cannot_be_created_is_named(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(TargetModelError, match="set TORCHINDUCTOR_CACHE_DIR"):
-        compile_target_model(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
+        compile_target_model(object())  # type: ignore[arg-type]
 
 
 def test_the_tree_that_every_step_verifies_is_compiled(
@@ -209,13 +224,12 @@ def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.Monk
 
 
 def test_a_compiler_that_fails_does_not_end_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(target_model: TargetModel, paths: ModelPaths, **shape: int) -> None:
+    def fail(target_model: TargetModel, **shape: int) -> None:
         raise TargetModelError("compile: torch.compile failed: no room")
 
     monkeypatch.setattr(module, "compile_target_model", fail)
     lines: list[str] = []
-    paths = ModelPaths(Path("run"), "m", None, None, None)
-    compile_or_report(random_target_model("llama"), paths, lines.append)
+    compile_or_report(random_target_model("llama"), lines.append)
     assert lines == ["compile: torch.compile failed: no room\ndecoding without compiled passes"]
 
 

@@ -98,7 +98,9 @@ def test_a_draft_that_was_measured_to_win_is_served(
     if exported:
         (run / "export" / "vllm").mkdir(parents=True)
     lost = {"use": False, "num_speculative_tokens": 4}
-    report = {"recommendation": [lost, {"use": use, "num_speculative_tokens": 2}]}
+    # of eight concurrent requests and of sixteen; the least load counts
+    won = [{"use": use, "num_speculative_tokens": count} for count in (2, 1)]
+    report = {"recommendation": [lost, *won]}
     command = after_serving(paths, report)
     assert (command is not None) == (use and exported)
     if command is not None:

@@ -128,6 +128,7 @@ def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
     assert shown["recipe"] == ("medusa1", "derived")
     assert shown["chat_template"] == ("zephyr", "derived")
     assert shown["lora_r"] == ("8", f"{config_file}:7, no effect")
+    assert shown["lora_alpha"] == ("16", "default, no effect")
     assert shown["max_steps"] == ("null", "default")
     assert shown["datasets"] == (
         "[{path: b.jsonl, type: sharegpt, conversation: zephyr}]",

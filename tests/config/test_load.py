@@ -306,6 +306,16 @@ def test_an_override_of_text_is_taken_as_it_is_typed(text: str) -> None:
     assert cfg.special_tokens == {"eos_token": text}
 
 
+@pytest.mark.parametrize("text", ["1.10", "true", "[x]"])
+def test_an_override_of_text_replaces_a_value_as_it_is_typed(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    overrides = ["wandb_project=p", f"wandb_project={text}"]
+    cfg = load_config(
+        TrainConfig, path, [f"base_model={text}", f"datasets.0.path={text}", *overrides]
+    )
+    assert (cfg.base_model, cfg.datasets[0].path, cfg.wandb_project) == (text, text, text)
+
+
 @pytest.mark.parametrize("text", ["/data/x #3", "&x", "*.jsonl", "a: b", "- x"])
 def test_where_a_list_or_a_mapping_may_stand_other_text_is_taken_as_it_is_typed(text: str) -> None:
     cfg = load_config(

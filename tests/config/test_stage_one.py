@@ -94,6 +94,11 @@ def test_keys_of_stage_one_are_set_on_the_command_line(file: Path) -> None:
     assert load(file, "stage_one={num_epochs: 5}").learning_rate == 1e-3
 
 
+def test_text_of_stage_one_is_taken_as_it_is_typed(file: Path) -> None:
+    first = load(file, "wandb_project=p", "stage_one.wandb_project=1.10")
+    assert first.wandb_project == "1.10"
+
+
 def test_its_own_form_of_a_key_replaces_the_other_one_of_the_run(file: Path) -> None:
     first = load(file, "stage_one.warmup_steps=5", "max_steps=9")
     assert (first.warmup_steps, first.warmup_ratio) == (5, None)
@@ -179,6 +184,7 @@ def test_a_finished_stage_one_replaces_it(file: Path) -> None:
         ["stage_one={}"],
         ["stage_one.max_steps=3", "stage_one.deepspeed=", "output_dir=runs/x"],
         ["max_steps=5", "stage_one.max_steps=", "stage_one.num_epochs=0.5"],
+        ["max_steps=5", "stage_one.max_steps=5"],
         ["test_datasets=t.jsonl", "stage_one.warmup_steps=5"],
         ["medusa_lr_multiplier=2", "stage_one.medusa_lr_multiplier=1"],
         ["stage_one.datasets=other.jsonl", "stage_one.chat_template=zephyr"],

@@ -18,6 +18,7 @@ from medusa_train.inference import cuda_graphs
 from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, Step
+from medusa_train.inference.fixed_steps import FixedShapeSteps
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
@@ -147,10 +148,8 @@ def test_logits_of_all_nodes_stay_where_a_greedy_rule_reads_none(rule: str) -> N
     decoder = BatchDecoder(target_model, random_draft("medusa", target_model), TREE)
     generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
     decoder.generate_batch(PROMPTS, TOKENS, (), RULES[rule], generators)
-    assert decoder._idle_steps is not None
-    fixed = decoder._idle_steps._fixed
-    assert fixed is not None
-    kept = fixed.logits
+    assert isinstance(decoder._idle_steps, FixedShapeSteps)
+    kept = decoder._idle_steps._logits
     assert (kept is not None) is (rule != "greedy")
     assert kept is None or kept.device.type == "cuda"
 

@@ -54,6 +54,12 @@ def test_few_continuations_are_in_proportion() -> None:
     assert (copies.count([2]), copies.count([3])) == (6, 3)
 
 
+def test_no_more_continuations_are_returned_than_asked_for() -> None:
+    datastore = Datastore([[1, 2]] * 7, 2)
+    found = [len(datastore.continuations([1], 1, count)) for count in (1, 2, 4, 7, 9)]
+    assert found == [1, 2, 4, 7, 7]
+
+
 def test_chats_give_their_answers_and_other_files_their_text(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "xyz"}, {"role": "assistant", "content": "abc"}]

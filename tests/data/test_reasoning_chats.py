@@ -187,6 +187,23 @@ def test_an_answer_without_reasoning_closes_the_one_that_the_prompt_opens(
     assert unfinished == ["<s><|User|>A<|Assistant|><think>\n[[add</s>]]"]
 
 
+@pytest.mark.parametrize(
+    ("said", "generated"),
+    [
+        ("add", "add"),
+        ("<think>\nadd", "add"),
+        ("add\n</think>\n\nfo", "add\n</think>\n\nfo"),
+    ],
+)
+def test_a_cut_answer_continues_the_reasoning_that_the_prompt_opens(
+    said: str, generated: str, make: Make
+) -> None:
+    messages = (Message("user", "A"), Message("assistant", said, is_cut=True))
+    assert rows(make(R1), Conversation("x", messages, "x:1")) == [
+        f"<s><|User|>A<|Assistant|><think>\n[[{generated}]]"
+    ]
+
+
 def test_other_tags(make: Make, chat: Chat) -> None:
     template = R1.replace("think>", "reason>")
     encoder = make(template, reasoning_tags=("<reason>", "</reason>"))

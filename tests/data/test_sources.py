@@ -133,6 +133,15 @@ def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(path))).fingerprint() != first
 
 
+def test_a_fingerprint_follows_the_end_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    digests = set()
+    for end in ("a", "b"):
+        path.write_text("\n" * (1 << 22) + end)
+        digests.add(open_source(DatasetConfig(path=str(path))).fingerprint())
+    assert len(digests) == 2
+
+
 def opened(path: str, **keys: str) -> LocalFiles | HubSplit:
     return open_source(DatasetConfig(path=path, **keys))
 

@@ -59,8 +59,8 @@ def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Count how often something is encoded."""
-    counted = Mock(side_effect=tokenize_datasets.encode_datasets)
-    monkeypatch.setattr(tokenize_datasets, "encode_datasets", counted)
+    counted = Mock(side_effect=tokenize_datasets.read_and_encode)
+    monkeypatch.setattr(tokenize_datasets, "read_and_encode", counted)
     return counted
 
 
@@ -71,9 +71,9 @@ def files(tmp_path: Path) -> list[Path]:
 def test_the_second_run_takes_exactly_what_the_first_encoded(
     config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: Mock, tmp_path: Path
 ) -> None:
-    plain = load_datasets(config(dataset_prepared_path=None), encoder)
     first, second = (load_datasets(config(), encoder) for _ in range(2))
     assert encoded.call_count == 1
+    plain = load_datasets(config(dataset_prepared_path=None), encoder)
     (path,) = files(tmp_path)
     for parts in (first, second):
         for got, expected in zip(parts, plain, strict=True):

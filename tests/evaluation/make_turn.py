@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.evaluation.turns import TimedAnswer, Turn
 
 
 def make_turn(
@@ -11,11 +11,11 @@ def make_turn(
     category: str,
     turn: int,
     prompt_ids: tuple[int, ...],
-    tree: Answer | None,
-    plain: Answer,
-    generate: Answer | None = None,
+    tree: TimedAnswer | None,
+    plain: TimedAnswer,
+    generate: TimedAnswer | None = None,
     text: str = "",
-    others: Mapping[str, Answer] | None = None,
+    others: Mapping[str, TimedAnswer] | None = None,
     **fields: Any,
 ) -> Turn:
     named = {"tree": tree, "plain": plain, "generate": generate, **(others or {})}

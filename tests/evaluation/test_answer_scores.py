@@ -17,9 +17,9 @@ from medusa_train.evaluation.answer_scores import (
     summarize_scores,
     wilson_interval,
 )
-from medusa_train.evaluation.code_sandbox import ProgramOutcome
+from medusa_train.evaluation.code_sandbox import ProgramResult
 from medusa_train.evaluation.questions import FunctionTest, Question
-from medusa_train.evaluation.turns import Answer, Score, Turn
+from medusa_train.evaluation.turns import Score, TimedAnswer, Turn
 from tests.evaluation.make_turn import make_turn
 
 
@@ -116,8 +116,10 @@ class Words:
 
 
 def turn(question: int | str, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> Turn:
-    timed = None if tree is None else Answer(tree, 1.0)
-    return make_turn(question, "gsm8k", 1, (1,), timed, Answer(plain, 1.0), Answer(plain, 1.0))
+    timed = None if tree is None else TimedAnswer(tree, 1.0)
+    return make_turn(
+        question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0)
+    )
 
 
 QUESTIONS = [
@@ -190,9 +192,9 @@ def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[str] = []
 
-    def run_program(program: str) -> ProgramOutcome:
+    def run_program(program: str) -> ProgramResult:
         programs.append(program)
-        return ProgramOutcome("failed", "AssertionError")
+        return ProgramResult("failed", "AssertionError")
 
     monkeypatch.setattr(answer_scores, "run_program", run_program)
     monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
@@ -226,7 +228,7 @@ def test_samples_have_the_programs_of_the_answers() -> None:
 def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    outcomes = iter([ProgramOutcome("passed", "")])
+    outcomes = iter([ProgramResult("passed", "")])
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
     monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
     records = [turn(1, (0,), (1,))]

@@ -15,7 +15,7 @@ from medusa_train.evaluation.code_sandbox import (
     PASSED,
     REFUSED,
     TIMED_OUT,
-    ProgramOutcome,
+    ProgramResult,
     run_program,
     sandbox_command,
     sandbox_obstacle,
@@ -95,12 +95,12 @@ def test_a_program_that_ends_before_its_test_does_not_pass(program: str) -> None
     ],
 )
 def test_an_endless_program_is_stopped(program: str) -> None:
-    assert run_program(program, seconds=0.5) == ProgramOutcome(TIMED_OUT, "after 0.5 seconds")
+    assert run_program(program, seconds=0.5) == ProgramResult(TIMED_OUT, "after 0.5 seconds")
 
 
 @isolated
 def test_memory_is_limited() -> None:
-    assert run_program("x = bytearray(1 << 30)", megabytes=256) == ProgramOutcome(
+    assert run_program("x = bytearray(1 << 30)", megabytes=256) == ProgramResult(
         FAILED, "MemoryError"
     )
     assert run_program("x = bytearray(1 << 20)", megabytes=256).passed
@@ -134,7 +134,7 @@ def test_no_file_of_this_machine_can_be_written(write: str, tmp_path: Path) -> N
 @isolated
 def test_a_few_files_can_be_written_in_the_working_directory() -> None:
     inside = "import os\nopen('x', 'w').write('a')\nassert os.listdir() == ['x']\nos.remove('x')"
-    assert run_program(inside) == ProgramOutcome(PASSED, "")
+    assert run_program(inside) == ProgramResult(PASSED, "")
     outcome = run_program("open('x', 'wb').write(bytes(20 << 20))")
     assert outcome.detail.startswith("OSError: [Errno 27]")
 
@@ -166,13 +166,13 @@ def test_no_device_can_be_made_or_opened() -> None:
     made = run_program("import os; os.mknod('disk', 0o60666, os.makedev(7, 0))")
     assert made.status == FAILED
     listed = "import os; assert sorted(os.listdir('/dev')) == ['null', 'urandom']"
-    assert run_program(listed) == ProgramOutcome(PASSED, "")
+    assert run_program(listed) == ProgramResult(PASSED, "")
 
 
 @isolated
 def test_a_program_runs_as_nobody() -> None:
     nobody = "import os; assert os.getuid() == os.geteuid() == 65534, os.getuid()"
-    assert run_program(nobody) == ProgramOutcome(PASSED, "")
+    assert run_program(nobody) == ProgramResult(PASSED, "")
     assert run_program("import os; os.setuid(0)").status == FAILED
 
 
@@ -180,7 +180,7 @@ def test_a_program_runs_as_nobody() -> None:
 @pytest.mark.parametrize("target", ["0", "os.getpid()"])
 def test_a_program_that_kills_itself_fails(target: str) -> None:
     outcome = run_program(f"import os; os.kill({target}, 9)")
-    assert outcome == ProgramOutcome(
+    assert outcome == ProgramResult(
         FAILED, "the program was killed, by itself or because memory ran out"
     )
 

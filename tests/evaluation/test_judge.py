@@ -18,7 +18,7 @@ from medusa_train.evaluation.judge import (
     parse_grade,
 )
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.evaluation.turns import TimedAnswer, Turn
 from medusa_train.servers.client import Servers
 from tests.evaluation.make_turn import make_turn
 from tests.evaluation.test_run_bench import run as evaluate
@@ -54,7 +54,7 @@ QUESTIONS = [
 
 
 def records(text: str = "Roses.") -> list[Turn]:
-    answer = Answer((1,), 1.0)
+    answer = TimedAnswer((1,), 1.0)
     return [
         make_turn(81, "writing", 1, (1,), answer, answer, answer, text, history=text),
         make_turn(81, "writing", 2, (1,), answer, answer, answer, "Rose."),
@@ -301,9 +301,9 @@ def test_a_judge_that_takes_no_temperature_is_asked_without_before_anything_is_d
 
 
 def test_a_question_is_one_line_with_all_its_turns() -> None:
-    answer = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
+    answer = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
     # an eos among the drafted tokens ends a step before the target model's own one
-    cut = Answer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
+    cut = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
     made = [
         make_turn(81, "writing", turn, (1,), one, cut, cut, str(turn))
         for turn, one in ((1, answer), (2, cut))

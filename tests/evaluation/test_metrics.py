@@ -17,21 +17,21 @@ from medusa_train.evaluation.metrics import (
     speed_intervals,
     student_quantile,
 )
-from medusa_train.evaluation.turns import Answer, Turn, Verdict
+from medusa_train.evaluation.turns import TimedAnswer, Turn, Verdict
 from medusa_train.tree_search.fit import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
 from tests.evaluation.make_turn import make_turn
 
 
-def timed(tokens: int, seconds: float, prefill: float = 0.0, steps: int = 0) -> Answer:
-    return Answer(tuple(range(tokens)), seconds, prefill, steps)
+def timed(tokens: int, seconds: float, prefill: float = 0.0, steps: int = 0) -> TimedAnswer:
+    return TimedAnswer(tuple(range(tokens)), seconds, prefill, steps)
 
 
 def record(
     category: str = "a",
-    tree: Answer | None = None,
-    plain: Answer | None = None,
-    generate: Answer | None = None,
+    tree: TimedAnswer | None = None,
+    plain: TimedAnswer | None = None,
+    generate: TimedAnswer | None = None,
     **exact: Verdict,
 ) -> Turn:
     return make_turn(
@@ -56,10 +56,10 @@ def test_tokens_per_step_leave_the_prefills_token_out_and_divide_sums() -> None:
 def test_a_batch_counts_its_passes_once() -> None:
     # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after
     # 4 passes
-    plain = [Answer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
     tree = [
-        Answer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4),
-        Answer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4),
+        TimedAnswer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4),
+        TimedAnswer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4),
     ]
     figures = metrics(
         [record(tree=one, plain=other) for one, other in zip(tree, plain, strict=True)]
@@ -91,8 +91,8 @@ def test_rates_divide_sums_over_all_turns() -> None:
 
 def test_passes_of_several_batches_are_summed_once_each() -> None:
     """A batch of two with 8 passes in 8 s after 2 s of prefill, and one of one with 3 in 6 s."""
-    batch = [Answer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
-    plain = [*batch, Answer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
+    batch = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [*batch, TimedAnswer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
     tree = timed(4, 3.0, prefill=1.0, steps=2)
     figures = metrics([record(tree=tree, plain=one) for one in plain])
     assert figures["overhead"] == pytest.approx((6 / 6) / (14 / 11))
@@ -160,8 +160,8 @@ def test_without_a_tree_only_the_baselines_have_figures() -> None:
 
 
 def test_speedup_without_loops_leaves_looping_answers_out() -> None:
-    loop = Answer((1,) * 40, 1.0, steps=8)
-    plain = Answer((1,) * 40, 4.0, steps=39)
+    loop = TimedAnswer((1,) * 40, 1.0, steps=8)
+    plain = TimedAnswer((1,) * 40, 4.0, steps=39)
     records = [
         record(tree=loop, plain=plain),
         record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39)),
@@ -187,11 +187,11 @@ def test_further_baselines_are_compared_by_name() -> None:
     assert compared["generate"]["speedup"] == pytest.approx(4.0)
     assert [compared[name]["tokens_per_step"] for name in compared] == [None, None, None]
     for answers in records:
-        answers.answers["prompt_lookup"] = Answer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
+        answers.answers["prompt_lookup"] = TimedAnswer((1,) * 10, 1.0, steps=3, prefill_tokens=4)
     assert metrics(records)["baselines"]["prompt_lookup"]["tokens_per_step"] == pytest.approx(2.0)
 
 
-ANSWERS = [Answer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), Answer((1,), 1.0)]
+ANSWERS = [TimedAnswer((1,) * 8, 1.0, steps=4, accepted=(3, 0, 0, 1)), TimedAnswer((1,), 1.0)]
 # an answer of six tokens, two heads; -1: no guess of rank 9 or better
 TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]])
 
@@ -199,7 +199,7 @@ TRACE = Trace([[0, 1], [0, 0], [-1, 0], [1, 0], [0, -1], [-1, -1]])
 def test_accepted_lengths_are_counted_and_ctar_is_the_share_of_steps_with_at_least_w() -> None:
     assert accepted_lengths(ANSWERS) == [2, 1, 0, 1]
     assert ctar(ANSWERS) == [0.5, 0.25, 0.25]
-    assert accepted_lengths([Answer((1,), 1.0)]) == ctar([]) == []
+    assert accepted_lengths([TimedAnswer((1,), 1.0)]) == ctar([]) == []
 
 
 def test_nodes_count_in_the_steps_that_accept_them() -> None:
@@ -224,9 +224,9 @@ def test_the_chain_takes_first_guesses_only() -> None:
 
 def turn(question: int, tree_seconds: float, turn: int = 1) -> Turn:
     tokens = tuple(range(11))
-    tree = Answer(tokens, tree_seconds, tree_seconds / 2, 4)
+    tree = TimedAnswer(tokens, tree_seconds, tree_seconds / 2, 4)
     return make_turn(
-        question, "a", turn, (1,), tree, Answer(tokens, 2.0, 1.0, 10), Answer(tokens, 2.0)
+        question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0)
     )
 
 
@@ -334,14 +334,15 @@ def test_the_interval_of_blocks_is_that_of_the_jackknife(
 def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:
     assert speed_intervals([turn(n, 1.0, place) for n in range(4) for place in (1, 2)]) == {}
     alone = [
-        make_turn(n, "a", 1, (1,), None, Answer((1,), 1.0), Answer((1,), 1.0)) for n in range(5)
+        make_turn(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0))
+        for n in range(5)
     ]
     assert speed_intervals(alone) == {}
     assert speed_intervals([]) == {}
 
 
 def test_answers_of_one_token_leave_step_ratios_open() -> None:
-    one = Answer((1,), 1.0, 1.0, 0)
+    one = TimedAnswer((1,), 1.0, 1.0, 0)
     result = speed_intervals([make_turn(n, "a", 1, (1,), one, one, one) for n in range(5)])
     assert result["acceleration_rate"] is None
     assert result["speedup"] == pytest.approx((1.0, 1.0))

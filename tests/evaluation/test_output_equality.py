@@ -13,7 +13,7 @@ from medusa_train.evaluation.output_equality import (
     first_difference,
     logit_gaps,
 )
-from medusa_train.evaluation.turns import Answer, Turn, Verdict
+from medusa_train.evaluation.turns import TimedAnswer, Turn, Verdict
 from medusa_train.trees.tree import Tree
 from tests.evaluation.make_turn import make_turn
 from tests.families import random_target_model
@@ -89,7 +89,9 @@ def test_logits_are_compared_where_the_token_was_chosen() -> None:
 
 
 def record(tree: tuple[int, ...]) -> Turn:
-    return make_turn(1, "a", 1, PROMPT, Answer(tree, 1.0), Answer(PLAIN, 1.0), Answer(PLAIN, 1.0))
+    return make_turn(
+        1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0)
+    )
 
 
 def test_timed_answers_are_compared_without_decoding() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from medusa_train.evaluation.report import build_report, metrics_table, summary_of, write_report
 from medusa_train.evaluation.turns import (
-    Answer,
     Score,
+    TimedAnswer,
     Turn,
     Verdict,
 )
@@ -37,9 +37,9 @@ def meta(**changes: Any) -> dict[str, Any]:
 
 def records(with_tree: bool = True) -> list[Turn]:
     tokens = tuple(range(11))
-    tree = Answer(tokens, 2.0, 1.0, 4, (3, 3, 0, 0)) if with_tree else None
+    tree = TimedAnswer(tokens, 2.0, 1.0, 4, (3, 3, 0, 0)) if with_tree else None
     exact = {"float32": Verdict.TIE, "bfloat16": Verdict.EQUAL} if with_tree else {}
-    plain, generate = Answer(tokens, 3.0, 1.0, 10), Answer(tokens, 2.2)
+    plain, generate = TimedAnswer(tokens, 3.0, 1.0, 10), TimedAnswer(tokens, 2.2)
     return [
         make_turn(
             7,
@@ -152,7 +152,7 @@ def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
     assert "seems to have been busy: other processes used 1.5 of 2 cores meanwhile. " in text
     fast = records()
     for record in fast:
-        record.answers["tree"] = Answer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
+        record.answers["tree"] = TimedAnswer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
     text = markdown(build_report(fast, meta(machine_load=quiet)))
     assert "busy: overhead 0.50, though a step with a tree costs no less than a plain one" in text
 

@@ -13,7 +13,7 @@ from medusa_train.evaluation.report_page import (
     proposing_heads,
     sections_of,
 )
-from medusa_train.evaluation.turns import Answer, Score, Turn
+from medusa_train.evaluation.turns import Score, TimedAnswer, Turn
 from medusa_train.tree_search.fit import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.make_turn import make_turn
@@ -24,7 +24,7 @@ TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 
 def record(question: int, category: str, with_tree: bool = True) -> Turn:
     tokens = tuple(range(7))
-    tree = Answer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
+    tree = TimedAnswer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
     trace = Trace([[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]])
     return make_turn(
         question,
@@ -32,8 +32,8 @@ def record(question: int, category: str, with_tree: bool = True) -> Turn:
         1,
         (1,),
         tree,
-        Answer(tokens, 2.0, 0.5, 6),
-        Answer(tokens, 2.5),
+        TimedAnswer(tokens, 2.0, 0.5, 6),
+        TimedAnswer(tokens, 2.5),
         asked="What is <b>?",
         text="a<i>b & c",
         pieces=("a", "<", "i>", "b", " &", " ", "c"),
@@ -109,7 +109,7 @@ def test_a_bench_of_one_category_is_shown_once() -> None:
 
 def test_it_compares_the_decoders() -> None:
     one = record(1, "math")
-    one.answers["prompt_lookup"] = Answer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
+    one.answers["prompt_lookup"] = TimedAnswer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
     assert decoders_table(build_report([one], meta())).rows == [
         ["tree", "6", "2.00", "-", "-"],
         ["plain", "4", "1.00", "1.82x", "1"],

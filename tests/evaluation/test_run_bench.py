@@ -27,6 +27,7 @@ from medusa_train.evaluation.turns import Turn
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.progress import RunProgress
+from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_run
 from tests.tool_chats import CHAT, TOOL, call
@@ -519,6 +520,27 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     assert overall["equal_answers_bf16"] is not None
     assert meta["exactness"] == {"float32": "not enough memory", "bfloat16": "compared"}
     assert "answers were not compared in float32: not enough memory" in shown
+
+
+def test_without_memory_for_tracing_no_part_of_the_answers_is_shown_for_all(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+
+    def fails_at_the_third(*args: Any) -> Any:
+        if len(traced) == 2:
+            no_memory()
+        traced.append(trace_answer(*args))
+        return traced[-1]
+
+    monkeypatch.setattr(module, "trace_answer", fails_at_the_third)
+    keys = {"exactness": False, "generate": False, "prompt_lookup": False}
+    report, _ = run(bench_file, run_dir, tmp_path, dtype="float32", **keys)
+    assert len(traced) == 2
+    assert report["overall"]["speedup"] > 0
+    assert (report["overall"]["head_accuracy"], report["overall"]["chain_rates"]) == (None, [])
+    assert "tree" not in report
+    assert not (tmp_path / "ranks.jsonl").exists()
 
 
 def test_a_comparison_of_some_answers_says_how_many_of_how_many(

@@ -13,7 +13,7 @@ from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.questions import Question, load_benchmark
 from medusa_train.evaluation.timed_decoders import GREEDY, build_decoders
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.evaluation.turns import Answer, Turn
+from medusa_train.evaluation.turns import TimedAnswer, Turn
 from medusa_train.inference.cuda_graphs import FixedShapeRunner
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.models.target_model import TargetModel
@@ -103,9 +103,9 @@ def stub_test(
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def answer(self, prompts: Any, max_new_tokens: int) -> list[Answer]:
+        def answer(self, prompts: Any, max_new_tokens: int) -> list[TimedAnswer]:
             order.append(self.name)
-            return [Answer((answers or {}).get(self.name, (5,)), 1.0) for _ in prompts]
+            return [TimedAnswer((answers or {}).get(self.name, (5,)), 1.0) for _ in prompts]
 
     special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
     tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)

@@ -6,7 +6,7 @@ import pytest
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.turns import (
     TURN,
-    Answer,
+    TimedAnswer,
     Turn,
     completed_turns,
 )
@@ -22,8 +22,8 @@ QUESTIONS = [
 
 
 def turn(question: int | str, number: int) -> Turn:
-    answer = Answer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
-    others = {"prompt_lookup": Answer((5, 6, 7), 0.5)}
+    answer = TimedAnswer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
+    others = {"prompt_lookup": TimedAnswer((5, 6, 7), 0.5)}
     return make_turn(
         question,
         "a",
@@ -31,7 +31,7 @@ def turn(question: int | str, number: int) -> Turn:
         (1, 2),
         answer,
         answer,
-        Answer((5,), 0.5),
+        TimedAnswer((5,), 0.5),
         "Ja — ê",
         others=others,
     )

@@ -470,3 +470,6 @@ def test_answers_end_at_the_end_token_of_the_chat_template(tmp_path: Path) -> No
     chosen = tokenizer.convert_tokens_to_ids("c")
     shorter = with_heads(model, exported, prompt, eos_token_id=chosen)[0, len(prompt) :]
     assert shorter.tolist() == answer[:3].tolist()
+    beyond = tokenizer.convert_tokens_to_ids(chatml.REST[0])
+    longer = with_heads(model, exported, prompt, eos_token_id=beyond)[0, len(prompt) :]
+    assert longer.tolist() == [*answer.tolist(), beyond]

@@ -106,6 +106,19 @@ def test_names_shapes_and_entries_are_those_of_the_public_layout(
     assert '"num_speculative_tokens": 4' in served
 
 
+def test_sglang_is_told_to_draft_the_whole_block(
+    target_model: TargetModel, target_model_dir: Path, tmp_path: Path
+) -> None:
+    """It counts the tokens to verify, the last one of the text included."""
+    _, exported = exported_draft(target_model, target_model_dir, tmp_path, "sglang")
+    block = config_of(exported)["block_size"]
+    served = next(fact for fact in exported.facts if fact.startswith("serve it"))
+    assert served.endswith(f"--speculative-num-draft-tokens {block}")
+    assert "--speculative-algorithm DFLASH " in served
+    card = (exported.target / "README.md").read_text(encoding="utf-8")
+    assert f"--speculative-num-draft-tokens {block}\n" in card
+
+
 def test_the_card_describes_the_draft(
     target_model: TargetModel, target_model_dir: Path, tmp_path: Path
 ) -> None:

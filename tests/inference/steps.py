@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from medusa_train.inference.fixed_steps import new_steps
 from medusa_train.inference.step import Steps
 from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer
 from medusa_train.models.target_model import TargetModel
@@ -28,7 +29,9 @@ def begun(
     target_model: TargetModel, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
 ) -> Steps:
     """Return the steps of rows with these prompts."""
-    steps = Steps(target_model, draft, tree.to(target_model.device), target_model.new_kv_cache())
+    steps = new_steps(
+        target_model, draft, tree.to(target_model.device), target_model.new_kv_cache()
+    )
     steps.make_room(len(prompts), max(map(len, prompts)) + 64)
     steps.prefill(prompts)
     return steps

@@ -204,7 +204,7 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     assert len(states) == draft.trained_heads
     assert (
         len(list(draft.teacher_forced_states(hidden_states, Rows.from_tokens(tokens))))
-        == draft.num_heads
+        == draft.max_depth
     )
     width = 32 + (SETTINGS[kind].get("markov_rank") or 0)  # type: ignore[operator]
     assert {tuple(state.shape) for state in states} == {(2, 6, width)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference import generate
+from medusa_train.inference import answer_lock
 from medusa_train.inference.accept import AcceptanceRule, Greedy, Typical
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
@@ -33,7 +33,7 @@ class OracleDraft(Draft):
     accepted.
     """
 
-    num_heads = 4
+    max_depth = 4
 
     def __init__(
         self, prompt: list[int], answer: list[int], vocab: int, *, wrong_every: int = 0
@@ -228,13 +228,13 @@ def test_a_step_waits_for_the_device_once(
 def test_an_answer_that_this_thread_has_left_is_hardly_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generate, "ABANDONED_SECONDS", 1.0)
-    monkeypatch.setattr(generate, "ABANDONED_HERE_SECONDS", 0.05)
+    monkeypatch.setattr(answer_lock, "ABANDONED_SECONDS", 1.0)
+    monkeypatch.setattr(answer_lock, "ABANDONED_HERE_SECONDS", 0.05)
     decoder = Decoder(random_target_model("llama"))
     left = decoder.stream([3, 14, 15], 20, ())
     next(left)
     waits: list[float] = []
-    monkeypatch.setattr(decoder._turn, "wait", waits.append)
+    monkeypatch.setattr(decoder._lock._turn, "wait", waits.append)
     next(decoder.stream([3, 14, 15], 20, ()))
     assert max(waits, default=0.0) <= 0.05
 

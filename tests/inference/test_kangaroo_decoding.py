@@ -18,9 +18,7 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.time_steps import QUICK, time_steps
-from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_target_model
 from tests.inference.chi_square import check_lossless, five_token_target_model
@@ -227,23 +225,6 @@ def test_the_chain_is_the_papers() -> None:
             lengths.add(len(drafted) - 1)
             position += accepted + 1
     assert {1, 5} < lengths  # it stopped at once, in between and never
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])
-def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshold: float) -> None:
-    target_model = settled("llama", sharpness=3.0)
-    draft, lengths = (
-        early_exit(target_model, num_heads=5, threshold=threshold),
-        AcceptedLength(Tree.chain(4)),
-    )
-    stopped = 0
-    for prompt in PROMPTS:
-        out = Decoder(target_model, draft, Tree.chain(4)).generate(prompt, 40, ())
-        whole = trace_answer(target_model, draft, prompt, out.tokens)
-        trace = whole.stop_early(threshold)
-        assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
-        stopped += len(trace.simulate(lengths)) - len(whole.simulate(lengths))
-    assert (stopped > 0) == (threshold > 0.3)
 
 
 def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:

@@ -21,6 +21,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.data.records import normalize
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
+from medusa_train.inference import answer_lock
 from medusa_train.inference import generate as decoding
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.model import Model, Reply
@@ -154,7 +155,7 @@ def stop(reply: Reply) -> None:
 def test_a_reply_that_was_left_lets_other_threads_answer(
     leave: Callable[[Reply], None], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 600.0)
+    monkeypatch.setattr(answer_lock, "ABANDONED_SECONDS", 600.0)
     reply: Reply | None = model.reply("x", 40)
     assert reply is not None
     next(reply)
@@ -181,7 +182,7 @@ def test_another_thread_waits_for_a_reply_that_is_read(model: Model) -> None:
 def test_a_reply_that_nobody_reads_on_ends_with_an_error(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 0.1)
+    monkeypatch.setattr(answer_lock, "ABANDONED_SECONDS", 0.1)
     reply = model.reply("Name three fruits.", 40)
     next(reply)
     with ThreadPoolExecutor(1) as threads:
@@ -196,7 +197,7 @@ def test_pieces_of_one_answer_may_be_read_in_changing_threads(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As web servers read an iterator: each piece in any thread of a pool."""
-    monkeypatch.setattr(decoding, "ABANDONED_HERE_SECONDS", 60.0)  # a busy machine pauses
+    monkeypatch.setattr(answer_lock, "ABANDONED_HERE_SECONDS", 60.0)  # a busy machine pauses
     expected = [model.generate(prompt, 20) for prompt in PROMPTS]
 
     async def read(prompt: str) -> str:
@@ -224,7 +225,7 @@ def test_a_reply_may_be_closed_while_another_thread_reads_it(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a web server does when its client leaves."""
-    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 600.0)
+    monkeypatch.setattr(answer_lock, "ABANDONED_SECONDS", 600.0)
     within_pass, is_closed = threading.Event(), threading.Event()
     step_single = decoding.step_single
 

@@ -18,6 +18,7 @@ from medusa_train.inference.cuda_graphs import (
     graph_obstacle,
     graph_runner,
 )
+from medusa_train.inference.fixed_steps import FixedShapeSteps
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.target_model import TargetModel
@@ -174,10 +175,8 @@ def test_logits_are_copied_for_rules_that_read_them(rule: AcceptanceRule, kept: 
     target_model.step_runner = TapeRunner()
     decoder = Decoder(target_model, draft, TREE, KVCache(target_model.num_layers, 120, BLOCK))
     first = decoder.generate(PROMPTS[0], 24, (), rule)
-    assert decoder._steps is not None
-    fixed = decoder._steps._fixed
-    assert fixed is not None
-    assert (fixed.logits is not None) is kept
+    assert isinstance(decoder._steps, FixedShapeSteps)
+    assert (decoder._steps._logits is not None) is kept
     assert paths([first]) == paths(expected[:1])
     # both kinds of step take turns on the same memory
     decoder.generate(PROMPTS[0], 24, (), Typical(0.8) if isinstance(rule, Greedy) else Greedy())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses import chunked_logits
 from medusa_train.models.target_states import HiddenStates
 from tests.losses.toy import B, Rows, T, V, features
 
@@ -12,7 +12,7 @@ from tests.losses.toy import B, Rows, T, V, features
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Softmax over a few rows at a time: the vocabularies here would fit into one block otherwise."""
-    monkeypatch.setitem(chunked_loss._BLOCK_BYTES, "cpu", 4 * 3 * 29)
+    monkeypatch.setitem(chunked_logits._BLOCK_BYTES, "cpu", 4 * 3 * 29)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import Batch
-from medusa_train.losses import linear_loss as chunked_loss
+from medusa_train.losses import chunked_logits
 from medusa_train.losses.linear_loss import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -146,9 +146,9 @@ def test_memory_is_flat_in_the_number_of_heads(
 ) -> None:
     """Also while gradients are accumulated, and a small part of [K + 1, T, V] float32 logits."""
     tokens, vocab, width = 1024, 500, 16
-    monkeypatch.setattr(chunked_loss, "_LEAST_CHUNK", 64)
-    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 64 * vocab * 4)
-    monkeypatch.setitem(chunked_loss._BLOCK_BYTES, "cpu", 32 * vocab * 4)
+    monkeypatch.setattr(chunked_logits, "_LEAST_CHUNK", 64)
+    monkeypatch.setitem(chunked_logits._CHUNK_BYTES, "cpu", 64 * vocab * 4)
+    monkeypatch.setitem(chunked_logits._BLOCK_BYTES, "cpu", 32 * vocab * 4)
     few, many = (objective_peaks(heads, dtype, tokens, vocab, width) for heads in (1, 5))
     for small, large in zip(few, many, strict=True):
         assert large < 1.1 * small

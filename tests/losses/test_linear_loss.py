@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.linear_loss import chunk_size, gpu_bytes, linear_loss
+from medusa_train.losses.chunked_logits import chunk_size, gpu_bytes
+from medusa_train.losses.linear_loss import linear_loss
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import (
     AHEAD,

@@ -43,7 +43,7 @@ class Plain:
         """Logits, since `lm_head` leaves them as they are."""
         e, r = self.state["markov.embedding.weight"], self.state["markov.output.weight"]
         for k in range(1, self.draft.num_heads + 1):
-            logits = self.draft.head_logits(hidden_states.final, k)
+            logits = self.draft._lm_head(k).logits(self.draft.head_state(hidden_states.final, k))
             rows = [
                 [
                     logits[b, t]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.linear_loss import GraphCut
+from medusa_train.losses.graph_cut import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_states import HiddenStates

@@ -114,3 +114,22 @@ def test_an_answer_that_training_would_leave_out_is_refused() -> None:
     assert chat is not None
     answer = ChatPrompting(fast).answer(ChatRequest(chat.messages[1:6], 0), 0, [40, 41], "length")
     assert answer.finish_reason == "refused"
+
+
+TALK = (
+    "{% for m in messages %}{{ 'USER: ' + m.content + ' BOT:' if m.role == 'user' else ' ' +"
+    " m.content + '</s>' }}{% endfor %}"
+)
+
+
+def test_a_question_begins_with_its_space_and_ends_before_the_next_header() -> None:
+    fast = tokenizer(TALK, SPECIAL)
+    prompting = ChatPrompting(fast)
+    request = ChatRequest((Message("user", "Hi."), Message("assistant", "Yes?")), 0, speaker="user")
+    # the model writes a word with the space before it, as in its training data
+    assert fast.decode(prompting.prompt(request)) == "USER: Hi. BOT: Yes?</s>USER:"
+    tokens = fast(" Why? BOT: x", add_special_tokens=False)["input_ids"]
+    answer = prompting.answer(request, 9, tokens, "length")
+    assert (answer.text, answer.finish_reason) == ("Why?", "stop")
+    cut = prompting.answer(request, 9, tokens[:4], "length")
+    assert (cut.text, cut.finish_reason) == ("Why", "length")

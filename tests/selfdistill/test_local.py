@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.builtin_templates import get_template
@@ -21,7 +22,7 @@ from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.selfdistill.local import HFEngine, open_local
 from medusa_train.selfdistill.replay import ChatRequest, GeneratedAnswer
 from medusa_train.trees.tree import Tree
-from tests.evaluation.tiny_model import CONTEXT, write_target_model
+from tests.evaluation.tiny_model import CONTEXT, write_run, write_target_model
 from tests.inference.test_static_batches import CountingRunner
 
 PROMPT = (Message("user", "Say something."),)
@@ -327,3 +328,35 @@ def test_steps_on_fixed_memory_give_the_same_answers(
     runner = target_model.step_runner = CountingRunner()
     assert both() == expected
     assert {key[0] for key in runner.keys} >= ({1} if batch_size == 1 else {2, 3})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rows"),
+    [("float32", False, 1), ("bfloat16", False, 16), ("bfloat16", True, 1)],
+)
+def test_answers_in_float32_and_those_with_heads_are_generated_alone_by_default(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    heads: bool,
+    rows: int,
+) -> None:
+    """Float32 answers are the same on any machine, so nothing is prepacked either."""
+    found: dict[str, object] = {}
+
+    def record(*args: object, batch_size: int, **settings: object) -> None:
+        found["rows"] = batch_size
+
+    def load(*args: Any, prepack: bool) -> LoadedModel:
+        found["prepack"] = prepack
+        return load_for_decoding(*args, prepack=prepack)
+
+    monkeypatch.setattr(local, "HFEngine", record)
+    monkeypatch.setattr(local, "load_for_decoding", load)
+    keys = {"base_model": str(directory)}
+    if heads:
+        keys = {"heads": str(write_run(tmp_path / "run", directory))}
+    cfg = load_config(SelfDistillConfig, None, flags={"seed_dataset": "a.jsonl", **keys})
+    open_local(cfg, dtype, lambda note: None)
+    assert found == {"rows": rows, "prepack": dtype != "float32"}

@@ -189,3 +189,10 @@ def test_answers_after_max_turns_are_not_prompts(tmp_path: Path) -> None:
     prompts = read_prompts(jsonl(tmp_path / "chats.jsonl", chat), turns_per_chat=9)
     selected, skipped = select_prompts(prompts, choice(max_turns=1))
     assert (len(selected), skipped) == (3, {"after max_turns": 1})
+
+
+def test_the_chosen_answers_are_spread_over_the_whole_chat(tmp_path: Path) -> None:
+    more = [{"role": "user", "content": "More?"}, {"role": "assistant", "content": "No."}]
+    chat = {**CHAT, "messages": [*CHAT["messages"], *more]}
+    prompts = read_prompts(jsonl(tmp_path / "chats.jsonl", chat), turns_per_chat=2)
+    assert [len(prompt.messages) for prompt in prompts] == [2, 6]  # of four answers every other

@@ -680,3 +680,15 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
     with serving(script) as server:
         (answer,) = ask(client(server.url), tool_request())
     assert answer.finish_reason == "refused"
+
+
+def test_template_variables_of_a_chat_come_before_those_of_the_configuration() -> None:
+    parameters = request_parameters(
+        temperature=0.0, max_new_tokens=1, chat_template_kwargs={"a": 1, "b": 2}
+    )
+    variables = {"tools": CHAT["tools"], "b": 3, "c": 4}
+    body = request_body(parameters, [Message("user", "Hi")], 0, json.dumps(variables))
+    assert body["chat_template_kwargs"] == {"a": 1, "b": 3, "c": 4}
+    assert body["tools"] == CHAT["tools"]
+    without = request_body(parameters, [Message("user", "Hi")], 0)
+    assert without["chat_template_kwargs"] == {"a": 1, "b": 2}

@@ -2,6 +2,14 @@ import pytest
 
 from medusa_train.data.conversation import Message
 from medusa_train.evaluation.questions import Question
+from medusa_train.server_bench.blocks import (
+    BlockKey,
+    DraftCounts,
+    Measurement,
+    ServedAnswer,
+    parse_metrics,
+    plan_blocks,
+)
 from medusa_train.server_bench.metrics import (
     Cell,
     busy_shares,
@@ -10,14 +18,6 @@ from medusa_train.server_bench.metrics import (
     recommend,
     reference_of,
     summarize,
-)
-from medusa_train.server_bench.pairs import (
-    Block,
-    DraftCounts,
-    Measurement,
-    ServedAnswer,
-    parse_metrics,
-    plan_blocks,
 )
 from tests.server_bench.servers import GENERATED, METRICS
 
@@ -42,7 +42,7 @@ def cell(
     blocks: int = 1,
 ) -> Cell:
     parts = {
-        Block(session, concurrency, n): {server: Measurement(tuple(answers[n::blocks]))}
+        BlockKey(session, concurrency, n): {server: Measurement(tuple(answers[n::blocks]))}
         for n in range(blocks)
     }
     (made,) = collect_cells(parts, {concurrency: blocks})
@@ -68,9 +68,9 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     one = Measurement((answer(1, 0, 1),), 1, counts)
     two = Measurement((answer(2, 0, 3),), 0, counts)
     blocks = {
-        Block("s", 1, 0): {"k=2": one},
-        Block("s", 1, 1): {"k=2": two},
-        Block("s", 2, 0): {"k=2": one},
+        BlockKey("s", 1, 0): {"k=2": one},
+        BlockKey("s", 1, 1): {"k=2": two},
+        BlockKey("s", 2, 0): {"k=2": one},
     }
     (made,) = collect_cells(blocks, {1: 2, 2: 2})
     metrics = made.metrics
@@ -78,7 +78,7 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     assert (metrics["skipped_turns"], metrics["drafts"]) == (1, 10)
     assert metrics["acceptance"] == [0.6, 0.2]
     assert metrics["num_speculative_tokens"] == 2
-    blocks[Block("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
+    blocks[BlockKey("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
     assert collect_cells(blocks, {1: 2})[0].metrics["drafts"] is None
 
 

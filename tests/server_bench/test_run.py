@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_benchmark
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import MeasuredServer, ServedConversation, ServerBenchmark
+from medusa_train.server_bench.blocks import AskedQuestion, MeasuredServer, ServerBenchmark
 from medusa_train.server_bench.report import metrics_table
 from medusa_train.server_bench.run import connect, measure_servers, request_settings
 from tests import chatml
@@ -38,7 +39,7 @@ def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.server_bench.pairs.LEAST_CONVERSATIONS", 4)
+    monkeypatch.setattr("medusa_train.server_bench.blocks.LEAST_CONVERSATIONS", 4)
 
 
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -99,7 +100,27 @@ def test_two_servers_are_measured_in_turns(
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
 
 
-async def measure_block(bench: ServerBenchmark, conversation: ServedConversation) -> None:
+def test_the_server_that_answers_first_changes_from_block_to_block(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    """So neither gains if the machine becomes slower or faster meanwhile."""
+    heads, plain = pair
+    asked: list[str] = []
+
+    def ask_heads(number: int, body: dict[str, Any]) -> Reply:
+        asked.append("heads")
+        return None
+
+    def ask_plain(number: int, body: dict[str, Any]) -> Reply:
+        asked.append("plain")
+        return None
+
+    heads.script, plain.script = ask_heads, ask_plain
+    measure(tmp_path, *against(heads, plain), "concurrency=[1]", "warmup=0")  # two blocks
+    assert [name for name, _ in groupby(asked)] == ["plain", "heads", "plain"]
+
+
+async def measure_block(bench: ServerBenchmark, conversation: AskedQuestion) -> None:
     async with bench.servers:
         await bench.measure([conversation])
 
@@ -114,7 +135,7 @@ def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> Non
     with bench_server() as server:
         target = MeasuredServer("plain", server.url, "m", is_vllm=True)
         bench = ServerBenchmark(target, connect(cfg, server.url, 1), parameters, seed=1)
-        asyncio.run(measure_block(bench, ServedConversation(question, 0)))
+        asyncio.run(measure_block(bench, AskedQuestion(question, 0)))
     expected = [chatml.END_OF_TEXT, chatml.IM_END]
     assert server.fake.bodies[-1]["stop_token_ids"] == expected
 

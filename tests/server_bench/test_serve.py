@@ -474,3 +474,17 @@ def test_the_end_of_a_server_is_explained_from_its_last_lines_but_not_the_leaks_
     message = server.explain()
     assert "ended with exit code 3 while starting" in message
     assert message.splitlines()[-TAIL_LINES:] == [f"  {line}" for line in lines[-TAIL_LINES:]]
+
+
+def test_the_first_error_in_the_log_is_named_as_the_reason(tmp_path: Path) -> None:
+    lines = [
+        "WARNING 11-22 [utils.py:1] Errors like `OSError: Too many open files` follow.",
+        "(EngineCore pid=7) ValueError: the cause",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+        "KeyError: 'what follows from it'",
+    ]
+    code = "import sys; print(sys.argv[1]); sys.exit(1)"
+    command = [sys.executable, "-c", code, "\n".join(lines)]
+    server = VLLMServer("k=1", command, 1, tmp_path / "vllm.log")
+    assert server.has_ended(60)
+    assert "Its first error: ValueError: the cause\n" in server.explain()

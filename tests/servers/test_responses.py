@@ -312,3 +312,27 @@ def test_servers_say_in_many_ways_that_a_chat_is_too_long(message: str) -> None:
 )
 def test_other_rejections_are_not_about_the_context(message: str) -> None:
     assert not says_too_long(message)
+
+
+def test_the_last_line_of_a_stream_may_lack_its_line_break() -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        status, headers, content = stream(body)
+        cut = content.removesuffix(b"\n\ndata: [DONE]\n\n")
+        assert cut.endswith(b'"completion_tokens": 4}}')
+        return status, {**headers, "content-length": str(len(cut))}, cut
+
+    with serving(script) as fake:
+        answer = ask(connect(fake.url))
+    assert answer["choices"][0]["message"]["content"] == "answer to x"
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_lines_are_put_together_from_any_pieces_and_end_at_newlines_alone() -> None:
+    async def split(*pieces: bytes) -> list[str]:
+        async def chunks() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+
+        return [line async for line in module.split_lines(chunks())]
+
+    assert asyncio.run(split(b"a\nb", b"c\xe2\x80", b"\xa8d\n", b"e")) == ["a", "bc\u2028d", "e"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.pairs import parse_metrics
+from medusa_train.server_bench.blocks import parse_metrics
 from medusa_train.server_bench.vllm import SERVED_NAME, VLLMServer, serve_command
 from medusa_train.training.process_info import free_port
 from tests.serving.conftest import HEADS, MAX_TOKENS, TINY, Chain, Export, environment

@@ -37,6 +37,15 @@ def test_only_keys_behind_the_weights_are_listed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_key_that_was_off_or_not_set_is_listed(tmp_path: Path) -> None:
+    write_config(config(), tmp_path)
+    now = config(medusa_vocab_size=100, load_in_8bit=True)
+    assert sorted(changed_weight_keys(now, tmp_path)) == [
+        "load_in_8bit: was false, now true",
+        "medusa_vocab_size: was null, now 100",
+    ]
+
+
 def test_the_same_target_model_by_another_path_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,15 @@ def test_activations_follow_the_settings() -> None:
     assert size(medusa_soft_targets=0.5) == frozen + 2 * 64 * 500 * (2 + 2 * 4)
 
 
+def test_layers_that_are_recomputed_keep_their_inputs() -> None:
+    def size(layers: int) -> int:
+        joint = {"recipe": "medusa2", "medusa_num_unfreeze_layers": layers}
+        return estimate(**joint, gradient_checkpointing=True).parts[ACTIVATIONS]
+
+    inputs = 2 * 64 * random_target_model("llama").hidden_size * 2  # 2 x 64 tokens in bfloat16
+    assert size(3) - size(2) == size(2) - size(1) == inputs
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     target_model = random_target_model(
@@ -401,6 +410,15 @@ def test_dflash_computes_as_many_blocks_as_rows_have_anchors() -> None:
     few, twice, all_supervised, more = map(draft_operations, (20, 40, 60, 512))
     assert twice - few == pytest.approx(all_supervised - twice)
     assert all_supervised == more
+
+
+def test_each_state_that_dflash_reads_adds_a_product_to_every_token() -> None:
+    def draft_operations(layers: list[int]) -> float:
+        dflash = {"max_draft_tokens": 3, "num_layers": 1, "layers": layers}
+        return small(draft="dflash", dflash=dflash).draft_operations(1000, 600, width=100)
+
+    one, two = draft_operations([1]), draft_operations([1, 2])
+    assert two - one == pytest.approx(6 * 1000 * HIDDEN**2)
 
 
 @pytest.mark.parametrize(

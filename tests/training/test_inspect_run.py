@@ -326,6 +326,17 @@ def test_a_checkpoint_takes_what_a_run_writes(
     )
 
 
+def test_the_disk_also_holds_a_checkpoint_that_is_written_and_two_evaluations(
+    make_config, weightless, console
+):
+    """The weights are a third of a checkpoint; AdamW's moments are the rest."""
+    row = rows_of(page(make_config(base_model=weightless), console))["disk"]
+    units = {"KiB": 1, "MiB": 1024}
+    sizes = re.findall(r"([\d.]+) (KiB|MiB)", row)
+    checkpoint, most = (float(size) * units[unit] for size, unit in sizes)
+    assert most == pytest.approx((2 + 1 + 2 / 3) * checkpoint, rel=0.05)
+
+
 def test_a_dtype_that_memory_forces_is_named(make_config, weightless, console, monkeypatch):
     monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
     monkeypatch.setattr(precision.WeightMemory, "fit", lambda self, dtype: dtype == "bfloat16")

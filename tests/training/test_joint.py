@@ -18,7 +18,6 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.precision import Precision
 from medusa_train.models.target_states import capture_inputs
 from medusa_train.training.target_model_recipe import build_target_model_recipe
-from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.families import random_target_model
 from tests.training.conftest import LORA, metrics, train
 
@@ -269,8 +268,7 @@ def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_p
     subject = load_for_decoding(paths, fitted.dtype)
     decoding = DecodingSettings.of(subject.target_model)
     assert decoding.differences(fitted) == []
-    kept = load_traces(tmp_path / "run" / "tree_traces.npz", weights_key(paths, decoding))
-    assert kept is not None
+    assert (tmp_path / "run" / "tree_traces.npz").is_file()
 
 
 def test_without_memory_for_the_merged_weights_the_command_is_named(
@@ -286,10 +284,13 @@ def test_without_memory_for_the_merged_weights_the_command_is_named(
     assert "medusa-eval --calibrate --model" in shown
 
 
-def test_a_tied_embedding_is_trained_as_lm_head_alone(make_config):
+@pytest.mark.parametrize(("layers", "is_trained"), [(1, False), (0, True)])
+def test_a_tied_embedding_is_trained_as_an_input_if_the_whole_model_is(
+    layers, is_trained, make_config
+):
     target_model = random_target_model("llama-bias-tied", dtype=torch.float32)
-    cfg = make_config(recipe="medusa2", medusa_num_unfreeze_layers=1)
+    cfg = make_config(recipe="medusa2", medusa_num_unfreeze_layers=layers)
     build_target_model_recipe(cfg, target_model, Precision(torch.device("cpu"), torch.float32))
-    with capture_inputs(target_model.layers[-1]) as captured:
+    with capture_inputs(target_model.layers[-layers]) as captured:  # of the first trained layer
         target_model.model(torch.arange(2, 9)[None])
-    assert not captured[0].requires_grad  # gradients end above the frozen layers
+    assert captured[0].requires_grad == is_trained  # gradients end above frozen layers

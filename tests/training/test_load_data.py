@@ -17,9 +17,11 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError, TargetModelError
 from medusa_train.evaluation.target_model_quality import validation_conversations
 from medusa_train.models.loading import load_tokenizer
+from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import DistributedContext, PeerError
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.stages import load_stages
 from medusa_train.tree_search.traces import prompts_by_conversation
 from tests.training.conftest import WORDS
 
@@ -342,11 +344,17 @@ class ThreadWorld(DistributedContext):
         return self.gather(value)[0]
 
 
+def load_in_world(cfg, console, world):
+    with LoadingProgress(RunProgress(console)) as shown:
+        (data,) = load_stages([cfg], console, world, shown)
+    return data
+
+
 def load_in_two_processes(cfg, console):
     barrier, values = threading.Barrier(2), {}
     with ThreadPoolExecutor(2) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(2)]
-        return list(pool.map(lambda distributed: load_data(cfg, console, distributed), worlds))
+        return list(pool.map(lambda world: load_in_world(cfg, console, world), worlds))
 
 
 def test_one_process_tokenizes_and_all_have_the_same_data(make_config, console, monkeypatch):
@@ -382,7 +390,7 @@ def test_data_that_one_process_cannot_read_end_all(make_config, console, tmp_pat
     barrier, values = threading.Barrier(2), {}
     with ThreadPoolExecutor(2) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(2)]
-        done = [pool.submit(load_data, cfg, console, distributed) for distributed in worlds]
+        done = [pool.submit(load_in_world, cfg, console, world) for world in worlds]
     main, other = (one.exception() for one in done)
     assert "absent.jsonl" in str(main)
     assert isinstance(other, PeerError)

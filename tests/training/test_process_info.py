@@ -79,9 +79,10 @@ def test_the_gpu_of_a_process(local_rank, visible, index):
     assert gpu_index(ProcessInfo(3, 4, local_rank, "127.0.0.1", 1), visible) == index
 
 
-def test_more_processes_than_gpus_are_refused():
+@pytest.mark.parametrize("local_rank", [2, 3])
+def test_more_processes_than_gpus_are_refused(local_rank):
     with pytest.raises(MedusaError, match="process 3 of 4 has no GPU: it sees 2"):
-        gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), 2)
+        gpu_index(ProcessInfo(3, 4, local_rank, "127.0.0.1", 1), 2)
 
 
 def test_a_block_fails_in_all_processes(monkeypatch):

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,27 @@ def test_best_weights_that_no_checkpoint_needs_any_more_are_deleted(
     with pytest.raises(KilledError):
         make_run(losses, early_stopping_patience=9)
     assert kept(tmp_path) == ["best-4", "best-8", "step-3", "step-6"]
+
+
+def test_an_evaluation_that_is_repeated_after_every_kill_is_logged_once(
+    make_config: Any, make_run: Any, console: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was stopped in the evaluation of step 2, which its checkpoint lacks since then."""
+    evaluate = Trainer.evaluate
+
+    def stopped_in_step_2(self: Trainer, *args: Any) -> Any:
+        if self.state.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", stopped_in_step_2)
+        assert train(make_config(eval_steps=1, save_steps=3), console) == 130
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            make_run({2: math.inf}, **RESUME)  # not the best so far, so nothing is saved
+    records = metrics(tmp_path / "run")
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [1, 2]
 
 
 @pytest.mark.parametrize("call", ["start", "log", "finish"])

@@ -139,3 +139,13 @@ def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_stays_ignored_in_the_background_of_a_script():
+    """A shell without job control ignores it for `medusa-train ... &`."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_as_interrupts():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

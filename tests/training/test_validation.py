@@ -140,11 +140,8 @@ def test_figures_match_the_plain_formula(target_model, monkeypatch, rows):
         logits, wanted = [], []
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
-            logits.append(
-                draft.head_logits(target_model.run(batch.tokens).final, k)[
-                    target != IGNORE_INDEX
-                ].detach()
-            )
+            states = draft.head_state(target_model.run(batch.tokens).final, k)
+            logits.append(draft.lm_head(k).logits(states)[target != IGNORE_INDEX].detach())
             wanted.append(target[target != IGNORE_INDEX])
         logits, wanted = torch.cat(logits), torch.cat(wanted)
         assert found.targets[k - 1] == len(wanted)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.errors import MedusaError
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.progress import RunProgress
@@ -23,7 +23,6 @@ from medusa_train.tree_search.choose_tree import (
     timing_budget,
 )
 from medusa_train.tree_search.fit import Trace, TreeCandidate
-from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from medusa_train.tree_search.time_steps import QUICK, THOROUGH, Effort, time_steps
 from medusa_train.tree_search.traces import TracedAnswers, trace_conversations
 from medusa_train.trees.tree import Tree
@@ -192,9 +191,9 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
         target_model, draft, conversations, max_new_tokens=20, token_budget=150
     )
     choice = choose_tree(target_model, draft, traced, quiet())
-    paths = ModelPaths(tmp_path, str(tmp_path), None, None, None)
-    assert choice.save(tmp_path, traced, paths) == tmp_path / "tree.json"
-    assert load_traces(tmp_path / "tree_traces.npz", weights_key(paths, choice.settings)) == traced
+    assert choice.save(tmp_path, traced) == tmp_path / "tree.json"
+    with np.load(tmp_path / "tree_traces.npz") as arrays:
+        assert arrays["ranks"].tolist() == [rank for trace in traced.traces for rank in trace.ranks]
     assert Tree.load(tmp_path / "tree.json") == choice.best.tree
     record = json.loads((tmp_path / "tree.json").read_text())
     assert record["calibration"] == {"conversations": 4, "answers": 8, "tokens": 160}

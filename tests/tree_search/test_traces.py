@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
 from medusa_train.tree_search import traces as traces_module
 from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
-from medusa_train.tree_search.kept_traces import load_traces, save_traces
 from medusa_train.tree_search.traces import (
     TracedAnswers,
     greedy_answers,
@@ -156,7 +156,8 @@ def test_ranks_against_a_plain_computation() -> None:
                 assert trace.ranks[position][k - 1] == -1
                 continue
             rank = (
-                draft.head_logits(hidden, k)
+                draft.lm_head(k)
+                .logits(draft.head_state(hidden, k))
                 .argsort(descending=True)
                 .tolist()
                 .index(answer[position + k])
@@ -200,15 +201,14 @@ def test_prompts_suffice_if_answers_are_a_quarter_as_long_as_the_datas() -> None
     assert all(len(prompts) == 1 for prompts in conversations)
 
 
-def test_damaged_traces_are_none(tmp_path: Path) -> None:
-    path, key = tmp_path / "tree_traces.npz", {"heads": "x"}
-    traced = TracedAnswers([[TRACE]], [1, 2])
-    save_traces(path, traced, key)
-    whole = path.read_bytes()
-    flipped = (
-        bytes([*whole[:at], whole[at] ^ 255, *whole[at + 1 :]]) for at in range(0, len(whole), 17)
-    )
-    for content in (b"", whole[:-40], *flipped):
-        path.write_bytes(content)
-        assert load_traces(path, key) in (None, traced)
-    assert load_traces(tmp_path / "none.npz", key) is None
+def test_traces_are_saved_by_answer_and_conversation(tmp_path: Path) -> None:
+    short = Trace([[2, 0, 1], [-1, -1, -1]])
+    TracedAnswers([[TRACE, short], [short]], [1, 2]).save(tmp_path / "tree_traces.npz")
+    with np.load(tmp_path / "tree_traces.npz") as arrays:
+        saved = {name: arrays[name].tolist() for name in arrays}
+    assert saved == {
+        "ranks": TRACE.ranks + short.ranks + short.ranks,
+        "tokens": [6, 2, 2],
+        "answers": [2, 1],
+        "prompt": [1, 2],
+    }

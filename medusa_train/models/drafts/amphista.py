@@ -88,7 +88,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.auto_blocks = auto_blocks
         self.position_encoding = position_encoding
         self.adaptation_layers = adaptation_layers

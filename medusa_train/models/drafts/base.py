@@ -238,7 +238,7 @@ class Proposer:
 
     Attributes:
         aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states.
-        num_heads: K, the depth of the deepest tree that it can fill.
+        max_depth: K, the depth of the deepest tree that it can fill.
         num_caches: number of its own layers that need a KV cache.
         fixed_shape: whether it fills the given tree, with the same work every time, so that steps
             can be replayed as CUDA graphs. Otherwise it chooses the shape of its trees.
@@ -247,7 +247,7 @@ class Proposer:
     """
 
     aux_layers: tuple[int, ...] = ()
-    num_heads: int
+    max_depth: int
     fixed_shape: bool = True
     runs_target_model: bool = False
 
@@ -330,7 +330,6 @@ class Draft(Proposer, nn.Module):
     `Proposer`.
 
     Attributes:
-        num_heads: K, the depth of the deepest tree that it can fill.
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one head before it computes the next.
         setting_names: names of the attributes that are in `settings`.
@@ -400,12 +399,12 @@ class Draft(Proposer, nn.Module):
         step. Only drafts whose configuration section allows `dynamic_trees` support it.
 
         Raises:
-            MedusaError: the trees are deeper than `num_heads`.
+            MedusaError: the trees are deeper than `max_depth`.
         """
-        if limits.depth > self.num_heads:
+        if limits.depth > self.max_depth:
             raise MedusaError(
                 f"the dynamic trees are {limits.depth} deep,"
-                f" but the draft has {self.num_heads} heads"
+                f" but the draft has {self.max_depth} heads"
             )
         draft = copy(self)  # shallow: parameters are shared
         draft.dynamic = limits
@@ -416,7 +415,7 @@ class Draft(Proposer, nn.Module):
         """The number of states that `head_states` yields; may be less than K if one head drafts all
         depths.
         """
-        return self.num_heads
+        return self.max_depth
 
     # Training
 

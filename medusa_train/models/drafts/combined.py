@@ -47,7 +47,7 @@ class MergedDraft(Proposer):
         self.heads = heads
         self.lookup = lookup
         self.aux_layers = heads.aux_layers
-        self.num_heads = heads.num_heads
+        self.max_depth = heads.max_depth
         self.fixed_shape = False
 
     @property

@@ -74,8 +74,8 @@ class DFlashDraft(Draft):
             trained.
         max_draft_tokens: K.
         num_layers: L.
-        layers: the n layers of the target model whose outputs are read, numbered from 1; by default
-            `spread_layers`. The attribute is `aux_layers`.
+        layers: the n layers of the target model whose outputs are read (`aux_layers`), numbered
+            from 1; by default `spread_layers`.
         anchors: number of blocks of a row in training.
         window: number of positions that a slot attends to, itself included; 0: all positions and
             all slots.
@@ -124,7 +124,7 @@ class DFlashDraft(Draft):
         super().__init__()
         check_token_map(vocab_size, token_map)
         dtype = dtype or target_model.dtype
-        self.max_draft_tokens = self.num_heads = max_draft_tokens
+        self.max_depth = self.max_draft_tokens = max_draft_tokens
         self.num_layers = num_layers
         self.anchors = anchors
         self.window = window
@@ -252,7 +252,7 @@ class DFlashDraft(Draft):
         # gradient of the first block, go to an extra column that is cut off
         size = chosen.shape[1]  # T
         columns = torch.where(is_own, places, size)  # [B, N]
-        for k in range(1, self.num_heads + 1):
+        for k in range(1, self.max_depth + 1):
             out = states.new_zeros(len(chosen), size + 1, states.shape[-1])
             out = out.index_put((rows, columns), states[:, :, k - 1])[:, :size]
             if self.markov is not None:
@@ -289,7 +289,7 @@ class DFlashDraft(Draft):
         *context_keys_values: Tensor,
     ) -> Tensor:
         """Run the layers over N blocks at once, [B, N] -> [B, N, K, d]."""
-        slots = self.num_heads + 1  # S
+        slots = self.max_depth + 1  # S
         # 1. tokens and positions of all slots, [B, N S]
         offsets = torch.arange(slots, device=places.device)
         slot_positions = positions.gather(1, places)[..., None] + 1 + offsets  # [B, N, S]
@@ -355,7 +355,7 @@ class DFlashDraft(Draft):
         limits = self.dynamic or Limits(tree.size, tree.max_depth)
         if limits.size == 0:
             return limits
-        slots = limits.depth if self.window else self.num_heads
+        slots = limits.depth if self.window else self.max_depth
         return Limits(max(limits.size, slots), limits.depth)
 
     def prefill(
@@ -395,7 +395,7 @@ class DFlashDraft(Draft):
         """Return the normed states of slots 1..depth after the last tokens, [B, depth, d]."""
         cache = step.caches[0]
         lengths = step.accepted.lengths  # [B]
-        slots = 1 + (depth if self.window else self.num_heads)
+        slots = 1 + (depth if self.window else self.max_depth)
         columns = lengths[:, None] + torch.arange(slots, device=lengths.device)  # [B, slots]
         embedded = self._embed(step.last_tokens, slots)  # [B, slots, d]
         if self.window:

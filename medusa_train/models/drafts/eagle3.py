@@ -57,8 +57,8 @@ class Eagle3Draft(LMHeadsDraft):
     step accepted, `propose` a_2, a_3, ... level by level for the nodes of the tree.
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
-    data's tokens instead of draft tokens: `ttt_steps` steps, each on the outputs of the step before
-    ("training-time test"). So the layer is trained on the inputs that it reads when it drafts.
+    data's tokens instead of draft tokens: `train_steps` steps, each on the outputs of the step
+    before ("training-time test"). So the layer is trained on the inputs that it reads when it drafts.
 
     Layer, norm and fc are those of vLLM's and SGLang's `eagle3`. The layer is Llama's for any
     target model, except that its attention reads embedding and state, each after its own norm.
@@ -73,16 +73,14 @@ class Eagle3Draft(LMHeadsDraft):
         B, T: rows and positions.
         m: nodes of a tree.
 
-    The arguments are the draft's `settings`, so files with drafts contain their names.
-
     Args:
         target_model: the model whose lm_head is copied. The draft refers to its embeddings, and
             neither saves nor trains them.
-        num_heads: K, the depth of the deepest tree; the attribute is `max_draft_tokens`. The name
-            is Medusa's; here one head drafts K tokens in a row.
-        train_steps: steps of the training-time test; the attribute is `ttt_steps`.
-        layers: the three layers of the target model whose outputs are read, numbered from 1; by
-            default `default_layers`. The attribute is `aux_layers`.
+        num_heads: K, the depth of the deepest tree. The name is Medusa's; here one head drafts K
+            tokens in a row.
+        train_steps: steps of the training-time test.
+        layers: the three layers of the target model whose outputs are read (`aux_layers`), numbered
+            from 1; by default `default_layers`.
         vocab_size: N, size of a reduced vocabulary; by default all tokens.
         token_map: token ids of the reduced vocabulary, long [N].
         norm_before_residual: the layer's residual is its normalized state, as in some published
@@ -124,8 +122,8 @@ class Eagle3Draft(LMHeadsDraft):
     ) -> None:
         super().__init__()
         dtype = dtype or target_model.dtype
-        self.max_draft_tokens = self.num_heads = num_heads
-        self.ttt_steps = train_steps
+        self.max_depth = num_heads
+        self.train_steps = train_steps
         self.aux_layers = tuple(layers or default_layers(target_model.num_layers))
         self.norm_output = norm_output
         self._layer_overrides = dict(layer or {})
@@ -207,8 +205,8 @@ class Eagle3Draft(LMHeadsDraft):
     def settings(self) -> dict[str, Any]:
         """The settings. Settings of published variants are included only if they are used."""
         settings = super().settings
-        settings["num_heads"] = self.max_draft_tokens
-        settings["train_steps"] = self.ttt_steps
+        settings["num_heads"] = self.max_depth
+        settings["train_steps"] = self.train_steps
         settings["layers"] = list(self.aux_layers)
         settings["norm_before_residual"] = self.midlayer.norm_before_residual
         settings["fc_norm"] = self.fc_norm is not None
@@ -230,7 +228,7 @@ class Eagle3Draft(LMHeadsDraft):
     @property
     def trained_heads(self) -> int:
         """Number of steps of the training-time test, at most K: deeper tokens are never drafted."""
-        return min(self.ttt_steps, self.max_draft_tokens)
+        return min(self.train_steps, self.max_depth)
 
     def lm_head(self, k: int) -> LMHead:
         """Return W, which is the same for all steps."""
@@ -243,8 +241,8 @@ class Eagle3Draft(LMHeadsDraft):
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield norm(a_k) [B, T, d] for k = 1..max_draft_tokens, more than are trained."""
-        return self._run_steps(hidden_states, batch, self.max_draft_tokens)
+        """Yield norm(a_k) [B, T, d] for k = 1..max_depth, more than are trained."""
+        return self._run_steps(hidden_states, batch, self.max_depth)
 
     def _run_steps(
         self, hidden_states: HiddenStates, batch: TokenRows, steps: int

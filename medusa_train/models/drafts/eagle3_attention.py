@@ -139,12 +139,12 @@ class TrainingAttention:
         return _attend(attention, query, key, value, mask)
 
 
-def _joined(steps: tuple[Tensor, ...], start: int, end: int) -> Tensor:
+def _joined(by_step: tuple[Tensor, ...], start: int, end: int) -> Tensor:
     """Concatenate the keys or values that the block start .. end - 1 attends to: the first step's
     up to `end`, and the block's own of each later step.
     """
-    parts = [steps[0][:, :, :end]]
-    parts += [later[:, :, start:end] for later in steps[1:]]
+    parts = [by_step[0][:, :, :end]]
+    parts += [later[:, :, start:end] for later in by_step[1:]]
     return torch.cat(parts, dim=2)
 
 

@@ -83,7 +83,7 @@ class HydraDraft(LMHeadsDraft):
         super().__init__()
         dtype = dtype or target_model.dtype
         size = target_model.hidden_size  # d
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.num_layers = num_layers
         self.prefix_layer = prefix_layer
         self.normalize_embeddings = normalize_embeddings

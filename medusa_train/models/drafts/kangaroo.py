@@ -94,7 +94,7 @@ class KangarooDraft(Draft):
     ) -> None:
         super().__init__()
         self.exit_layer = exit_layer
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.threshold = threshold
         self.mlp_size = mlp_size
         self.attention = attention
@@ -133,9 +133,9 @@ class KangarooDraft(Draft):
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
-        """Yield for k = 1..num_heads the adapter's states [B, T, d], shifted by k positions."""
+        """Yield for k = 1..max_depth the adapter's states [B, T, d], shifted by k positions."""
         states = self.states(hidden_states, batch)
-        for k in range(1, self.num_heads + 1):
+        for k in range(1, self.max_depth + 1):
             yield states.roll(-k, dims=1)  # positions that wrap around have no target
 
     def states(self, hidden_states: HiddenStates, batch: TokenRows) -> Tensor:

@@ -69,7 +69,7 @@ class LookaheadDraft(LookupDraft):
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of this draft's own trees together with the window."""
         size = self.nodes + self._layout.size
-        depth = max(self.num_heads, self._layout.max_depth)
+        depth = max(self.max_depth, self._layout.max_depth)
         return Limits(size, depth)
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:

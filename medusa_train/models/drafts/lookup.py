@@ -52,7 +52,7 @@ class LookupDraft(Proposer):
     """
 
     def __init__(self, max_tokens: int, nodes: int) -> None:
-        self.num_heads = min(max_tokens, nodes)
+        self.max_depth = min(max_tokens, nodes)
         self.fixed_shape = False
         self.nodes = nodes
         self._root_only = Tree.empty()
@@ -63,7 +63,7 @@ class LookupDraft(Proposer):
 
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of this draft's own trees."""
-        return Limits(self.nodes, self.num_heads)
+        return Limits(self.nodes, self.max_depth)
 
     def new_request_state(self, prompt: Sequence[int]) -> RowText:
         """Return the text of a request, with its prompt indexed."""
@@ -77,7 +77,7 @@ class LookupDraft(Proposer):
         """Return a tree of draft tokens below each row's root, which may be empty."""
         trees = []
         for text, root in zip(step.request_states, step.last_token_list, strict=True):
-            trees.append(text.draft_tree(root, self.num_heads, self.nodes))
+            trees.append(text.draft_tree(root, self.max_depth, self.nodes))
         return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:

@@ -77,7 +77,7 @@ class MedusaDraft(StackedDraft):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.num_layers = num_layers
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
@@ -200,12 +200,6 @@ class MedusaDraft(StackedDraft):
         head = self.lm_heads[k - 1]
         assert isinstance(head, nn.Linear)
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
-
-    def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Compute head k's logits from the target model's states [..., d], without the Markov bias,
-        [..., V] ([..., N] for a reduced vocabulary).
-        """
-        return self._lm_head(k).logits(self.head_state(states, k))
 
     # Decoding
 

@@ -43,7 +43,7 @@ class SixthDraft(LMHeadsDraft):
         super().__init__()
         dtype = dtype or target_model.dtype
         size = target_model.hidden_size
-        self.num_heads = num_heads
+        self.max_depth = self.num_heads = num_heads
         self.embedding = target_model.embedding()
         self.layer = DraftLayer(target_model, dtype=dtype)
         self.paths = nn.ModuleList(

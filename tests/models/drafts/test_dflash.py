@@ -80,8 +80,8 @@ def block_reference(draft: DFlashDraft, aux: Tensor, last_token: int) -> Tensor:
         aux: [T, n d].
     """
     context = rms(draft.hidden_norm, aux @ draft.fc.weight.T)  # [T, d]
-    slots = draft.num_heads + 1
-    tokens = torch.tensor([last_token, *[draft.mask_token_id] * draft.num_heads])
+    slots = draft.max_depth + 1
+    tokens = torch.tensor([last_token, *[draft.mask_token_id] * draft.max_depth])
     states = draft.embedding(tokens).double()  # [S, d]
     length = len(context)
     for layer in draft.layers:

@@ -70,7 +70,7 @@ def sizes(draft: PromptLookupDraft, prompt: list[int], answer: list[int]) -> lis
     text = draft.new_request_state(prompt)
     out, position = [], 0
     while position < len(answer):
-        tree = text.draft_tree(answer[position], draft.num_heads, draft.nodes)
+        tree = text.draft_tree(answer[position], draft.max_depth, draft.nodes)
         out.append(tree.size)
         accepted, node = (
             1,
@@ -113,7 +113,7 @@ def test_no_copy_is_left_out_without_a_minimum() -> None:
 def test_the_most_probable_nodes_are_proposed() -> None:
     draft = PromptLookupDraft(max_ngram=1, max_tokens=3, nodes=2, min_probability=0)
     text = draft.new_request_state([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])
-    tree = text.draft_tree(1, draft.num_heads, draft.nodes)
+    tree = text.draft_tree(1, draft.max_depth, draft.nodes)
     # 1 is followed by 2 3 twice and by 6 once: 6 is less frequent than 3, but more probable
     assert (tree.tokens, tree.parents) == ([1, 6, 2], [-1, 0, 0])
 
@@ -121,4 +121,4 @@ def test_the_most_probable_nodes_are_proposed() -> None:
 def test_the_most_recent_copies_are_compared() -> None:
     draft = PromptLookupDraft(max_ngram=1, max_tokens=1, nodes=5, min_probability=0)
     text = draft.new_request_state([1, 2] * 40 + [1, 3] * MAX_CANDIDATES)
-    assert text.draft_tree(1, draft.num_heads, draft.nodes).tokens == [1, 3]
+    assert text.draft_tree(1, draft.max_depth, draft.nodes).tokens == [1, 3]

@@ -50,7 +50,7 @@ def expected_tokens(
     state, tokens = dict(draft.named_parameters()), [root]
     e, r = state["markov.embedding.weight"], state["markov.output.weight"]
     for node, path in enumerate(tree.paths, start=1):
-        logits = draft.head_logits(hidden, len(path))
+        logits = draft._lm_head(len(path)).logits(draft.head_state(hidden, len(path)))
         kept = logits.topk(candidates).indices
         row = int(
             kept[

@@ -41,7 +41,9 @@ def test_the_formula_with_trained_weights() -> None:
             linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"])
         )
     assert torch.allclose(
-        draft.head_logits(h, 2), linear(x, state["lm_heads.1.weight"]), atol=1e-12
+        draft.lm_head(2).logits(draft.head_state(h, 2)),
+        linear(x, state["lm_heads.1.weight"]),
+        atol=1e-12,
     )
 
 
@@ -80,8 +82,9 @@ def _check_proposals(target_model: TargetModel, draft: MedusaDraft) -> None:
         torch.tensor([42, 43, 44]), tree
     )
     for row, prompt in enumerate(prompts):
+        hidden = hidden_states.final[row, len(prompt) - 1]
         best = [
-            draft.head_logits(hidden_states.final[row, len(prompt) - 1], k).argsort(descending=True)
+            draft.lm_head(k).logits(draft.head_state(hidden, k)).argsort(descending=True)
             for k in (1, 2, 3)
         ]
         expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
@@ -102,9 +105,8 @@ def test_heads_stay_stacked_and_are_never_stale() -> None:
     names = {id(parameter) for parameter in draft.parameters()}
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
     for k in range(1, 5):
-        draft.head_logits(torch.randn(3, 32, dtype=torch.float64), k).logsumexp(
-            -1
-        ).mean().backward()
+        states = draft.head_state(torch.randn(3, 32, dtype=torch.float64), k)
+        draft.lm_head(k).logits(states).logsumexp(-1).mean().backward()
     optimizer.step()
     assert draft.stacked() is not None
     _check_proposals(target_model, draft)

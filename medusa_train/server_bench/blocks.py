@@ -1,5 +1,5 @@
-"""Ask a server the questions of a benchmark, with several concurrent conversations. Measure
-answers, times and the server's counters; entries of the log of blocks.
+"""Divide the questions of a benchmark into blocks, let a server answer a block with several
+concurrent conversations, and measure it: answers, times and the server's counters.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Measurement:
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
 
-class Block(NamedTuple):
+class BlockKey(NamedTuple):
     """Key of a block. A session is a set of servers that run at the same time."""
 
     session: str
@@ -118,7 +118,7 @@ class Block(NamedTuple):
 
 #: An entry of the log: a block and its finished measurements by server name, or a note for the
 #: report.
-BlockEntry = tuple[Block, dict[str, Measurement]] | str
+BlockEntry = tuple[BlockKey, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
@@ -135,7 +135,7 @@ class BlockFault(Exception):
     """Requests of a block failed, so its times cannot be used. The message is the reason."""
 
 
-class ServedConversation(NamedTuple):
+class AskedQuestion(NamedTuple):
     """A question, and how often it was asked before at this concurrency (`repeat`)."""
 
     question: Question
@@ -172,7 +172,7 @@ class MeasuredServers:
     stop: Callable[[], None] = lambda: None
 
 
-def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[ServedConversation]]:
+def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[AskedQuestion]]:
     """Divide the conversations of one concurrency into blocks. The servers answer a block in turns.
 
     A short benchmark is repeated until there are at least `LEAST_CONVERSATIONS * concurrency`
@@ -180,11 +180,11 @@ def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Se
     server counts its drafts for a whole block.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    groups: dict[str, list[ServedConversation]] = {}
+    groups: dict[str, list[AskedQuestion]] = {}
     for repeat in range(repeats):
         for question in questions:
             kind = question.category if question.messages else ""
-            groups.setdefault(kind, []).append(ServedConversation(question, repeat))
+            groups.setdefault(kind, []).append(AskedQuestion(question, repeat))
     blocks = []
     for conversations in groups.values():
         count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
@@ -230,7 +230,7 @@ class ServerBenchmark:
 
     async def measure(
         self,
-        conversations: Sequence[ServedConversation],
+        conversations: Sequence[AskedQuestion],
         on_conversation: Callable[[int], None] = lambda tokens: None,
     ) -> Measurement:
         """Let the server answer a block of conversations, and measure it.
@@ -249,7 +249,7 @@ class ServerBenchmark:
         skipped = 0
         faults: list[str] = []
 
-        async def converse(conversation: ServedConversation) -> None:
+        async def converse(conversation: AskedQuestion) -> None:
             nonlocal skipped
             question, _ = conversation
             turns: list[ServedAnswer] = []
@@ -283,7 +283,7 @@ class ServerBenchmark:
         return None if page is None else parse_metrics(page)
 
     async def _converse(
-        self, conversation: ServedConversation, began: float, answers: list[ServedAnswer]
+        self, conversation: AskedQuestion, began: float, answers: list[ServedAnswer]
     ) -> None:
         """Ask all turns of a question, with the server's own answers as history. Append the answers
         to `answers`.
