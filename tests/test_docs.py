@@ -203,6 +203,15 @@ def test_the_architecture_page_lists_the_files() -> None:
     assert TEXTS["development/architecture.md"].split(FILES_START)[1].strip() == file_list()
 
 
+def test_the_calls_from_a_record_to_its_loss_are_in_the_files_listed() -> None:
+    page = TEXTS["development/architecture.md"]
+    calls = re.findall(r"^ *(\w+) +([a-z_]+/[a-z_]+\.py) ", page, flags=re.MULTILINE)
+    assert len(calls) == 16
+    for name, file in calls:
+        code = (PROJECT_ROOT / "medusa_train" / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in code
+
+
 def test_the_architecture_page_names_every_runner() -> None:
     code = (PROJECT_ROOT / "medusa_train" / "inference" / "cuda_graphs.py").read_text(
         encoding="utf-8"

@@ -261,6 +261,11 @@ class ChatEncoder:
     ) -> list[bool]:
         """Return for each character of a prompt whether it is trained. Messages before `first` are
         trained in an earlier row, or earlier in this row.
+
+        If only answers are trained, no character is. If the user's turns are trained as well:
+
+            <s><|user|>Hi</s><|assistant|>
+                       11
         """
         # text that the template writes between the contents is trained only with `train_on_inputs`
         default = self.train_on_inputs
