@@ -108,6 +108,16 @@ def test_round_trip_is_bit_exact(
     assert any(re.fullmatch(r"\d\.\d\.weight", name) for name in names) is ("shared" not in form)
 
 
+def test_a_draft_that_was_trained_with_dropout_guesses_without_it(
+    tmp_path: Path, target_model: TargetModel
+) -> None:
+    trained = DRAFTS["hydra"].from_target_model(target_model, num_heads=2, dropout=0.5)
+    save_draft(trained, tmp_path, "base")
+    loaded = load_draft(tmp_path, target_model)
+    assert loaded.settings["dropout"] == 0.5
+    assert not any(module.training for module in loaded.modules())
+
+
 def test_files_and_config_are_the_reference_s(tmp_path: Path, target_model: TargetModel) -> None:
     save_draft(trained(target_model, 2), tmp_path, "some/model")
     assert sorted(p.name for p in tmp_path.iterdir()) == [HEADS_CONFIG, SAFETENSORS]

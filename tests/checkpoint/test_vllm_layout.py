@@ -95,6 +95,9 @@ def test_heads_that_share_the_target_model_s_lm_head(tmp_path: Path) -> None:
     assert not copied.shared
     assert set(names_in_files(copied.state, 1)) == set(reference_tensors(3, 1))
     assert loader_problems(*to_vllm(copied)) == []
+    biased = with_own_lm_heads(heads, lm_head, torch.arange(V))
+    for i in range(3):
+        assert torch.equal(biased.state[f"lm_heads.{i}.bias"], torch.arange(V))
 
 
 def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path) -> None:
