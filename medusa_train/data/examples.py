@@ -36,13 +36,13 @@ def encode_examples(
     See `ChatEncoder.encode` for the rows and for the errors.
     """
     counts = report.counts
-    # 1. The rows with supervised tokens, and the part of each that fits.
+    # 1. Keep the rows with supervised tokens, and the part of each that fits.
     rows = [row for row in encoder.encode(conversation, counts) if any(row.supervised)]
     kept_rows = [row for row in (row.trimmed(report.sequence_len) for row in rows) if row]
     if not kept_rows:
         counts["too_long" if rows else "unsupervised"] += 1
         return []
-    # 2. The examples.
+    # 2. Build an example of each row.
     key = conversation.first(kept_rows[0].answers[0].message + 1).content_key
     prompt = conversation.first_prompt.content_key
     examples = [
@@ -57,7 +57,7 @@ def encode_examples(
         )
         for number, row in enumerate(kept_rows)
     ]
-    # 3. The counts.
+    # 3. Count what happened.
     num_answers = sum(len(row.answers) for row in rows)
     is_complete = num_answers == sum(len(row.answers) for row in kept_rows)
     counts["complete" if is_complete else "truncated"] += 1
