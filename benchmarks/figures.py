@@ -10,6 +10,7 @@ between `<!-- NAME:start -->` and `<!-- NAME:end -->`. Everything else is edited
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -137,7 +138,11 @@ def pages() -> dict[Path, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages; with `--check` only list the pages that differ."""
-    is_check = "--check" in arguments
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only list the pages that differ")
+    is_check = parser.parse_args(arguments).check
     differing = 0
     for path, text in pages().items():
         if path.read_text(encoding="utf-8") == text:

@@ -18,6 +18,7 @@ was measured, and limits.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -74,12 +75,21 @@ def as_file(drawing: str) -> str:
     return drawing.replace('style="', attributes, 1) + "\n"
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Draw the pictures of the named results; without names of all committed results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names = parser.parse_args(arguments).names
+    charts = {}
     for path in sorted(RESULTS.glob("*.json")):
-        description = json.loads(path.read_text(encoding="utf-8")).get("chart")
-        if description and (not names or path.stem in names):
-            replace_text(PAGES / f"{path.stem}.svg", draw(description))
+        if description := json.loads(path.read_text(encoding="utf-8")).get("chart"):
+            charts[path.stem] = description
+    if unknown := set(names) - set(charts):
+        parser.error(f"no chart: {', '.join(sorted(unknown))}; there are {', '.join(charts)}")
+    for name in names or charts:
+        replace_text(PAGES / f"{name}.svg", draw(charts[name]))
 
 
 if __name__ == "__main__":

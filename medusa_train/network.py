@@ -27,7 +27,7 @@ _TLS_FILES = ("SSL_CERT_FILE", "SSLKEYLOGFILE")
 def client_options(url: str) -> dict[str, Any]:
     """Return the arguments with which `httpx.Client` reaches `url`.
 
-    Addresses of this machine never use a proxy. Others use the proxy of the environment, unless
+    Loopback addresses never use a proxy. Others use the proxy of the environment, unless
     NO_PROXY lists them. Certificates are read only for https.
 
     Raises:
@@ -56,7 +56,10 @@ def check_network() -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a host is a loopback address, in any notation, or a name of this machine."""
+    """Return whether a host is a loopback address, in any notation, or `localhost`.
+
+    The machine's own name is not: like other programs, it is asked through a proxy.
+    """
     name = host.rstrip(".").lower()
     if name in ("localhost.localdomain", "ip6-localhost", "ip6-loopback"):
         return True

@@ -218,10 +218,15 @@ class CheckpointStore:
                 _delete(path)
 
     def _others(self, path: Path) -> str:
-        """List the checkpoints next to `path`, for messages."""
+        """Say what to do in place of loading `path`, for messages."""
         names = [f"step-{step}" for step in self.steps()]
         other_names = ", ".join(name for name in names if self.root / name != path)
-        return f"\nOther checkpoints in {self.root}: {other_names}" if other_names else ""
+        if not other_names:
+            return f"\nThere is no other checkpoint in {self.root}: copy this one again, or start a new run"
+        return (
+            f"\nOther checkpoints in {self.root}: {other_names};"
+            " resume_from_checkpoint=PATH resumes from one"
+        )
 
 
 def _write(

@@ -116,7 +116,7 @@ class CommandOfOptions(TyperCommand):
             if not equals:
                 value = "VALUE" if following.startswith("--") else following or "VALUE"
             remember_written(value, key)
-            advice = REMOVED_KEYS.get(option)
+            advice = REMOVED_KEYS.get(f"--{key.replace('_', '-')}") or REMOVED_KEYS.get(key)
             if advice is None and key.partition(".")[0] in keys:
                 advice = "write " + shlex.quote(f"{key}={value}")
             if advice is None:

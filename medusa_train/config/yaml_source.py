@@ -193,11 +193,14 @@ def read_yaml(text: str, name: str) -> Source:
         source.values = _parse(text, source)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = Place(name, mark and mark.line + 1)
+        line = mark and mark.line + 1
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        if isinstance(error, yaml.reader.ReaderError):  # a control character
+            line = text.count("\n", 0, error.position) + 1
+            reason = f"the character #x{error.character:04x}: {error.reason}"
         if isinstance(error, RecursionError):
             reason = "nested too deeply, or an alias contains itself"
-        raise ConfigError(f"{place}: not valid YAML: {reason}") from None
+        raise ConfigError(f"{Place(name, line)}: not valid YAML: {reason}") from None
     if source.values is None:
         raise ConfigError(
             f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`"

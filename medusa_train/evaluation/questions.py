@@ -132,6 +132,7 @@ class Benchmark:
 #: directory of benchmarks.
 NAMED_BENCHMARKS = {
     "tiny": PublicDataset(("tiny",)),
+    "tools": PublicDataset(("tools",)),
     "mtbench": PublicDataset(
         ("mtbench", "mt_bench"), "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"
     ),

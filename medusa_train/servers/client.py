@@ -19,7 +19,7 @@ import httpx2
 import openai
 
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.hide_secrets import remember
+from medusa_train.hide_secrets import excerpt, remember
 from medusa_train.network import client_options
 from medusa_train.servers.responses import (
     Fault,
@@ -254,6 +254,9 @@ class Server:
             advice = f"\n({problem} the environment variable {self._key_variable})"
         elif response.status_code in (404, 405):
             advice = "\n(check the URL, which usually ends with /v1, and the model's name)"
+        elif response.has_redirect_location:
+            target = excerpt(response.headers["location"], 200)
+            advice = f"\n(it redirects to {target}, and no key is sent there: give that address)"
         return ServerError(f"server {self.url}: {describe_response(response)}{advice}")
 
 

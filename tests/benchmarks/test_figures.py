@@ -38,6 +38,13 @@ def test_a_changed_figure_is_reported_and_written_again(
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
 
 
+@pytest.mark.parametrize("word", ["--chek", "README.md"])
+def test_a_word_that_is_not_read_writes_nothing(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "pages", lambda: pytest.fail("pages were rendered"))
+    with pytest.raises(SystemExit, match="2"):
+        figures.main([word])
+
+
 def test_every_block_of_a_page_has_a_template() -> None:
     """A block without one would never be written again."""
     generated_elsewhere = {"keys"}

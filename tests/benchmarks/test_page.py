@@ -48,3 +48,13 @@ def test_a_drawing_is_valid_and_labels_every_value() -> None:
     bars = re.findall(r"<title>([^<]*): [^<]*</title>[^>]*fill: (#\w+)", drawing)
     # the baseline stands out
     assert bars == [("plain", COLOURS["--c1"]), ("tree &amp; co", COLOURS["--c0"])]
+
+
+@pytest.mark.parametrize("words", [["no_such_result"], ["--help"]])
+def test_a_name_without_a_chart_draws_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAGES", tmp_path)
+    with pytest.raises(SystemExit):
+        page.main(words)
+    assert not list(tmp_path.iterdir())

@@ -280,6 +280,18 @@ def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / "checkpoints")
 
 
+def test_the_error_for_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, {"draft": {"w": torch.ones(4)}})
+    damaged = path / "draft.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    with pytest.raises(CheckpointError, match="copy this one again, or start a new run"):
+        store.load(path)
+    store.save(2, {"draft": {"w": torch.ones(4)}})
+    with pytest.raises(CheckpointError, match="step-2; resume_from_checkpoint=PATH resumes"):
+        store.load(path)
+
+
 def test_a_process_beside_one_that_verifies_reads_only_what_it_uses(tmp_path: Path) -> None:
     def resident() -> int:
         (line,) = [

@@ -105,21 +105,24 @@ def test_a_key_that_is_typed_as_an_option_is_answered_with_what_to_write(
 
 
 @pytest.mark.parametrize(
-    ("app", "words"),
+    ("app", "words", "removed"),
     [
-        (train_app, ["--hostfile", "hosts"]),
-        (train_app, ["--master-port=29500"]),
-        (selfdistill_app, ["--shard", "0/2"]),
-        (selfdistill_app, ["--dry-run"]),
+        (train_app, ["--hostfile", "hosts"], "--hostfile"),
+        (train_app, ["--master-port=29500"], "--master-port"),
+        (train_app, ["--master_port=29500"], "--master-port"),
+        (train_app, ["--gpu-kernels"], "gpu_kernels"),
+        (train_app, ["--gpu_kernels=auto"], "gpu_kernels"),
+        (selfdistill_app, ["--shard", "0/2"], "--shard"),
+        (selfdistill_app, ["--dry-run"], "--dry-run"),
     ],
 )
-def test_an_option_of_an_earlier_version_is_answered_with_what_to_do(
-    app: Typer, words: list[str]
+def test_an_option_or_key_of_an_earlier_version_that_is_typed_as_an_option_is_answered_with_what_to_do(
+    app: Typer, words: list[str], removed: str
 ) -> None:
     done = CliRunner().invoke(app, ["base_model=m", *words])
     assert done.exit_code == 2
     option = words[0].partition("=")[0]
-    assert done.stderr == f"error: {option}: no such option; {REMOVED_KEYS[option]}\n"
+    assert done.stderr == f"error: {option}: no such option; {REMOVED_KEYS[removed]}\n"
 
 
 def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:

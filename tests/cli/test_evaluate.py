@@ -112,7 +112,7 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "read --bench, --batch-size",
         ),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
-        (["--bench", "no-such-bench"], 1, "no benchmark of that name"),
+        (["--bench", "no-such-bench"], 1, "no benchmark of that name (tiny, tools, mtbench,"),
         (["--bench", "small.jsonl"], 1, "make demo"),
         (["--bench", "small.jsonl", "--model", "absent"], 1, "no such directory"),
         (

@@ -70,7 +70,7 @@ def test_merged_keys_are_overridden_without_a_problem() -> None:
         ),
         ("? [1, 2]\n: 3\n", "x.yaml:1: keys must be plain names"),
         ("a: !!bool maybe\n", "x.yaml:1: not valid YAML: cannot be read as a value"),
-        ("a: \x00\n", "x.yaml: not valid YAML"),
+        ("a: 1\nb: \x00\n", "x.yaml:2: not valid YAML: the character #x0000: special characters"),
         ("a: " + "[" * 2000, "x.yaml: not valid YAML: nested too deeply"),
     ],
 )

@@ -315,7 +315,7 @@ def test_an_unknown_bench_is_an_error_with_names_and_searched_paths(
     with pytest.raises(DataError) as caught:
         find_benchmark("tinny")
     message = str(caught.value)
-    assert "tiny, mtbench, specbench, humaneval, gsm8k" in message
+    assert "tiny, tools, mtbench, specbench, humaneval, gsm8k" in message
     assert str(tmp_path / "tinny" / "question.jsonl") in message
     assert str(PROJECT_ROOT / "data" / "bench" / "tinny" / "question.jsonl") in message
 

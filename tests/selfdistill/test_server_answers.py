@@ -417,9 +417,10 @@ def test_a_redirect_is_not_followed_with_the_key(monkeypatch: pytest.MonkeyPatch
         moved = (307, {"Location": f"{other.url}/chat/completions"}, b"")
         with (
             serving(lambda n, body: moved) as server,
-            pytest.raises(ServerError, match="307"),
+            pytest.raises(ServerError, match="307") as caught,
         ):
             ask(client(server.url), request("hi"))
+    assert f"it redirects to {other.url}/chat/completions" in str(caught.value)
     assert other.bodies == []
 
 
