@@ -462,10 +462,10 @@ def test_the_chain_of_first_guesses_without_a_tree_file(
 
 def test_limits_take_the_categories_in_turn(model: Path, bench: Path, tmp_path: Path) -> None:
     evaluate(
-        "--bench", bench, "--base-model", model, "--limit", 3, **QUICK, output_dir=tmp_path / "out"
+        "--bench", bench, "--base-model", model, "--limit", 4, **QUICK, output_dir=tmp_path / "out"
     ).ok()
     lines = read_lines(tmp_path / "out" / "answers.jsonl")
-    assert list(dict.fromkeys(line["question_id"] for line in lines)) == [11, 12, "x"]
+    assert list(dict.fromkeys(line["question_id"] for line in lines)) == [11, 12, "x", 15]
 
 
 def test_questions_beyond_the_context_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -616,3 +617,17 @@ def test_another_name_of_the_target_model(copied: Callable[..., Path]) -> None:
     export(run, "--to", "tgi", base_model="owner/model").ok()
     config = read_json(run / "export" / "tgi" / "config.json")
     assert config["base_model_name_or_path"] == "owner/model"
+
+
+def test_without_a_name_the_run_with_the_newest_heads_is_exported(
+    copied: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied("medusa")
+    runs = tmp_path / "runs"
+    for name, age in (("b", 2), ("a", 1), ("c", 3)):
+        shutil.copytree(run, runs / name)
+        for file in (runs / name / "heads").iterdir():
+            os.utime(file, (2_000_000_000 - age,) * 2)
+    monkeypatch.chdir(tmp_path)
+    export("--to", "tgi").ok()
+    assert [path.parent.name for path in runs.glob("*/export")] == ["a"]

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import medusa_train
 from medusa_train.errors import MedusaError
+from tests.behaviour import plain
 from tests.behaviour.scripted import write_scripted_model
 from tests.behaviour.world import (
     EOS,
     NARROW,
     SYSTEM,
     TEMPLATE,
+    VOCABULARY,
     greedy,
     read_lines,
     render,
     write_lines,
+    write_model,
     write_tree,
 )
 
@@ -252,3 +256,17 @@ def test_a_prompt_beyond_the_context_is_refused(loaded: Any, tmp_path: Path) -> 
     reply.read()
     assert reply.finish in ("context", "eos")
     assert write_lines(tmp_path / "x", []).exists()
+
+
+def test_an_answer_without_a_limit_remembers_its_text_as_it_grows(tmp_path: Path) -> None:
+    """To more positions than memory is reserved for at first."""
+    model = write_model(tmp_path / "model", max_position_embeddings=290)
+    prompt = [5 + 7 * n % (VOCABULARY - 5) for n in range(250)]
+    reply = medusa_train.load(base_model=model, dtype="float32").reply(
+        prompt, max_new_tokens=None, raw=True, eos_ids=[]
+    )
+    reply.read()
+    assert (reply.finish, len(reply.tokens)) == ("context", 41)
+    text = [*prompt, *reply.tokens[:-1]]
+    logits = plain.load_model(model)(torch.tensor([text])).logits[0]
+    assert reply.tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()

@@ -514,6 +514,29 @@ def test_answers_are_shortened_to_the_servers_context(tmp_path: Path) -> None:
     assert {record["id"] for record in read_lines(tmp_path / "o.jsonl")} == {"a", "b"}
 
 
+def test_recorded_answers_of_a_chat_with_tools_are_marked(tmp_path: Path) -> None:
+    """Each is generated anew after what was recorded before it; the others are not trained."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    recorded = [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c"},
+        {"role": "assistant", "content": "four"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    path = write_lines(tmp_path / "p.jsonl", [{"id": "a", "messages": recorded, "tools": tools}])
+    with serving() as server:
+        ask(server, path, tmp_path / "o.jsonl").ok()
+    first, second = sorted(read_lines(tmp_path / "o.jsonl"), key=lambda record: record["id"])
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
+    assert [m.get("train") for m in first["messages"]] == [None, None]
+    assert first["finish_reasons"] == ["stop"]
+    assert [m["role"] for m in second["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [m.get("train") for m in second["messages"]] == [None, False, None, None]
+    assert second["finish_reasons"] == ["recorded", "stop"]
+    assert second["messages"][-1]["content"] == "answer to 4"
+
+
 def test_a_server_that_refuses_everything_ends_the_run(prompts: Path, tmp_path: Path) -> None:
     with serving(lambda number, body: error(400, "no such model")) as server:
         ask(server, prompts, tmp_path / "o.jsonl").fails(1, "no such model")

@@ -12,7 +12,12 @@ import yaml
 
 from tests.behaviour.processes import Process
 from tests.behaviour.test_joint_training import LORA
-from tests.behaviour.test_resume import assert_equal_runs, last_step, words_of
+from tests.behaviour.test_resume import (
+    assert_equal_runs,
+    last_step,
+    stop_in_this_process,
+    words_of,
+)
 from tests.behaviour.test_runs import same, without_times
 from tests.behaviour.world import metrics, tensors, train, training_keys
 
@@ -138,3 +143,13 @@ def test_heads_of_another_run_start_a_new_one(
     train(**plain | {"output_dir": tmp_path / "y"}, lora_model_dir=tmp_path / "none").fails(
         1, "none"
     )
+
+
+def test_an_interrupted_first_stage_ends_the_run(keys: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    thread = stop_in_this_process(run / "stage_one", 1, signal.SIGINT)
+    stopped = train(**keys | {"stage_one.max_steps": 400})
+    thread.join()
+    stopped.fails(130, "resume_from_checkpoint=auto", str(run / "config.yaml"))
+    assert last_step(run / "stage_one") < 400
+    assert not (run / "metrics.jsonl").exists()

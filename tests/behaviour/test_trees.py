@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.behaviour import plain, plain_trees
+from tests.behaviour.scripted import write_scripted_model
 from tests.behaviour.test_decoding import ranks_along
 from tests.behaviour.world import (
     Clock,
@@ -136,6 +137,18 @@ def test_calibration_fits_it_again_on_other_prompts(
         "chosen:", f"{tree['tokens_per_step']:.2f} tokens per step" if tree["nodes"] else "plain"
     )
     evaluate("--calibrate", "--bench", bench, "--base-model", "x").fails(1)
+
+
+def test_short_answers_are_traced_until_there_are_enough_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has three tokens and the one that ends it."""
+    monkeypatch.setattr(time, "perf_counter", Clock())
+    model = write_scripted_model(tmp_path / "model", " one", " two", " red")
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": c} for c in make_chats(40, turns=1)])
+    train(**training_keys(model, data, tmp_path / "run", calibration_tokens=40, max_steps=1)).ok()
+    about = read_json(tmp_path / "run" / "tree.json")["calibration"]
+    assert about == {"conversations": 10, "answers": 10, "tokens": 40}
 
 
 def test_too_few_chats_give_no_tree_and_say_so(model: Path, tmp_path: Path) -> None:
