@@ -341,6 +341,11 @@ def test_modes_of_evaluation_that_make_no_sense(overrides: list[str], message: s
         load_config(EvalConfig, None, overrides)
 
 
+def test_a_server_is_not_asked_for_the_test_model() -> None:
+    with pytest.raises(ConfigError, match="requests need a model name"):
+        load_config(SelfDistillConfig, None, ["server_url=http://localhost:8000/v1"])
+
+
 def test_keys_of_another_mode_of_evaluation_are_listed_as_ignored() -> None:
     assert load_config(EvalConfig, None, ["top_p=0.9", "temperature=0"]).ignored == ("top_p",)
     typical = load_config(

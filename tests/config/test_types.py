@@ -30,6 +30,7 @@ TAKEN = [
     (types.OneOrMore[types.PlainText], "q_proj", ["q_proj"]),
     (types.TextOrMapping, {"zero": 1}, {"zero": 1}),
     (types.Schedule, "sine_0.5", "sine_0.5"),
+    (types.VariableName, "MY_KEY", "MY_KEY"),
 ]
 REFUSED = [
     (types.PositiveFloat, "fast", "expected a number, got 'fast'"),
@@ -54,6 +55,8 @@ REFUSED = [
     (types.TextOrMapping, [1], "got a list"),
     (types.Schedule, "sine_0", "got 'sine_0'"),
     (types.Schedule, "sine_2", "got 'sine_2'"),
+    (types.VariableName, "hf_PlantedKey0123456789", "not the key itself"),
+    (types.VariableName, "sk-PlantedKey0123456789", "not the key itself"),
 ]
 
 
@@ -61,6 +64,11 @@ REFUSED = [
 def test_taken(kind: Any, given: object, value: object) -> None:
     taken = TypeAdapter(kind).validate_python(given)
     assert (taken, type(taken)) == (value, type(value))
+
+
+def test_a_variable_in_lower_case_is_taken_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("my_key", "x")
+    assert TypeAdapter(types.VariableName).validate_python("my_key") == "my_key"
 
 
 def problem_of(kind: Any, given: object) -> str:

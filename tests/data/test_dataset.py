@@ -249,6 +249,17 @@ def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEn
         config({"path": path, "conversation": "chatlm"})
 
 
+def test_reasoning_next_to_an_answer_is_joined_by_the_tags_of_the_configuration(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
+    chat = record("A", "B")
+    chat["messages"][1]["reasoning_content"] = "T"
+    path = write(tmp_path / "d.jsonl", chat)
+    (example,), _ = load_datasets(config(path, reasoning_tags=["<r>", "</r>"]), encoder)
+    text = encoder.tokenizer.decode(example.tokens.tolist())
+    assert text == "<s><user>A</s><|assistant|><r>\nT\n</r>\n\nB</s>"
+
+
 # -- the loader
 # -----------------------------------------------------------------------------------------------
 

@@ -172,6 +172,13 @@ SHAPES: dict[str, tuple[Turn, list[Turn]]] = {
             said("assistant", "", tool_calls=[call({})], reasoning_content="T", thinking="T"),
         ],
     ),
+    "thinking": (
+        {"messages": [ASKED, said("assistant", None, tool_calls=[call({})], thinking="T")]},
+        [
+            ASKED,
+            said("assistant", "", tool_calls=[call({})], reasoning_content="T", thinking="T"),
+        ],
+    ),
     "no calls": (
         {"messages": [ASKED, {**DONE, "tool_calls": []}, ASKED, {**DONE, "tool_calls": None}]},
         [ASKED, DONE, ASKED, DONE],
