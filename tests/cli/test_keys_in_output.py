@@ -236,6 +236,16 @@ def test_keys_in_a_configuration(at_work: Path, app: typer.Typer, words: list[st
     run(at_work, app, *words, f"output_dir=https://{PASSWORD}@127.0.0.1:9/model")
 
 
+@pytest.mark.parametrize("app", [selfdistill.app, evaluate.app])
+@pytest.mark.parametrize("words", [["--api-key", WRITTEN], [f"--api-key={WRITTEN}"]])
+def test_a_key_in_an_unknown_option_is_not_repeated_by_its_error(
+    at_work: Path, app: typer.Typer, words: list[str]
+) -> None:
+    result = run(at_work, app, *words)
+    assert result.exit_code == 2
+    assert "--api-key: no such option; did you mean api_key_env=***?" in result.output
+
+
 ADDRESSES = [
     f"http://me:{PASSWORD}@127.0.0.1:9/v1",
     f"http://{PASSWORD}@127.0.0.1:9/v1",

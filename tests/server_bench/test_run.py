@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -118,6 +119,34 @@ def test_the_server_that_answers_first_changes_from_block_to_block(
     heads.script, plain.script = ask_heads, ask_plain
     measure(tmp_path, *against(heads, plain), "concurrency=[1]", "warmup=0")  # two blocks
     assert [name for name, _ in groupby(asked)] == ["plain", "heads", "plain"]
+
+
+def test_a_server_is_warmed_up_by_as_many_requests_as_are_measured_at_a_time(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    _, plain = pair
+    plain.seconds = 0.0
+    report, _ = measure(tmp_path, f"server_url={plain.url}", "concurrency=[3]", "warmup=1")
+    (cell,) = report["cells"]
+    assert len(plain.fake.bodies) - cell["answers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "key"),
+    [
+        (["serve=true", "retry_seconds=60"], 5.0, "VLLM_API_KEY"),  # a server here has ended
+        (["serve=true", "retry_seconds=2"], 2.0, "VLLM_API_KEY"),
+        (["server_url=http://h/v1", "retry_seconds=60", "api_key_env=MINE"], 60.0, "MINE"),
+    ],
+)
+def test_servers_of_this_machine_are_not_asked_again_for_long(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], seconds: float, key: str
+) -> None:
+    servers = Mock()
+    monkeypatch.setattr("medusa_train.server_bench.run.Servers", servers)
+    connect(load_config(EvalConfig, None, words), "http://h/v1", 1)
+    assert servers.call_args.kwargs["retry_seconds"] == seconds
+    assert servers.call_args.kwargs["key_variable"] == key
 
 
 async def measure_block(bench: ServerBenchmark, conversation: AskedQuestion) -> None:

@@ -488,3 +488,17 @@ def test_the_first_error_in_the_log_is_named_as_the_reason(tmp_path: Path) -> No
     server = VLLMServer("k=1", command, 1, tmp_path / "vllm.log")
     assert server.has_ended(60)
     assert "Its first error: ValueError: the cause\n" in server.explain()
+
+
+def test_special_tokens_that_vllm_does_not_read_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target_model = chatml.write_target_model(tmp_path / "backbone")
+    monkeypatch.setenv("VLLM_PYTHON", str(Vllm(tmp_path, "").python))
+    cfg = load_config(EvalConfig, None, ["serve=true", "draft=prompt_lookup"])
+    paths = resolve_model(None, str(target_model), None, lookup=cfg.lookup_choice)
+    own = replace(paths, special_tokens={"eos_token": "<|im_end|>"})
+    quiet = RunProgress(Console(file=io.StringIO()))
+    without, (note,) = (started_servers(cfg, one, tmp_path, quiet).notes for one in (paths, own))
+    assert not without
+    assert note.startswith("special_tokens: vLLM reads the tokenizer of the target model as it is")
