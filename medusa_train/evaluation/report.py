@@ -359,6 +359,8 @@ def _equality_note(overall: Json, dtype: str, outcome: str | None) -> str:
         return f"{dtype}: not compared" + (f" ({outcome})" if has_reason else "")
     count = _compared_answers(overall, _DTYPES[dtype])
     note = f"{dtype}: {num_equal} of {count}"
+    if count < overall["answers"]:
+        note += f" (drawn at random from {overall['answers']})"
     if dtype == "bfloat16":
         if num_equal < count:
             note += ", since its rounding changes which of two nearly equal logits is larger"

@@ -107,6 +107,7 @@ def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
     )
     different = {"float32": Verdict.DIFFERENT, "bfloat16": Verdict.DIFFERENT}
     assert "1 differ without a tie; bfloat16: 1 of 2, since" in output(meta(), different)
+    assert "bfloat16: 1 of 1 (drawn at random from 2)." in output(meta(), {})
     outcomes = meta(exactness={"float32": "compared", "bfloat16": "not enough memory"})
     text = output(outcomes, *[{"float32": Verdict.EQUAL}] * 2)
     assert "float32: 2 of 2" in text
