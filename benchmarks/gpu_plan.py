@@ -29,27 +29,15 @@ SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: Packages that the steps import but that PyTorch's image with transformers lacks, and their
 #: requirements.
 WHEELS = (
-    "accelerate",
-    "annotated-types",
-    "bitsandbytes",
-    "certifi",
-    "deepspeed",
-    "einops",
-    "hjson",
-    "httpcore",
+    *("accelerate", "bitsandbytes", "deepspeed", "einops", "hjson", "msgpack", "ninja"),
+    *("peft", "psutil", "py-cpuinfo"),
+    *("annotated-types", "pydantic", "pydantic_core", "typing-inspection"),
+    *("certifi", "httpcore", "httpx"),
+    *("anyio", "distro", "h11", "jiter", "openai", "sniffio"),
+    *("contourpy", "cycler", "fonttools", "kiwisolver", "matplotlib", "pillow", "pyparsing"),
+    *("python-dateutil", "six"),
+    *("execnet", "iniconfig", "pluggy", "pytest", "pytest-xdist"),
 )
-WHEELS += (
-    "httpx",
-    "iniconfig",
-    "msgpack",
-    "ninja",
-    "peft",
-    "pluggy",
-    "psutil",
-    "py-cpuinfo",
-    "pydantic",
-)
-WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "execnet", "typing-inspection")
 #: Packages that PyPI has only as source. Their wheels must be built, which needs torch.
 BUILT = ("deepspeed",)
 COMMANDS = {
@@ -363,4 +351,6 @@ def wheels() -> dict[str, str | None]:
     """
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==", 1) for line in lines if "==" in line)
-    return {name: pins[name].split()[0] if name in pins else None for name in WHEELS}
+    return {
+        name: pins[name].partition(";")[0].split()[0] if name in pins else None for name in WHEELS
+    }

@@ -84,6 +84,15 @@ def app(
     ),
 ) -> int:
     """Load the configuration, check the inputs, and train."""
+    actions = {
+        "--schema": schema,
+        "--doctor": doctor,
+        "--print-config": print_config,
+        "--inspect": inspect,
+    }
+    chosen = [option for option, is_chosen in actions.items() if is_chosen]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} exclude each other: give one")
     if schema:
         print(schema_text(TrainConfig, TITLE), end="")
         return printed_all()
@@ -94,6 +103,9 @@ def app(
         if arguments:
             read_config = partial(read_arguments, TrainConfig, arguments)
         return examine(read_config) or printed_all()
+    arguments, tokens = take_tokens(arguments or [])
+    if tokens is not None and not inspect:
+        raise ConfigError("tokens: only --inspect reads it; max_steps or num_epochs ends training")
     # 1. Handle several processes: this is one of them, or the one that starts them.
     flags["resume_from_checkpoint"] = resume or None
     process = process_info_from_env()
@@ -108,23 +120,20 @@ def app(
                 f"--num-gpus starts processes, but this one is of {process.size} that another"
                 " launcher has started; leave it out, or start medusa-train without that launcher"
             )
-        return launch(arguments or [], flags, num_gpus)
+        return launch(arguments, flags, num_gpus)
     if process is not None and process.rank > 0:
         from medusa_train.cli.launch import exit_now, run_worker
 
-        exit_now(run_worker(process, arguments or [], flags))
+        exit_now(run_worker(process, arguments, flags))
     # 2. Load the configuration.
-    tokens = None
-    if inspect:
-        arguments, tokens = take_tokens(arguments or [])
-    cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
+    cfg = read_arguments(TrainConfig, arguments, flags=flags)
     if print_config:
         print(format_config(cfg), end="")
         if (first := stage_one_config(cfg)) is not None:
             print(f"\n# stage one:\n{indent(format_config(first), '# ')}", end="")
         return printed_all()
     console = error_console()
-    path, _ = split_arguments(arguments or [])
+    path, _ = split_arguments(arguments)
     for line in headline(cfg, str(path or "command line")):
         console.print(line)
 
@@ -166,7 +175,7 @@ def app(
 
 
 def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """Take `tokens=60M` out of the arguments of --inspect: the number of tokens to assume without
+    """Take `tokens=60M` out of the arguments: the number of tokens that --inspect assumes without
     reading data. Return the other arguments, and the number.
 
     Raises:

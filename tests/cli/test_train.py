@@ -53,6 +53,19 @@ def test_processes_within_one_of_several_are_refused(config_file, monkeypatch):
     assert "this one is of 2 that another launcher has started" in result.output
 
 
+def test_only_one_thing_is_printed_in_place_of_training(config_file):
+    result = run(config_file, "--doctor", "--inspect")
+    assert result.exit_code == 2
+    assert "--doctor and --inspect exclude each other" in result.output
+
+
+@pytest.mark.parametrize("flags", [(), ("--print-config",), ("--num-gpus", "2")])
+def test_a_number_of_tokens_does_not_start_training(config_file, flags):
+    result = run(config_file, "tokens=60M", *flags)
+    assert result.exit_code == 2
+    assert "tokens: only --inspect reads it" in result.output
+
+
 @pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
 def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, tmp_path, flags):
     arguments = [
