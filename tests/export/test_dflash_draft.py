@@ -119,6 +119,15 @@ def test_sglang_is_told_to_draft_the_whole_block(
     assert f"--speculative-num-draft-tokens {block}\n" in card
 
 
+def test_a_markov_bias_is_served_by_the_method_of_its_layout(
+    target_model: TargetModel, target_model_dir: Path, tmp_path: Path
+) -> None:
+    _, exported = exported_draft(target_model, target_model_dir, tmp_path, markov_rank=4)
+    served = next(fact for fact in exported.facts if fact.startswith("serve it"))
+    assert '"method": "dspark"' in served
+    assert any("DSpark's layout" in fact for fact in exported.facts)
+
+
 def test_the_card_describes_the_draft(
     target_model: TargetModel, target_model_dir: Path, tmp_path: Path
 ) -> None:

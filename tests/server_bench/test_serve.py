@@ -476,7 +476,10 @@ def test_the_end_of_a_server_is_explained_from_its_last_lines_but_not_the_leaks_
     assert message.splitlines()[-TAIL_LINES:] == [f"  {line}" for line in lines[-TAIL_LINES:]]
 
 
-def test_the_first_error_in_the_log_is_named_as_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "has_heads"), [("k=1", True), ("plain", False)])
+def test_the_first_error_in_the_log_is_named_as_the_reason(
+    tmp_path: Path, name: str, has_heads: bool
+) -> None:
     lines = [
         "WARNING 11-22 [utils.py:1] Errors like `OSError: Too many open files` follow.",
         "(EngineCore pid=7) ValueError: the cause",
@@ -485,9 +488,11 @@ def test_the_first_error_in_the_log_is_named_as_the_reason(tmp_path: Path) -> No
     ]
     code = "import sys; print(sys.argv[1]); sys.exit(1)"
     command = [sys.executable, "-c", code, "\n".join(lines)]
-    server = VLLMServer("k=1", command, 1, tmp_path / "vllm.log")
+    server = VLLMServer(name, command, 1, tmp_path / "vllm.log")
     assert server.has_ended(60)
-    assert "Its first error: ValueError: the cause\n" in server.explain()
+    message = server.explain()
+    assert "Its first error: ValueError: the cause\n" in message
+    assert ("If it refuses these heads" in message) == has_heads
 
 
 def test_special_tokens_that_vllm_does_not_read_are_noted(

@@ -355,9 +355,3 @@ def test_retry_after_may_be_a_date() -> None:
         started = time.monotonic()
         assert ask(server) == "answer to hi"
         assert time.monotonic() - started >= 0.5  # dates have whole seconds
-
-
-def test_pauses_grow_only_to_the_longest() -> None:
-    """Doubled twenty times, a pause would be longer than all retries."""
-    with serving(lambda n, body: error(500, "starting") if n < 20 else None) as server:
-        assert ask(server, retry_seconds=20.0) == "answer to hi"
