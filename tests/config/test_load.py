@@ -630,6 +630,24 @@ def test_short_names_of_other_programs_are_recognized(
     assert problem.endswith(f"unknown key; did you mean {meant}?")
 
 
+@pytest.mark.parametrize(
+    ("cls", "name", "meant"),
+    [
+        (TrainConfig, "model", "base_model"),
+        (ExportConfig, "model", "run"),
+        (EvalConfig, "bs", "batch_size"),
+        (EvalConfig, "max_length", "max_new_tokens"),
+        (SelfDistillConfig, "out", "output"),
+    ],
+)
+def test_a_short_name_stands_for_a_key_of_the_command(
+    cls: type[Config], name: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(cls, None, [f"{name}=x"])
+    assert f"override '{name}=x': {name}: unknown key; did you mean {meant}?" in str(caught.value)
+
+
 def test_a_switch_is_suggested_where_a_section_has_its_name() -> None:
     with pytest.raises(ConfigError, match="did you mean prompt_lookup"):
         load_config(EvalConfig, None, ["lookup=false"])
