@@ -99,7 +99,7 @@ class FixedShapeSteps(Steps):
         self._choices = torch.zeros(rows, 2, self.limits.size + 1, dtype=torch.long, device=device)
         self._logits: Tensor | None = None  # allocated once a rule reads them
 
-    # Sizes that do not depend on the rows
+    # The hooks of `Steps`: nothing depends on the rows
 
     def _pass_shape(self) -> tuple[int, int]:
         # at least 2 rows, as in compiled passes, unless memory is allocated for one row
@@ -123,8 +123,6 @@ class FixedShapeSteps(Steps):
         return self._target_model.place_nodes(
             tree.depths, self._masks, lengths, storage, key_length
         )
-
-    # A step
 
     def _run(
         self,

@@ -114,7 +114,7 @@ class Steps:
         limits: largest size and depth of what the draft proposes.
     """
 
-    #: Whether a draft may stop early, which makes the host wait for the device.
+    #: Whether a draft may stop early, which makes the host wait for the device. A hook, see `_run`.
     _may_stop = True
 
     def __init__(
@@ -197,32 +197,11 @@ class Steps:
         accepted = self._run(packed, num_columns, last_tokens, rule, generators, skip_draft)
         # on the host again: what the next step compacts and reads
         for row, (path, tokens) in zip(self._rows, accepted, strict=True):
-            row.start = row.length  # uses the old path, so do this before replacing it
-            row.path = path
+            # the new tree's root is right after the old path, whose end is `row.length`
+            row.start, row.path = row.length, path
             if self._draft is not None:
                 self._draft.extend_request_state(row.request_state, tokens[:-1])
         return accepted
-
-    def _run(
-        self,
-        packed: list[list[int]],
-        num_columns: int,
-        last_tokens: Sequence[int],
-        rule: AcceptanceRule,
-        generators: Sequence[torch.Generator] | None,
-        skip_draft: bool,
-    ) -> list[Accepted]:
-        """Run the stages 1 to 5 on packed inputs, [B][3 + P]; for other arguments see `step` and
-        `_device_step`.
-        """
-        proposal, logits = self._device_step(
-            torch.tensor(packed, device=self._target_model.device),
-            num_columns,
-            last_tokens,
-            skip_draft=skip_draft,
-        )
-        active = len(self._rows)  # a compiled pass may have more rows
-        return accept(rule, proposal.tokens[:active], logits[:active], proposal.tree, generators)
 
     def _device_step(
         self,
@@ -255,8 +234,8 @@ class Steps:
             compact(storage, starts, path)
 
         # 2. draft. A draft with a fixed tree may run the target model's first layers over its
-        # nodes, so it gets their inputs
-        nodes: NodeInputs | None = None
+        # nodes, so the nodes are placed before it runs. Other trees are placed once they are known
+        nodes: NodeInputs | None = None  # not placed yet
         if draft is None:
             proposal = Proposal(last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
         else:
@@ -273,7 +252,7 @@ class Steps:
 
         # 3. verify
         tokens, tree = proposal.pass_inputs()  # [B, n + 1], with branch tokens [B, n + 1 + m]
-        if nodes is None:  # the tree may be smaller than the largest one
+        if nodes is None:  # now the tree is known; it may be smaller than the largest one
             key_length = self._key_length(self._longest + tree.size + 1)
             nodes = self._place_nodes(tree, lengths, storage, key_length)
         elif tree.size < self._tree.size:  # the draft stopped early, at a level above the last
@@ -312,23 +291,10 @@ class Steps:
             packed.append([0, 0, 1] + [0] * path_length)
         return packed
 
-    def _pass_shape(self) -> tuple[int, int]:
-        """Return the number of rows of a pass, B, and of nodes that paths are padded to, P."""
-        count = len(self._rows)
-        if self._is_compiled and (self._draft is None or self._draft.fixed_shape):
-            # compiled programs run at least 2 rows, unless memory is allocated for one row
-            count = min(max(count, 2), self._allocated_rows)
-        return count, max(len(row.path) for row in self._rows)
-
     @property
     def _longest(self) -> int:
         """Largest length of a row."""
         return max(row.length for row in self._rows)
-
-    def _paths_have_gaps(self) -> bool:
-        """Return whether an accepted node may not be right after the previous one."""
-        # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
-        return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
 
     def _accepted_path(self, path: Tensor, counts: Tensor, starts: Tensor) -> AcceptedPath:
         """Return the accepted nodes of B rows with their states and tokens, which the last step
@@ -375,6 +341,55 @@ class Steps:
         """The draft's request state of each active row; other rows of a pass have none."""
         return [row.request_state for row in self._rows]
 
+    @property
+    def _is_compiled(self) -> bool:
+        return self._target_model.compiled is not None
+
+    # Hooks. `FixedShapeSteps` overrides these five methods and `_may_stop`. Here they fit each step
+    # to its rows, which needs the host. There they give the same kernels on the same addresses for
+    # all rows, because a CUDA graph replays what it captured. It also extends `_allocate` and
+    # `prefill`
+
+    def _run(
+        self,
+        packed: list[list[int]],
+        num_columns: int,
+        last_tokens: Sequence[int],
+        rule: AcceptanceRule,
+        generators: Sequence[torch.Generator] | None,
+        skip_draft: bool,
+    ) -> list[Accepted]:
+        """Run the stages 1 to 5 on packed inputs, [B][3 + P]; for other arguments see `step` and
+        `_device_step`.
+        """
+        proposal, logits = self._device_step(
+            torch.tensor(packed, device=self._target_model.device),
+            num_columns,
+            last_tokens,
+            skip_draft=skip_draft,
+        )
+        active = len(self._rows)  # a compiled pass may have more rows
+        return accept(rule, proposal.tokens[:active], logits[:active], proposal.tree, generators)
+
+    def _pass_shape(self) -> tuple[int, int]:
+        """Return the number of rows of a pass, B, and of nodes that paths are padded to, P."""
+        count = len(self._rows)
+        if self._is_compiled and (self._draft is None or self._draft.fixed_shape):
+            # compiled programs run at least 2 rows, unless memory is allocated for one row
+            count = min(max(count, 2), self._allocated_rows)
+        return count, max(len(row.path) for row in self._rows)
+
+    def _key_length(self, positions: int) -> int:
+        """Return how many columns attention reads if `positions` columns are needed. Compiled
+        passes read whole blocks.
+        """
+        return round_up_to_block(positions) if self._is_compiled else positions
+
+    def _paths_have_gaps(self) -> bool:
+        """Return whether an accepted node may not be right after the previous one."""
+        # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
+        return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
+
     def _place_nodes(
         self,
         tree: Tree | RowTrees | TreeAndBranch,
@@ -400,16 +415,6 @@ class Steps:
         return target_model.place_nodes(
             tree.depths, masks, lengths, storage, key_length, first_column
         )
-
-    @property
-    def _is_compiled(self) -> bool:
-        return self._target_model.compiled is not None
-
-    def _key_length(self, positions: int) -> int:
-        """Return how many columns attention reads if `positions` columns are needed. Compiled
-        passes read whole blocks.
-        """
-        return round_up_to_block(positions) if self._is_compiled else positions
 
     # Rows join and leave
 
