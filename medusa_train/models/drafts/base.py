@@ -236,54 +236,26 @@ class Proposer:
     Proposals depend on the text, the earlier steps and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
+    A draft needs `max_depth` and `propose`. The other members have defaults, and the headings below
+    name the drafts that define them. `MergedDraft` passes calls on to its two drafts.
+
     Attributes:
-        aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states.
         max_depth: K, the depth of the deepest tree that it can fill.
-        num_caches: number of its own layers that need a KV cache.
         fixed_shape: whether it fills the given tree, with the same work every time, so that steps
-            can be replayed as CUDA graphs. Otherwise it chooses the shape of its trees.
+            can be replayed as CUDA graphs. Otherwise it chooses the shape of its trees (dynamic
+            trees, copied text).
+        aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states
+            (Kangaroo, EAGLE-3, DFlash).
         runs_target_model: whether `propose` runs layers of the target model over its draft tokens,
-            see `Proposal.aux`.
+            see `Proposal.aux` (Kangaroo).
     """
 
-    aux_layers: tuple[int, ...] = ()
     max_depth: int
     fixed_shape: bool = True
+    aux_layers: tuple[int, ...] = ()
     runs_target_model: bool = False
 
-    @property
-    def num_caches(self) -> int:
-        """Number of its own layers that need a KV cache."""
-        return 0
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """Size of a reduced vocabulary; None if every token of the target model can be drafted."""
-        return None
-
-    def limits(self, tree: Tree) -> Limits:
-        """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
-        return Limits(tree.size, tree.max_depth)
-
-    def prefill(
-        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
-    ) -> None:
-        """Read B prompts. Drafts without caches need not define it.
-
-        The last position of each prompt is read again as the accepted path of the first step.
-
-        Args:
-            hidden_states: states of the right-padded prompts, [B, T, d].
-            tokens: tokens of the prompts, long [B, T].
-            caches: one for each layer of the draft. They hold `length` positions before these.
-        """
-
-    def new_request_state(self, prompt: Sequence[int]) -> Any:
-        """Return the state that the draft keeps for a request on the host; None: no state."""
-        return None
-
-    def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
-        """Add accepted tokens, the root's first, to the state of `new_request_state`."""
+    # Every draft
 
     def extend(self, step: DraftStep) -> Any:
         """Read the accepted path; return what `propose` needs.
@@ -301,14 +273,48 @@ class Proposer:
             states: the result of `extend`.
         """
 
-    def skip_proposal(self, step: DraftStep, states: Any) -> None:
-        """Called instead of `propose` in a step that verifies only the last tokens."""
+    def limits(self, tree: Tree) -> Limits:
+        """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
+        return Limits(tree.size, tree.max_depth)
 
-    def no_early_exit(self) -> AbstractContextManager[None]:
-        """Within this context, proposals fill the whole tree, even with unlikely tokens, as
-        simulations assume.
+    # Drafts with layers of their own that attend to earlier positions: Hydra's prefix layer,
+    # Amphista, Kangaroo, EAGLE-3, DFlash
+
+    @property
+    def num_caches(self) -> int:
+        """Number of its own layers that need a KV cache."""
+        return 0
+
+    def prefill(
+        self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
+    ) -> None:
+        """Read B prompts. Drafts without caches need not define it.
+
+        The last position of each prompt is read again as the accepted path of the first step.
+
+        Args:
+            hidden_states: states of the right-padded prompts, [B, T, d].
+            tokens: tokens of the prompts, long [B, T].
+            caches: one for each layer of the draft. They hold `length` positions before these.
         """
-        return nullcontext()
+
+    # Drafts that may have a reduced vocabulary: all trained ones but Kangaroo
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Size of a reduced vocabulary; None if every token of the target model can be drafted."""
+        return None
+
+    # Drafts that copy text, which they keep for each request: prompt lookup, REST, lookahead
+
+    def new_request_state(self, prompt: Sequence[int]) -> Any:
+        """Return the state that the draft keeps for a request on the host; None: no state."""
+        return None
+
+    def extend_request_state(self, state: Any, tokens: Sequence[int]) -> None:
+        """Add accepted tokens, the root's first, to the state of `new_request_state`."""
+
+    # Lookahead, which guesses by branch tokens
 
     def observe(self, request_states: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Read the target model's logits at the branch tokens of a proposal. Drafts without branch
@@ -319,6 +325,17 @@ class Proposer:
             proposal: the verified proposal.
             logits: logits at the outputs of its branch, [B, outputs, V].
         """
+
+    # Kangaroo, which may stop at an unlikely token, and whose layer must read every position once
+
+    def no_early_exit(self) -> AbstractContextManager[None]:
+        """Within this context, proposals fill the whole tree, even with unlikely tokens, as
+        simulations assume.
+        """
+        return nullcontext()
+
+    def skip_proposal(self, step: DraftStep, states: Any) -> None:
+        """Called instead of `propose` in a step that verifies only the last tokens."""
 
 
 class Draft(Proposer, nn.Module):
@@ -410,20 +427,7 @@ class Draft(Proposer, nn.Module):
         draft.dynamic = limits
         return draft
 
-    @property
-    def trained_heads(self) -> int:
-        """The number of states that `head_states` yields; may be less than K if one head drafts all
-        depths.
-        """
-        return self.max_depth
-
-    # Training
-
-    def loss_positions(self, batch: Batch) -> Tensor | None:
-        """Return the positions whose targets count in the loss, bool [B, T]; None: all positions.
-        It depends only on the batch.
-        """
-        return None
+    # Training of every draft
 
     @abstractmethod
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
@@ -437,6 +441,26 @@ class Draft(Proposer, nn.Module):
             batch: tokens, positions and segments [B, T].
         """
 
+    @abstractmethod
+    def lm_head(self, k: int) -> LMHead:
+        """Return the matrix and logit transform of head k = 1..K."""
+
+    # Training of Kangaroo and EAGLE-3, which train fewer states than they draft depths, and of
+    # DFlash, which trains at some positions. `teacher_forced_states` leaves out nothing
+
+    @property
+    def trained_heads(self) -> int:
+        """The number of states that `head_states` yields; may be less than K if one head drafts all
+        depths.
+        """
+        return self.max_depth
+
+    def loss_positions(self, batch: Batch) -> Tensor | None:
+        """Return the positions whose targets count in the loss, bool [B, T]; None: all positions.
+        It depends only on the batch.
+        """
+        return None
+
     def teacher_forced_states(
         self, hidden_states: HiddenStates, batch: TokenRows
     ) -> Iterator[Tensor]:
@@ -444,10 +468,6 @@ class Draft(Proposer, nn.Module):
         tokens before it.
         """
         return self.head_states(hidden_states, batch)
-
-    @abstractmethod
-    def lm_head(self, k: int) -> LMHead:
-        """Return the matrix and logit transform of head k = 1..K."""
 
 
 def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:
