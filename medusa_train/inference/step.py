@@ -58,6 +58,7 @@ from medusa_train.models.drafts.base import (
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import ROWS, KVCache, compact
+from medusa_train.trees.levels import levels_of
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
@@ -136,7 +137,7 @@ class Steps:
         self._all_caches = [kv_cache, *self._draft_caches]
         self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
         # 3. compute here what copies from the host, because a CUDA graph can't do that
-        _ = tree.by_level  # a cached property
+        levels_of(tree)  # the tree keeps them
         self._masks = target_model.node_masks(tree.ancestors, tree.depths)
         # 4. the active rows, and what a step keeps on the device for the next step
         self._rows: list[RowState] = []

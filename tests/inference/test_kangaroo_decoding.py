@@ -19,7 +19,8 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.time_steps import QUICK, time_steps
-from medusa_train.trees.tree import Level, Tree
+from medusa_train.trees.levels import Level
+from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain

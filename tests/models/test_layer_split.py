@@ -8,8 +8,9 @@ import torch
 from medusa_train.errors import TargetModelError
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.kv_cache import KVCache, compact
+from medusa_train.trees.levels import TreeLevels
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
-from medusa_train.trees.tree import Tree, TreeLevels
+from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_target_model
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])

@@ -1,4 +1,4 @@
-"""Trees: order, parents, ancestor masks, files and levels."""
+"""Trees: order, parents, ancestor masks and files."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_train.errors import CheckpointError, DataError
-from medusa_train.trees.tree import Tree, TreeLevels
+from medusa_train.trees.tree import Tree
 
 
 def test_a_small_tree_written_out() -> None:
@@ -75,70 +75,6 @@ def test_files_round_trip_and_broken_ones_are_rejected(tmp_path: Path) -> None:
             Tree.load(path)
     with pytest.raises(CheckpointError, match="no such tree file"):
         Tree.load(tmp_path / "other.json")
-
-
-TREES = {
-    "chain": Tree.chain(3),
-    "full": Tree.cartesian([3, 2, 2]),
-    "sparse": Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (2, 0), (2, 1), (0, 3, 1)]),
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
-    """With candidate r below a node being its path and r, the token of each node is its path."""
-    tree = TREES[name]
-    levels = TreeLevels(tree)
-    tokens: list[tuple[int, ...]] = [()]
-    for level in levels.levels:
-        current = tokens[level.first : level.last]
-        assert len(current) == level.last - level.first
-        inner = current if level.inner is None else [current[i] for i in level.inner.tolist()]
-        inner_nodes = [tokens.index(path) for path in inner]
-        places = list(range(level.inner_first, level.inner_last))
-        assert levels.inner_index[inner_nodes].tolist() == places
-        table = [(*path, rank) for path in inner for rank in range(level.width)]
-        children = [table[index] for index in level.candidates.tolist()]
-        assert [path[:-1] for path in children] == [
-            inner[parent] for parent in level.parents.tolist()
-        ]
-        tokens += children
-    assert tokens == [(), *tree.paths]
-
-
-def test_inner_nodes_are_numbered_and_form_a_tree_below_the_position_before_the_root() -> None:
-    levels = TreeLevels(TREES["sparse"])
-    assert levels.inner_index.tolist() == [0, 1, 0, 2, 0, 0, 3, 0, 0, 0]
-    inner = [node for node, children in enumerate(levels.tree.children) if children]
-    assert inner == [0, 1, 3, 6]
-    paths = [levels.tree.paths[node - 1] for node in inner[1:]]
-    assert levels.inner_nodes.paths == ((0,), *[(0, *path) for path in paths])
-    assert [level.inner is None for level in levels.levels] == [True, False, False, False]
-
-
-def test_inner_nodes_below_the_root_are_those_whose_columns_follow_the_roots() -> None:
-    """Nodes 1, 3 and 6: two children of the root, and a child of the first of them."""
-    levels = TreeLevels(TREES["sparse"])
-    assert levels.inner_depths.tolist() == [1, 1, 2]
-    ranges = [level.inner_below_root for level in levels.levels[1:]]
-    assert ranges == [slice(0, 2), slice(2, 3), slice(3, 3)]
-    masks = levels.inner_masks_below_root(torch.float32)
-    assert levels.inner_masks_below_root(torch.float32) is masks
-    seen = masks.at(torch.tensor([2]), 6)[0, 0] == 0  # two committed columns, the root's the last
-    assert seen.long().tolist() == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 0, 1, 0],
-    ]
-
-
-def test_truncated_trees() -> None:
-    tree = TREES["sparse"]
-    levels = TreeLevels(tree)
-    assert levels.truncate(3) is tree
-    assert levels.truncate(1).paths == ((0,), (1,), (2,), (5,))
-    assert levels.truncate(2) is levels.truncate(2)
-    assert levels.truncate(2).paths == tree.paths[:8]
 
 
 @pytest.mark.parametrize("paths", ["[[1e999]]", "[[1.5]]", "[[true]]", '[["a"]]', "7", '{"a": 1}'])

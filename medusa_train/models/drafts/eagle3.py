@@ -26,6 +26,7 @@ from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
+from medusa_train.trees.levels import levels_of
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
@@ -354,7 +355,7 @@ class Eagle3Draft(LMHeadsDraft):
         if self.dynamic is not None:
             return self._propose_dynamic(step, states, limits=self.dynamic)
         cache = step.caches[0]
-        levels = step.tree.by_level
+        levels = levels_of(step.tree)
         head = self.lm_head(1)  # `lm_heads[0]` with its token map
 
         # 1. columns, positions and masks of all `inner` nodes: the nodes below the root that have

@@ -15,6 +15,7 @@ from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
+from medusa_train.trees.levels import levels_of
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -162,7 +163,7 @@ class HydraDraft(LMHeadsDraft):
         x = states[:, None]  # [B, 1, d]: inputs of the nodes of a level
         nodes = step.last_tokens[:, None]  # [B, 1]: tokens of these nodes
         tokens = [nodes]
-        for k, level in enumerate(tree.by_level.levels[:-1], start=1):
+        for k, level in enumerate(levels_of(tree).levels[:-1], start=1):
             # 1. the m nodes of this level that have children
             if level.inner is not None:
                 x = x[:, level.inner]

@@ -18,8 +18,8 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.kv_cache import compact
+from medusa_train.trees.levels import Level, levels_of
 from medusa_train.trees.transformers_adapters import PromptCache, node_cache
-from medusa_train.trees.tree import Level
 
 
 class KangarooDraft(Draft):
@@ -172,7 +172,7 @@ class KangarooDraft(Draft):
         accepted = step.accepted
         # 1. the adapter has read the inner nodes while it drafted. The keys and values of accepted
         # inner nodes move next to the root's
-        path = step.tree.by_level.inner_index[accepted.path]  # [B, P], among inner nodes
+        path = levels_of(step.tree).inner_index[accepted.path]  # [B, P], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. the states from which the next draft starts
         assert accepted.hidden_states.aux is not None
@@ -188,7 +188,7 @@ class KangarooDraft(Draft):
             states: auxiliary hidden states of the last accepted nodes, [B, 1, d].
         """
         tree = step.tree
-        levels = tree.by_level
+        levels = levels_of(tree)
         nodes = step.nodes
         assert nodes is not None
         cache = step.caches[0]

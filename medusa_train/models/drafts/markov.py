@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
 from medusa_train.models.target_states import TokenRows
+from medusa_train.trees.levels import levels_of
 from medusa_train.trees.tree import Tree
 
 #: Standard deviation of the random embeddings E. They must not be 0: R starts as 0, and its
@@ -80,7 +81,7 @@ class MarkovBias(nn.Module):
         """
         nodes = last_tokens[:, None]  # [B, 1] tokens of a level
         tokens = [nodes]
-        for k, level in enumerate(tree.by_level.levels[:-1], start=1):
+        for k, level in enumerate(levels_of(tree).levels[:-1], start=1):
             # 1. the m nodes of this level that have children
             if level.inner is not None:
                 nodes = nodes[:, level.inner]

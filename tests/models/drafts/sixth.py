@@ -15,6 +15,7 @@ from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
+from medusa_train.trees.levels import levels_of
 from medusa_train.trees.transformers_adapters import PromptCache
 
 
@@ -83,7 +84,7 @@ class SixthDraft(LMHeadsDraft):
         """Fill the tree level by level."""
         nodes = step.last_tokens[:, None]  # [B, 1]: tokens of the level
         tokens = [nodes]
-        for k, level in enumerate(step.tree.by_level.levels[:-1], start=1):
+        for k, level in enumerate(levels_of(step.tree).levels[:-1], start=1):
             if level.inner is not None:
                 nodes = nodes[:, level.inner]  # [B, m]
             x = states[:, None] + self.paths[k - 1](self.embedding(nodes).to(states.dtype))
