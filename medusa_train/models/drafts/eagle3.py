@@ -360,12 +360,11 @@ class Eagle3Draft(LMHeadsDraft):
 
         # 1. columns, positions and masks of all `inner` nodes: the nodes below the root that have
         # children. Each has its own column; siblings share a position
-        lengths = step.accepted.lengths  # [B]
-        root_columns = lengths[:, None] - 1  # [B, 1]
+        lengths = step.accepted.lengths  # [B], t + 1
         depths = levels.inner_depths  # [inner], children of the root have 1
         places = torch.arange(len(depths), device=lengths.device)
-        columns = root_columns + 1 + places  # [B, inner]
-        positions = root_columns + depths  # [B, inner]
+        columns = lengths[:, None] + places  # [B, inner], t + 1, t + 2, ..
+        positions = lengths[:, None] + (depths - 1)  # [B, inner], t + depth
         masks = levels.inner_masks_below_root(states.dtype)
         mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
 
@@ -431,8 +430,7 @@ class Eagle3Draft(LMHeadsDraft):
         """
         cache = step.caches[0]
         head = self.lm_head(1)  # `lm_heads[0]` with its token map and logit transform
-        lengths = step.accepted.lengths  # [B]
-        root_columns = lengths[:, None] - 1  # [B, 1]
+        lengths = step.accepted.lengths  # [B], t + 1
 
         def guess_children(outputs: Tensor) -> tuple[Tensor, Tensor]:
             """Return the logits of the children of m nodes, [B, m, N], and the states of these
@@ -457,8 +455,8 @@ class Eagle3Draft(LMHeadsDraft):
             num_nodes = tokens.shape[1]
             num_run = visible.shape[2]
             places = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
-            columns = root_columns + 1 + places  # [B, m]
-            positions = root_columns.expand(-1, num_nodes) + depth  # [B, m]
+            columns = lengths[:, None] + places  # [B, m]
+            positions = lengths[:, None].expand(-1, num_nodes) + (depth - 1)  # [B, m], t + depth
             masks = NodeMasks(visible, depths=None, window=None, dtype=parent_states.dtype)
             mask = masks.at(lengths, cache.key_length)  # [B, 1, m, key_length]
             layer_inputs = self._join(tokens, parent_states)  # [B, m, 2 d]
