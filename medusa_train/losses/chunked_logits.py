@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 class LogitTensors(NamedTuple):
-    """The tensors from which logits are computed, or the gradients of these tensors; None if there
-    is no such tensor or gradient.
+    """The tensors from which logits are computed; None if there is no such tensor.
 
         raw logits = weight h + bias + up z
 
@@ -55,8 +54,18 @@ class LogitTensors(NamedTuple):
         up: [V, r].
     """
 
-    hidden: Any = None
-    weight: Any = None
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    z: Tensor | None = None
+    up: Tensor | None = None
+
+
+class LogitGradients(NamedTuple):
+    """The gradients of `LogitTensors`, in the same order and shapes; None if not needed."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
     bias: Tensor | None = None
     z: Tensor | None = None
     up: Tensor | None = None
@@ -77,7 +86,7 @@ def logit_tensors(lm_head: LMHead, hidden: Tensor, positions: Tensor) -> LogitTe
 
 def zero_gradients(
     tensors: LogitTensors, trained: Sequence[bool], in_place: bool = False
-) -> LogitTensors:
+) -> LogitGradients:
     """Return a zero gradient for each tensor that is trained.
 
     Gradients of matrices are float32 (float64 for float64 weights), since they are sums over many
@@ -102,7 +111,7 @@ def zero_gradients(
             grads[name] = tensor.grad
         else:
             grads[name] = torch.zeros_like(tensor, dtype=dtype)
-    return LogitTensors(**grads)
+    return LogitGradients(**grads)
 
 
 def _softmax_dtype(weight: Tensor) -> torch.dtype:
@@ -207,7 +216,7 @@ class ChunkedLogits:
             grad *= self.lm_head.scale
         return grad
 
-    def add_gradients(self, chunk: slice, grads: LogitTensors, scale: float) -> None:
+    def add_gradients(self, chunk: slice, grads: LogitGradients, scale: float) -> None:
         """Add `scale` times the gradients of both matrices and their inputs, for a chunk. The
         buffer must hold the gradient of the raw logits instead of the products.
         """

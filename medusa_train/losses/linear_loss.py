@@ -36,6 +36,7 @@ from torch.nn.functional import log_softmax
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.chunked_logits import (
     ChunkedLogits,
+    LogitGradients,
     LogitTensors,
     block_size,
     chunk_size,
@@ -104,6 +105,19 @@ def linear_loss(
     Products run in the weight's dtype or autocast's (a float32 master weight is cast once per
     pass); softmax and loss are float32. If the teacher's distribution equals the student's bit for
     bit, the divergence and its gradients are exactly 0.
+
+    The same with all logits in memory at once, where `logits(head, h)` stands for the head's
+    products, scale and soft cap:
+
+        at = (targets != IGNORE_INDEX).nonzero().squeeze(1)  # [M]
+        log_q = log_softmax(logits(lm_head, hidden[at]), dim=1)  # [M, V]
+        target = one_hot(targets[at], V)  # [M, V]
+        if teacher is not None:
+            w = teacher.teacher_weight
+            p = softmax(logits(teacher.lm_head, teacher.hidden[at + teacher.shift]), dim=1)
+            target = w * p + (1 - w) * target  # [M, V]
+        loss_sum = -(target * log_q).sum()  # with `divergence` also + w * (p * p.log()).sum()
+        (grad_scale * loss_sum).backward()
 
     Args:
         hidden: the student's hidden states, [N, d].
@@ -179,7 +193,7 @@ class _GradientsInBackward(torch.autograd.Function):
     """Computes the sums; its backward pass computes the logits again, and the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, loss: _ChunkedLoss, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, loss: _ChunkedLoss, *tensors: Any) -> tuple[Tensor, ...]:
         with torch.autocast(loss.labels.device.type, enabled=False):
             sums = loss.sums(LogitTensors(*tensors))
         ctx.loss = loss
@@ -224,7 +238,7 @@ class _ChunkedLoss:
     chunk: int | None
 
     def sums(
-        self, tensors: LogitTensors, grads: LogitTensors = LogitTensors(), scale: float = 1.0
+        self, tensors: LogitTensors, grads: LogitGradients = LogitGradients(), scale: float = 1.0
     ) -> LossSums:
         """Return the sums, and add `scale` times the gradients of the loss to `grads`. Uses neither
         autograd nor autocast.
