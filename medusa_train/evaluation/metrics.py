@@ -125,18 +125,38 @@ class Rates(NamedTuple):
     pass_seconds: Tensor
 
 
-def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
-    """Return sums [6] over the answers of each decoder.
+class _Addends(NamedTuple):
+    """What an answer adds to its decoder's sums: numbers; or the columns of sums [..., 6], which are
+    tensors [...].
 
-    The first two include the prefill: tokens, seconds. The other four exclude it: tokens, steps,
-    seconds, passes.
+    Attributes:
+        tokens, seconds: of the whole answer, prefill included.
+        step_tokens, steps, decode_seconds, passes: prefill excluded.
     """
-    addends: dict[str, list[list[float]]] = {}
+
+    tokens: Any
+    seconds: Any
+    step_tokens: Any
+    steps: Any
+    decode_seconds: Any
+    passes: Any
+
+
+def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
+    """Return the sums of `_Addends` over the answers of each decoder, [6]."""
+    addends: dict[str, list[_Addends]] = {}
     for turn in turns:
         for name, answer in turn.answers.items():
             tokens = len(answer.tokens)
-            decoding = [tokens - answer.prefill_tokens, answer.steps, answer.decode_seconds]
-            addends.setdefault(name, []).append([tokens, answer.seconds, *decoding, answer.passes])
+            one = _Addends(
+                tokens=tokens,
+                seconds=answer.seconds,
+                step_tokens=tokens - answer.prefill_tokens,
+                steps=answer.steps,
+                decode_seconds=answer.decode_seconds,
+                passes=answer.passes,
+            )
+            addends.setdefault(name, []).append(one)
     # [answers, 6] -> [6]
     return {
         name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
@@ -147,8 +167,12 @@ def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
     """Compute rates [...] from the sums [..., 6] of every decoder."""
     rates = {}
     for name, decoder_sums in sums.items():
-        tokens, seconds, step_tokens, steps, decode_seconds, passes = decoder_sums.unbind(-1)
-        rates[name] = Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
+        columns = _Addends(*decoder_sums.unbind(-1))  # [...] each
+        rates[name] = Rates(
+            tokens_per_s=columns.tokens / columns.seconds,
+            tokens_per_step=columns.step_tokens / columns.steps,
+            pass_seconds=columns.decode_seconds / columns.passes,
+        )
     return rates
 
 
@@ -276,7 +300,8 @@ def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
     decoders = list(sums[0])
     # one row holds the sums of all decoders, so each sample draws the same units for all of them
     rows = torch.stack([torch.cat([unit[name] for name in decoders]) for unit in sums])
-    drawn = resample(rows).split(6, dim=1)  # [units, 6 * decoders] -> [R, 6] for each decoder
+    # [units, 6 * decoders] -> [R, 6] for each decoder
+    drawn = resample(rows).split(len(_Addends._fields), dim=1)
     ratios = _ratios(dict(zip(decoders, drawn, strict=True)))
     return {name: interval(samples) for name, samples in ratios.items()}
 
