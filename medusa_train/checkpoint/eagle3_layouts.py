@@ -49,81 +49,6 @@ LAYER_KEYS = (
 )
 #: Flag of a norm that some trainers add -> older name of the flag.
 EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
-#: Tensors that are computed from others, or copied from the target model.
-_DERIVED = {
-    "midlayer.self_attn.rotary_emb.inv_freq",
-    "rotary_emb.inv_freq",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-}
-_KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
-#: Entries of NVIDIA's eagle_config -> the only value that this package computes.
-_AS_COMPUTED = {
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-    "has_lm_head": True,
-}
-#: Entries of config.json that are read, checked, or do not affect what the draft computes.
-_KNOWN_ENTRIES = {
-    *LAYER_KEYS,
-    *EAGLE3_NORMS,
-    *_KNOWN_EAGLE,
-    "use_aux_norm",
-    "rope_theta",
-    "rope_scaling",
-    "transformer_layer_config",
-    "eagle_config",
-    "norm_before_residual",
-    "target_hidden_size",
-    "draft_vocab_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "layer_types",
-    "sliding_window",
-    "use_sliding_window",
-    "logit_scale",
-    "qkv_bias",
-    "base_model_name_or_path",
-    "speculators_model_type",
-    "speculators_config",
-    "speculators_version",
-    "tie_word_embeddings",
-    # entries about files and training
-    "architectures",
-    "model_type",
-    "torch_dtype",
-    "dtype",
-    "transformers_version",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "initializer_range",
-    "attention_dropout",
-    "embed_requires_grad",
-    "pretraining_tp",
-    "max_window_layers",
-    "auto_map",
-    "has_no_defaults_at_init",
-    "_name_or_path",
-}
-#: Pattern of a tensor's name -> why the tensor is not read. The first match counts.
-_WHY_UNREAD = {
-    r"(layers|midlayer)\.\d+\.": "the draft has a second layer; drafts of one layer can be read",
-    r".*\.[qk]_norm\.": (
-        "its attention norms queries and keys, which servers compute only where model_type is qwen3"
-    ),
-    r"(input_norm|fc_norm)\.": "a norm that config.json does not name (norm_before_fc, fc_norm)",
-    # scales of FP8 weights; integer weights were rejected before
-    r".*(_scale|_scale_inv|_zero_point)$": (
-        "of quantized weights, which are not read; take the draft that is not quantized"
-    ),
-    r".*\.bias$": "a bias that config.json does not name (attention_bias, mlp_bias)",
-    "": "not a tensor of an EAGLE-3 draft",
-}
 
 
 # Writing
@@ -347,20 +272,6 @@ def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
     return _part_of(config, "eagle_config").get(_STATES) or None
 
 
-def _unread_entries(
-    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
-) -> set[str]:
-    """Return the entries that are not read; null values are ignored."""
-    entries = set()
-    for key, value in (*config.items(), *layer.items()):
-        if key not in _KNOWN_ENTRIES and value is not None:
-            entries.add(key)
-    for key, value in eagle.items():
-        if key not in _KNOWN_EAGLE and value not in (None, _AS_COMPUTED.get(key)):
-            entries.add(f"eagle_config.{key}")
-    return entries
-
-
 def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `LAYER_KEYS` entries of a layer's config.json.
 
@@ -488,3 +399,96 @@ def _draft_tokens(
     if len(tokens) != rows:
         raise CheckpointError(f"{name} has {len(tokens)} tokens, lm_head {rows} rows")
     return tokens
+
+
+# What is not read
+
+#: Tensors that are computed from others, or copied from the target model.
+_DERIVED = {
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+}
+_KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
+#: Entries of NVIDIA's eagle_config -> the only value that this package computes.
+_AS_COMPUTED = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "has_lm_head": True,
+}
+#: Entries of config.json that are read, checked, or do not affect what the draft computes.
+_KNOWN_ENTRIES = {
+    *LAYER_KEYS,
+    *EAGLE3_NORMS,
+    *_KNOWN_EAGLE,
+    "use_aux_norm",
+    "rope_theta",
+    "rope_scaling",
+    "transformer_layer_config",
+    "eagle_config",
+    "norm_before_residual",
+    "target_hidden_size",
+    "draft_vocab_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "logit_scale",
+    "qkv_bias",
+    "base_model_name_or_path",
+    "speculators_model_type",
+    "speculators_config",
+    "speculators_version",
+    "tie_word_embeddings",
+    # entries about files and training
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "initializer_range",
+    "attention_dropout",
+    "embed_requires_grad",
+    "pretraining_tp",
+    "max_window_layers",
+    "auto_map",
+    "has_no_defaults_at_init",
+    "_name_or_path",
+}
+#: Pattern of a tensor's name -> why the tensor is not read. The first match counts.
+_WHY_UNREAD = {
+    r"(layers|midlayer)\.\d+\.": "the draft has a second layer; drafts of one layer can be read",
+    r".*\.[qk]_norm\.": (
+        "its attention norms queries and keys, which servers compute only where model_type is qwen3"
+    ),
+    r"(input_norm|fc_norm)\.": "a norm that config.json does not name (norm_before_fc, fc_norm)",
+    # scales of FP8 weights; integer weights were rejected before
+    r".*(_scale|_scale_inv|_zero_point)$": (
+        "of quantized weights, which are not read; take the draft that is not quantized"
+    ),
+    r".*\.bias$": "a bias that config.json does not name (attention_bias, mlp_bias)",
+    "": "not a tensor of an EAGLE-3 draft",
+}
+
+
+def _unread_entries(
+    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
+) -> set[str]:
+    """Return the entries that are not read; null values are ignored."""
+    entries = set()
+    for key, value in (*config.items(), *layer.items()):
+        if key not in _KNOWN_ENTRIES and value is not None:
+            entries.add(key)
+    for key, value in eagle.items():
+        if key not in _KNOWN_EAGLE and value not in (None, _AS_COMPUTED.get(key)):
+            entries.add(f"eagle_config.{key}")
+    return entries

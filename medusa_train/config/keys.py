@@ -107,6 +107,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self: Self) -> Self:
+        # The model is frozen, and derived values must not count as set by the user
+        # (`model_fields_set`), so this does not assign attributes.
         self.__dict__.update(self.derived())
         broken = []
         for keys, message in self.violations():

@@ -227,9 +227,11 @@ def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
     typed = {error["loc"] for error in errors if error["type"] == "text"} & source.typed.keys()
     for path in typed:
         source.set(path, source.typed[path], source.place(path))
-    if typed:
+    if typed:  # Start again. `set` removed these keys from `source.typed`, so this ends.
         return _validate(cls, source)
-    # 3. The rules between the keys that are valid.
+    # 3. The rules between the keys that are valid. Pydantic checks rules only if all keys are
+    # valid, so a required key that is missing or invalid gets "?". Rules between invalid keys and
+    # others are left out.
     invalid = {error["loc"][0] for error in errors if error["type"] != "rule"}
     if invalid:
         required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}

@@ -86,6 +86,26 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
 
+    # Answers. Each is found in the rendered chat, by these names:
+    #
+    #     prompt     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    #     rendered   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    #                    <think>\n\n</think>\n\nHello!<|im_end|>\n
+    #                    [lead                 ][content][end   ]
+    #
+    # `start` is the index in `rendered` at which the generated text starts, here that of `lead`.
+    # `fixed_end` is the end of the prefix of `rendered` that does not depend on the answer.
+    #
+    # Templates differ in what they render after the prompt:
+    #
+    #     Llama 3.1, SmolLM2    content and end
+    #     Mistral, Qwen3        a lead as well: a space, an empty reasoning
+    #     gpt-oss               a lead, but earlier turns lack their analysis: `_answer_start`
+    #     DeepSeek-V3           no `<|Assistant|>` after results of tools: `_answer_start`
+    #     DeepSeek-R1           no `<think>`, with which the prompt ends: `_content_after`
+    #     Qwen3, not thinking   another reasoning than the empty one in the prompt: `_content_after`
+    #     Nemotron Nano 2       with calls, two turns: the content, then the calls (rejected)
+
     def answer(self, messages: Sequence[Message]) -> RenderedAnswer | None:
         """Return the last message as the model generates it after the prompt; None if the template
         does not render all of its tool calls in the same turn.
@@ -99,31 +119,28 @@ class ChatTemplate:
     def _answer_without_calls(
         self, history: Sequence[Message], message: Message, prompt: str
     ) -> RenderedAnswer:
-        r"""Return an answer that is only text: what the template writes before its content, the
-        content, and the end token.
-
-        Qwen3's template writes an empty reasoning part before the content, so this `lead` is
-        generated:
-
-            prompt     ...<|im_start|>assistant\n
-            rendered   ...<|im_start|>assistant\n<think>\n\n</think>\n\nHello!<|im_end|>\n
-                                                 lead                   content
+        """Return an answer that is only text: lead, content and end. If the template changes more
+        of the content than white space around it, the content is as stored.
         """
-        # 1. Find the answer in the rendered chat.
+        # 1. Find the lead and the end. Neither the line break before the next turn nor a token that
+        # closes the whole text (Phi-3) belongs to the answer.
         rendered = self.render([*history, message])
         before, after = self._around_content(history)
         start = self._answer_start(prompt, rendered, _common_length(rendered, before))
-        # 2. Neither the line break before the next turn nor a token that closes the whole text
-        # belongs to the answer.
-        end = _up_to(self.added_tokens, after)[0]
         lead = "" if start is None else before[start:]
+        end = _up_to(self.added_tokens, after)[0]
+        # 2. Put the text together.
         content = self._content_after(prompt, message)
-        text = lead + content + end if lead.isspace() else content + end
-        # Use the form of the content that the template renders: unchanged or stripped.
         for words in (content, content.strip()):
+            # Llama 3.1 renders " Hello!\n" as "Hello!".
             if start is not None and rendered.startswith(lead + words + end, start):
                 text = lead + words + end
                 break
+        else:
+            # Qwen3 renders "<think>add</think> four" with line breaks around "add", and R1 only
+            # " four". Qwen3's lead is left out, since the content has its own reasoning. A lead of
+            # white space (Vicuna) stays.
+            text = lead + content + end if lead.isspace() else content + end
         if not message.is_cut:
             return RenderedAnswer(prompt, text, end)
         # 3. An answer that was cut off has no end token. If it was cut within the reasoning, its
@@ -131,26 +148,6 @@ class ChatTemplate:
         opened, closed = map((prompt + content).rfind, self.reasoning_tags)
         text = content if content and opened > closed else text.removesuffix(end)
         return RenderedAnswer(prompt, text, "")
-
-    def _content_after(self, prompt: str, message: Message) -> str:
-        """Return an answer's content without the part of its reasoning that the prompt already has:
-        the opening tag, or the whole reasoning if the prompt closes it (`enable_thinking: false`).
-
-        If the prompt opens a reasoning that the content lacks, an empty reasoning is put before the
-        content.
-        """
-        content = message.content
-        opening, closing = self.reasoning_tags
-        if prompt.rstrip().endswith(closing):
-            if closing not in content:
-                return content
-            return content.rpartition(closing)[2].lstrip("\n")
-        opened = self.opened_reasoning(prompt)
-        if opened and content.lstrip().startswith(opening):
-            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
-        if opened and closing not in content and not message.is_cut:
-            return f"\n{closing}\n\n{content}"
-        return content
 
     def _answer_with_calls(
         self, history: Sequence[Message], message: Message, prompt: str
@@ -161,56 +158,33 @@ class ChatTemplate:
             prompt     ...<|start|>assistant
             rendered   ...<|start|>assistant<|channel|>commentary to=...<|call|>
         """
-        # 1. Find the answer in the rendered chat.
-        if prompt.rstrip().endswith(self.reasoning_tags[1]):  # no reasoning is left to generate
+        # 1. Render the chat. If the prompt closes the reasoning, none is left to generate.
+        if self._closes_reasoning(prompt):
             message = replace(message, parts={"tool_calls": message.calls})
         rendered = self.render([*history, message])
         before, _ = self._around_content(history)
-        common = _common_length(rendered, before)
-        start = self._answer_start(prompt, rendered, common)
-        if start is None:
-            text = self._after_changed_prompt(prompt, rendered, common)
+        fixed_end = _common_length(rendered, before)
+        # 2. Find the generated text.
+        start = self._answer_start(prompt, rendered, fixed_end)
+        opened = self.opened_reasoning(prompt)
+        before_opened = prompt.removesuffix(opened)
+        if start is not None:
+            text = rendered[start:]
+        elif opened and rendered.startswith(before_opened):
+            text = self._without_opening_tag(rendered[len(before_opened) :])
         else:
+            start = self._start_after_header(prompt, rendered, fixed_end)
+            if start is None:
+                return None
             text = rendered[start:]
         text, end = _up_to(self.stops, text)
-        # 2. A template may write the text next to calls and the calls as two turns (Nemotron
-        # Nano 2).
+        # 3. Nemotron Nano 2 ends the turn before the calls: `text` is only the content.
         names = Counter(call["function"]["name"] for call in message.calls)
         if any(text.count(name) < count for name, count in names.items()):
             return None
         if message.is_cut:
             return RenderedAnswer(prompt, text.removesuffix(end), "")
         return RenderedAnswer(prompt, text, end)
-
-    def _after_changed_prompt(self, prompt: str, rendered: str, common: int) -> str:
-        """Return the text after a prompt whose end `rendered`, a chat with tool calls, does not
-        contain; '' if the texts differ earlier.
-
-        Args:
-            common: length of the prefix of `rendered` that does not depend on the answer.
-        """
-        # 1. The prompt opens a reasoning that the answer does not have.
-        opened = self.opened_reasoning(prompt)
-        opening, closing = self.reasoning_tags
-        before = prompt.removesuffix(opened)
-        if opened and rendered.startswith(before):
-            rest = rendered[len(before) :]
-            if not rest.startswith(opening):
-                return f"\n{closing}\n\n{rest}"
-            reasoning, _, rest = rest.removeprefix(opening).partition(closing)
-            if reasoning.strip():
-                return reasoning.lstrip("\n") + closing + rest
-            return f"\n{closing}\n\n" + rest.lstrip("\n")
-        # 2. The prompt ends with text that no rendered turn contains, such as a closed reasoning
-        # part.
-        border = _common_length(rendered, prompt)
-        for token in _pattern(self.added_tokens).finditer(rendered, max(0, border - 100)):
-            if token.start() < border < token.end():
-                border = token.start()
-                break
-        if prompt[border:] in rendered or rendered[border:common].strip():
-            return ""
-        return rendered[border:]
 
     def _around_content(self, history: Sequence[Message]) -> tuple[str, str]:
         """Return what the template writes before and after the content of an answer to `history`:
@@ -223,26 +197,51 @@ class ChatTemplate:
             raise ChatTemplateError("the chat template leaves out the content of answers")
         return before, after
 
-    def _answer_start(self, prompt: str, rendered: str, border: int) -> int | None:
-        """Return the index in `rendered` at which the generated text starts.
+    def _answer_start(self, prompt: str, rendered: str, fixed_end: int) -> int | None:
+        """Return the index in `rendered` at which the generated text starts: after the prompt, or
+        after the header that the prompt ends with, if the template renders earlier turns
+        differently in the whole chat. None if `rendered` has neither.
 
-        It starts after the prompt. If the template renders earlier turns differently in the whole
-        chat, it starts after the header that the prompt ends with.
+        gpt-oss drops the analysis next to calls once an answer without calls follows, so `rendered`
+        has only the header:
 
-        None if `rendered` contains neither, or if a turn ends before `border`, an index in the
-        answer.
+            prompt     ...analysis<|message|>C<|end|>...R<|end|><|start|>assistant
+            rendered   ...R<|end|><|start|>assistant<|channel|>final<|message|>A<|return|>
         """
         if rendered.startswith(prompt):
             return len(prompt)
-        # The header begins with a token that no content contains. Contents may contain reasoning
-        # tags.
+        # The header begins with a token that no content contains, so not with a reasoning tag: R1's
+        # is `<|Assistant|><think>\n`.
         tokens = _pattern(self.added_tokens - set(self.reasoning_tags))
         starts = [token.start() for token in tokens.finditer(prompt)]
         header = prompt[starts[-1] :] if starts else prompt
-        found = list(_pattern(frozenset([header])).finditer(rendered, 0, border + len(header)))
-        if not found or _pattern(self.stops).search(rendered[found[-1].end() : border]):
+        headers = list(_pattern(frozenset([header])).finditer(rendered, 0, fixed_end + len(header)))
+        if not headers:
             return None
-        return found[-1].end()
+        # If a turn ends after the last header, it is that of an earlier answer: DeepSeek-V3 writes
+        # none between the results of tools and the answer.
+        start = headers[-1].end()
+        return None if _pattern(self.stops).search(rendered[start:fixed_end]) else start
+
+    def _start_after_header(self, prompt: str, rendered: str, fixed_end: int) -> int | None:
+        r"""Return the index at which an answer with calls starts if the prompt ends with text that
+        `rendered` lacks, such as a closed thought:
+
+            prompt     ...<|turn>model\n<|channel>thought\n<channel|>
+            rendered   ...<|turn>model\n<|tool_call>call:...
+
+        None if the texts differ earlier.
+        """
+        start = _common_length(rendered, prompt)
+        for token in _pattern(self.added_tokens).finditer(rendered):
+            # Both texts may go on with the same characters of two tokens, here `<|`.
+            if token.start() < start < token.end():
+                start = token.start()
+        if prompt[start:] in rendered or rendered[start:fixed_end].strip():
+            return None
+        return start
+
+    # Reasoning that the prompt opens (DeepSeek-R1) or closes (Qwen3 with `enable_thinking: false`)
 
     def opened_reasoning(self, prompt: str) -> str:
         """Return the suffix of a rendered prompt that opens the reasoning, such as `<think>` and a
@@ -253,6 +252,49 @@ class ChatTemplate:
         if not words.endswith(opening):
             return ""
         return prompt[len(words) - len(opening) :]
+
+    def _closes_reasoning(self, prompt: str) -> bool:
+        """Return whether a rendered prompt ends with the tag that closes the reasoning."""
+        return prompt.rstrip().endswith(self.reasoning_tags[1])
+
+    def _content_after(self, prompt: str, message: Message) -> str:
+        r"""Return an answer's content without the part of its reasoning that the prompt already
+        has, or with an empty reasoning if the prompt opens one that the content lacks.
+
+            end of the prompt              content                             returned
+            <think>\n\n</think>\n\n        <think>\nadd\n</think>\n\nfour      four
+            <think>\n                      <think>\nadd\n</think>\n\nfour      add\n</think>\n\nfour
+            <think>\n                      four                                \n</think>\n\nfour
+        """
+        content = message.content
+        opening, closing = self.reasoning_tags
+        if self._closes_reasoning(prompt):
+            if closing not in content:
+                return content
+            return content.rpartition(closing)[2].lstrip("\n")
+        opened = self.opened_reasoning(prompt)
+        if opened and content.lstrip().startswith(opening):
+            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
+        if opened and closing not in content and not message.is_cut:
+            return f"\n{closing}\n\n{content}"
+        return content
+
+    def _without_opening_tag(self, turn: str) -> str:
+        r"""Return a rendered turn with calls without the tag that opens its reasoning, since the
+        prompt has it. A turn without reasoning begins with an empty one.
+
+            turn                               returned
+            <think>T</think>C<tool_call>...    T</think>C<tool_call>...
+            <think></think>C<tool_call>...     \n</think>\n\nC<tool_call>...
+            C<tool_call>...                    \n</think>\n\nC<tool_call>...
+        """
+        opening, closing = self.reasoning_tags
+        if not turn.startswith(opening):
+            return f"\n{closing}\n\n{turn}"
+        reasoning, _, rest = turn.removeprefix(opening).partition(closing)
+        if reasoning.strip():
+            return reasoning.lstrip("\n") + closing + rest
+        return f"\n{closing}\n\n" + rest.lstrip("\n")
 
     def end_token(self) -> str | None:
         """Return the token that the template writes after the content of an answer: the one that

@@ -60,6 +60,10 @@ class Row:
         self.ids += ids
         self.supervised += supervised
 
+    def is_prefix_of(self, ids: list[int]) -> bool:
+        """Return whether `ids` begin with all tokens of the row."""
+        return ids[: len(self.ids)] == self.ids
+
     def trimmed(self, max_length: int) -> Row | None:
         """Return the row with as many complete answers as fit, without the tokens after the last
         supervised one, which no loss depends on. None if nothing is left.
@@ -202,22 +206,15 @@ class ChatEncoder:
                 break
             # 2. Tokenize both.
             prompt_ids = self._text.ids(answer.prompt)
-            whole_ids = self._text.ids(answer.prompt + answer.text)
             given_ids = message.token_ids
             if given_ids is not None and not self._decode_to(given_ids, message, answer):
                 given_ids = None
                 counts["ignored_token_ids"] += 1
-            if given_ids is not None:
-                # white space before the end token would be part of the given tokens
-                answer_ids = [*given_ids, *self._text.ids(answer.end.lstrip())]
-            elif whole_ids[: len(prompt_ids)] == prompt_ids:
-                answer_ids = whole_ids[len(prompt_ids) :]
-            else:  # a token spans the border between prompt and answer
-                answer_ids = self.tokenize_continuation(answer.text)
+            answer_ids = self._answer_ids(answer, prompt_ids, given_ids)
             # 3. Continue the previous row, or begin another one. An answer with given tokens has a
             # row of its own, since as history it has the tokens of its text.
-            is_new = not rows or has_given_ids or given_ids is not None
-            if is_new or prompt_ids[: len(rows[-1].ids)] != rows[-1].ids:
+            has_own_row = has_given_ids or given_ids is not None
+            if has_own_row or not rows or not rows[-1].is_prefix_of(prompt_ids):
                 rows.append(Row())
             row = rows[-1]
             start = len(row.ids)
@@ -233,6 +230,23 @@ class ChatEncoder:
             row.answers.append(AnswerSpan(index, len(prompt_ids), len(row.ids)))
             has_given_ids, first = given_ids is not None, index + 1
         return rows
+
+    def _answer_ids(
+        self, answer: RenderedAnswer, prompt_ids: list[int], given_ids: Sequence[int] | None
+    ) -> list[int]:
+        """Return the token ids of an answer, its end included.
+
+        These are the given ones, if there are any. Else they are the tokens that follow
+        `prompt_ids` in the whole text. If a token spans the border between prompt and answer, the
+        answer is tokenized alone.
+        """
+        if given_ids is not None:
+            # White space before the end token would be part of the given tokens.
+            return [*given_ids, *self._text.ids(answer.end.lstrip())]
+        whole_ids = self._text.ids(answer.prompt + answer.text)
+        if whole_ids[: len(prompt_ids)] == prompt_ids:
+            return whole_ids[len(prompt_ids) :]
+        return self.tokenize_continuation(answer.text)
 
     def _decode_to(self, ids: Sequence[int], message: Message, answer: RenderedAnswer) -> bool:
         """Return whether the `ids` given for an answer are its text in this tokenizer. They are not
