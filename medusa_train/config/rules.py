@@ -83,8 +83,8 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
         yield (
             ("chat_template", "datasets"),
-            "no data set has this template, since each sets another `conversation`; remove one of"
-            " the two",
+            "no data set has this template: each sets another one in `conversation`, which takes"
+            " precedence; remove chat_template, or those `conversation` keys",
         )
     if cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head:
         yield (

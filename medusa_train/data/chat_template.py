@@ -226,11 +226,18 @@ class ChatTemplate:
     def _answer_start(self, prompt: str, rendered: str, border: int) -> int | None:
         """Return the index in `rendered` at which the generated text starts.
 
-        It starts after the prompt. If the template renders earlier turns differently in the whole
-        chat, it starts after the header that the prompt ends with.
+        1. If `rendered` starts with `prompt`, the generated text starts right after it.
+        2. Otherwise the template renders earlier turns differently once the answer follows. The
+           generated text then starts after the header of the answer's turn: the end of the prompt
+           from its last special token on, such as `<|im_start|>assistant` and a line break. The
+           last header up to `border` counts.
 
-        None if `rendered` contains neither, or if a turn ends before `border`, an index in the
-        answer.
+        None if there is no such header, or if a turn ends between it and `border`: then it is the
+        header of an earlier turn.
+
+        Args:
+            border: length of the prefix of `rendered` that does not depend on the answer. It ends
+                within the answer's turn.
         """
         if rendered.startswith(prompt):
             return len(prompt)

@@ -159,8 +159,9 @@ class Decoder:
         limit = max_answer_length(self.target_model, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
 
-        # inference mode is entered for each pass, not for the generator: closing an abandoned stream
-        # would then need torch, even while the interpreter exits
+        # Enter inference mode for each pass, not around the whole generator. Python closes an
+        # abandoned generator late, possibly while the interpreter exits, and leaving inference
+        # mode there would call a torch that may be gone
         answer = self._lock.start()
         try:
             # 1. the prefill gives the first token

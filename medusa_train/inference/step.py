@@ -30,7 +30,8 @@ Shapes:
     n: nodes of the tree below its root.
     m: branch tokens next to the tree (`trees.lookahead_branch`).
     D: depth of the deepest node.
-    P: nodes that accepted paths are padded to: the longest path, or D + 1 in steps of fixed shape.
+    P: number of nodes to which all accepted paths of a pass are padded: the length of its longest
+        path, or D + 1 in steps of fixed shape.
     d: width of hidden states.
     V: vocabulary size.
 """

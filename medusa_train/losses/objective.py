@@ -59,8 +59,9 @@ class Objective:
     """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa,
     Training Strategies).
 
-    Means are over the global batch. At position t, head k predicts the label at t + k + 1, and the
-    language model the label at t + 1. A position counts if that label is supervised, even if t
+    Means are over the global batch. Heads count from 1, k = 1 .. K, so the first head has weight
+    c^1 and index 0 in tensors of shape [K]. At position t, head k predicts the label at t + k + 1,
+    and the language model the label at t + 1. A position counts if that label is supervised, even if t
     itself is in a prompt. The label and the teacher's position t + k are always in the document of
     t.
 

@@ -88,8 +88,8 @@ class Strategy(ABC):
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: remove all hooks and the optimizer's state.
 
-        All weights are whole afterwards. If `partitioned`, only the parameters in `saved` are
-        whole, only in rank 0, and in CPU memory.
+        Afterwards every process holds all weights. Only if training was `partitioned`, rank 0 alone
+        holds weights, those of the parameters in `saved`, in CPU memory.
         """
         self.optimizer.state.clear()
 

@@ -290,8 +290,10 @@ class TreeLevels:
         tree: the whole tree.
         levels: one per depth, the root's first.
         inner_index: index of every node among the inner nodes, long [n + 1]; 0 for a leaf.
-        inner_nodes: the inner nodes as a tree of their own. Its root is the position before the
-            tree's root. Kangaroo's adapter runs over these nodes.
+        inner_nodes: the inner nodes as a tree of their own, over which Kangaroo's adapter runs. The
+            adapter first reads the last accepted node, at the position before the root. So that
+            position is node 0 of `inner_nodes`, the root is node 1, and the other inner nodes
+            follow in the order of the tree.
         inner_depths: depths in the tree of the inner nodes below the root, long [inner]; 1 for
             children of the root.
     """
@@ -368,7 +370,9 @@ class TreeLevels:
         return self._kept_masks(_TO_ROOT, None, dtype)
 
     def _kept_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return the masks of `inner_nodes`, where the first `skip` count as committed."""
+        """Return the masks of `inner_nodes` without its first `skip` nodes, which then count as
+        committed positions.
+        """
         key = (skip, window, dtype)
         if key not in self._masks:
             ancestors = self.inner_nodes.ancestors[skip:, skip:]

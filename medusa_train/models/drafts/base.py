@@ -333,9 +333,10 @@ class Draft(Proposer, nn.Module):
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one head before it computes the next.
         setting_names: names of the attributes that are in `settings`.
-        threshold: drafting stops if its confidence is not above this; 0: never.
-        dynamic: limits of the trees that it chooses for each row and step; None: it fills the trees
-            that are given to `propose`.
+        threshold: a probability. A draft that can stop early stops after draft tokens to which it
+            gives at most this probability; 0: it never stops early.
+        dynamic: limits of the trees that the draft chooses for each row and step; None: it fills
+            the trees that are given to `propose`.
     """
 
     setting_names: tuple[str, ...] = ()
