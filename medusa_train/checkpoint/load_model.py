@@ -1,4 +1,6 @@
-"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to
+decode.
+"""
 
 from __future__ import annotations
 
@@ -189,8 +191,8 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
 def load_trained_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
 ) -> TargetModel:
-    """Load the target model as in training, quantized or not. An adapter is merged, which dequantizes
-    the weights.
+    """Load the target model as in training, quantized or not. An adapter is merged, which
+    dequantizes the weights.
 
     Raises TargetModelError.
     """

@@ -339,7 +339,9 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none if its syntax is invalid."""
+    """Return the variables that a template reads and does not set; none if its
+    syntax is invalid.
+    """
     environment = _compile_jinja_template("").environment
     try:
         names = find_undeclared_variables(environment.parse(source))

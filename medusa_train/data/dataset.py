@@ -76,8 +76,8 @@ def load_datasets(
         raise DataError(f"no conversation left to train on: {holder} all of their prompts")
     if cfg.val_set_size and not validation and encoded.conversations > 1 and test is None:
         report.notes.append(
-            f"no conversation is held out: all {encoded.conversations:,} begin with the same prompt;"
-            " set test_datasets"
+            f"no conversation is held out: all {encoded.conversations:,} begin with the same"
+            " prompt; set test_datasets"
         )
     if not (test or validation) and cfg.early_stopping_patience is not None:
         raise DataError(

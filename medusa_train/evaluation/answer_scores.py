@@ -143,7 +143,8 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
         ) from None
     if not any(any(question.reference) for question in questions):
         raise ConfigError(
-            "rouge: no question of this benchmark has a `reference`; remove it, or choose another benchmark"
+            "rouge: no question of this benchmark has a `reference`; remove it, or choose another"
+            " benchmark"
         )
     return RougeScorer(list(ROUGE), use_stemmer=True)
 

@@ -314,7 +314,8 @@ def max_answer_length(
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < target_model.vocab_size:
             raise MedusaError(
-                f"the prompt has the token {token}, but the model only {target_model.vocab_size} tokens"
+                f"the prompt has the token {token}, but the model only {target_model.vocab_size}"
+                " tokens"
             )
     if max_new_tokens is not None and max_new_tokens < 1:
         raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

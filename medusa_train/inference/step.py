@@ -355,7 +355,9 @@ class Steps:
         num_columns: int,
         nodes: NodeInputs | None,
     ) -> DraftStep:
-        """Return the inputs of the draft, see `DraftStep`; its caches have `num_columns` columns."""
+        """Return the inputs of the draft, see `DraftStep`; its caches
+        have `num_columns` columns.
+        """
         last = self._target_model.max_context - 1
         return DraftStep(
             accepted=accepted,

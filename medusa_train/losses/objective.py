@@ -61,9 +61,9 @@ class Objective:
 
     Means are over the global batch. Heads count from 1, k = 1 .. K, so the first head has weight
     c^1 and index 0 in tensors of shape [K]. At position t, head k predicts the label at t + k + 1,
-    and the language model the label at t + 1. A position counts if that label is supervised, even if t
-    itself is in a prompt. The label and the teacher's position t + k are always in the document of
-    t.
+    and the language model the label at t + 1. A position counts if that label is supervised, even
+    if t itself is in a prompt. The label and the teacher's position t + k are always in the
+    document of t.
 
     With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes
     L = sum_k c^k * L_k.

@@ -43,8 +43,8 @@ _TREE_OBSTACLES = {
     ),
 }
 _FAMILIES = (
-    "Llama, Mistral, Qwen2 and 3, Gemma 2 to 4 (text), gpt-oss, DeepSeek-V3, Phi-3, OLMo 2, SmolLM3,"
-    " Granite and similar models"
+    "Llama, Mistral, Qwen2 and 3, Gemma 2 to 4 (text), gpt-oss, DeepSeek-V3, Phi-3, OLMo 2,"
+    " SmolLM3, Granite and similar models"
 )
 
 
@@ -94,9 +94,9 @@ def describe_without_trees(config: Any, name: str) -> str | None:
     if obstacle is None:
         return None
     return (
-        f"base_model {name}: its token trees cannot be verified here ({obstacle}). A draft for it can"
-        " be trained and exported; servers decode with it: medusa-eval --serve, medusa-selfdistill"
-        " --server-url"
+        f"base_model {name}: its token trees cannot be verified here ({obstacle}). A draft for it"
+        " can be trained and exported; servers decode with it: medusa-eval --serve,"
+        " medusa-selfdistill --server-url"
     )
 
 

@@ -179,8 +179,8 @@ def load_tokenizer(
         ) from error
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise TargetModelError(
-            f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it is"
-            f" {tokenizer.model_max_length!r}"
+            f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it"
+            f" is {tokenizer.model_max_length!r}"
         )
     _set_special_tokens(tokenizer, special_tokens or {}, resolved)
     return tokenizer
@@ -215,8 +215,8 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name:
             tokenizer.add_special_tokens({role: token})
         elif role not in _NOT_READ:
             raise ConfigError(
-                f"special_tokens: {role}: {text} is not a token of {name}, and tokens cannot be added"
-                " here: name one of its own, or a base_model whose embeddings include it"
+                f"special_tokens: {role}: {text} is not a token of {name}, and tokens cannot be"
+                " added here: name one of its own, or a base_model whose embeddings include it"
             )
 
 
@@ -296,8 +296,8 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
         reason = describe_hub_error(error, name, "model") or (
-            "what the Hugging Face hub answered is not a model's config.json; does a proxy answer in"
-            f" its place? ({str(error).strip().partition(chr(10))[0]})"
+            "what the Hugging Face hub answered is not a model's config.json; does a proxy answer"
+            f" in its place? ({str(error).strip().partition(chr(10))[0]})"
         )
         raise missing_from_hub(name, reason) from error
     check_architecture(config, name)

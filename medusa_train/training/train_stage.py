@@ -325,7 +325,8 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
         if free is not None and needed_bytes > free:
             raise MedusaError(
                 "decoding merges the adapter into dequantized weights, which take"
-                f" {describe_size(needed_bytes)} next to training, and {describe_size(free)} are free"
+                f" {describe_size(needed_bytes)} next to training, and {describe_size(free)} are"
+                " free"
             )
     recipe.adapter.merge()
     return target_model.to_dtype(dtype)  # also casts `modules_to_save`, trained in float32
@@ -335,8 +336,8 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's greedy
-    continuations.
+    """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's
+    greedy continuations.
     """
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")

@@ -48,8 +48,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class DFlashDraft(Draft):
     """L decoder layers over a block of K + 1 tokens (DFlash, arXiv 2602.06036).
 
-        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)      for each position s <= t
-        block     E(x_{t+1})  E(mask)  E(mask)  ..          K + 1 slots, at positions t + 1, t + 2, ..
+        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)     for each position s <= t
+        block     E(x_{t+1})  E(mask)  E(mask)  ..        K + 1 slots, at positions t + 1, t + 2, ..
         layer     a slot attends to keys and values of c_0 .. c_t and of the block
         output    softmax(lm_head norm(slot k)) predicts x_{t+k+1}, k = 1 .. K
 

@@ -58,7 +58,8 @@ class Eagle3Draft(LMHeadsDraft):
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
     data's tokens instead of draft tokens: `train_steps` steps, each on the outputs of the step
-    before ("training-time test"). So the layer is trained on the inputs that it reads when it drafts.
+    before ("training-time test"). So the layer is trained on the inputs that it reads when it
+    drafts.
 
     Layer, norm and fc are those of vLLM's and SGLang's `eagle3`. The layer is Llama's for any
     target model, except that its attention reads embedding and state, each after its own norm.
@@ -140,8 +141,8 @@ class Eagle3Draft(LMHeadsDraft):
         target_model_size = target_model.hidden_size  # d'
         if size != target_model_size and not own_embeddings:
             raise ValueError(
-                f"hidden_size {size} is not the target model's, {target_model_size}: such a draft needs"
-                " embeddings of its own"
+                f"hidden_size {size} is not the target model's, {target_model_size}: such a draft"
+                " needs embeddings of its own"
             )
 
         # 2. E

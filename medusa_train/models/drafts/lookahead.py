@@ -178,7 +178,8 @@ def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout
     W = 3, N = 4:           depth  0  1  2  3  4
         level 0                    r--a--b               r is the root, not a branch token
         level 1                     \\  \\  \\
-                                    c  d  e              as a tree: b's parent is a, e's is b, h's is e
+                                    c  d  e              as a tree: b's parent is a, e's is b,
+                                                         h's is e
         level 2                      \\  \\  \\
                                      f  g  h             the outputs
     """

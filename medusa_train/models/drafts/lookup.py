@@ -43,8 +43,8 @@ class LookupDraft(Proposer):
         proposed     cat - sat - on
                         `- ran - away                          one tree; common prefixes are shared
 
-    A row's `RowText`, kept on the host, chooses which nodes of this tree are proposed. The given tree
-    is ignored. If nothing is found for any row, the step is plain decoding.
+    A row's `RowText`, kept on the host, chooses which nodes of this tree are proposed. The given
+    tree is ignored. If nothing is found for any row, the step is plain decoding.
 
     Args:
         max_tokens: maximum length of a continuation.
