@@ -51,9 +51,9 @@ from medusa_train.models.drafts.base import (
     AcceptedPath,
     DraftCache,
     DraftStep,
-    Limits,
     Proposal,
     Proposer,
+    TreeSize,
     at_positions,
 )
 from medusa_train.models.target_model import TargetModel
@@ -65,9 +65,9 @@ from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 
-def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
+def proposal_limits(draft: Proposer | None, tree: Tree) -> TreeSize:
     """Return the limits of what `draft` proposes for `tree`; (0, 0) without a draft."""
-    return Limits(0, 0) if draft is None else draft.limits(tree)
+    return TreeSize(0, 0) if draft is None else draft.limits(tree)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Steps:
         self._empty_tree = Tree.empty().to(target_model.device)  # for plain decoding
         self.limits = proposal_limits(draft, tree)
         if self.limits.size == 0:
-            draft, tree, self.limits = None, self._empty_tree, Limits(0, 0)
+            draft, tree, self.limits = None, self._empty_tree, TreeSize(0, 0)
         self._draft = draft
         self._tree = tree
         self._aux_layers: tuple[int, ...] = () if draft is None else draft.aux_layers

@@ -109,7 +109,7 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 # The implementations that can be chosen
 
 
-def flash_obstacle(
+def flash_unsupported_reason(
     device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool
 ) -> str | None:
     """Return why flash-attn's varlen kernel cannot be used; None if it can.

@@ -34,7 +34,7 @@ from medusa_train.models.architecture import (
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.document_attention import (
     FLASH,
-    flash_obstacle,
+    flash_unsupported_reason,
     register_document_attention,
 )
 from medusa_train.models.model_files import find_target_model, missing_from_hub, model_directory
@@ -407,8 +407,10 @@ def loading_options(
         if device.type == "cpu" or is_deepspeed_zero3_enabled():
             return {}
         return on_device
-    if (obstacle := bitsandbytes_obstacle(device)) is not None:
-        raise TargetModelError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
+    if (unsupported_reason := bitsandbytes_unsupported_reason(device)) is not None:
+        raise TargetModelError(
+            f"load_in_4bit and load_in_8bit need bitsandbytes: {unsupported_reason}"
+        )
     from transformers import BitsAndBytesConfig
 
     if quantization == "nf4":
@@ -423,7 +425,7 @@ def loading_options(
     return {"quantization_config": config, **on_device}
 
 
-def bitsandbytes_obstacle(device: torch.device) -> str | None:
+def bitsandbytes_unsupported_reason(device: torch.device) -> str | None:
     """Return why bitsandbytes cannot be used on a device; None if it can. Its own error would come
     only at the first call.
     """
@@ -474,7 +476,7 @@ def choose_attention(
     Returns:
         One line with the kernel, and the reason if it is not flash-attn's.
     """
-    if target_model.tree_obstacle is not None or (
+    if target_model.tree_unsupported_reason is not None or (
         not packed and "sliding_attention" not in target_model.layer_types
     ):
         return (
@@ -505,19 +507,19 @@ def _varlen_attentions(
     `reasons` why others are left out.
     """
     capped = target_model.attention == "eager"
-    obstacle: str | None = "flash_attention: false"
+    unsupported_reason: str | None = "flash_attention: false"
     if wanted:
-        obstacle = flash_obstacle(
+        unsupported_reason = flash_unsupported_reason(
             target_model.device.type,
             target_model.dtype,
             capped=capped,
             supported=bool(getattr(target_model.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
-    if obstacle is None:
+    if unsupported_reason is None:
         yield FLASH, "flash-attn varlen kernel"
     else:
-        reasons.append(obstacle)
+        reasons.append(unsupported_reason)
     if capped:
         reasons.append("soft-capped scores or sinks need a mask")
     else:

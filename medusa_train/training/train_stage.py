@@ -69,7 +69,7 @@ def train(
     try:
         trainer = build_trainer(cfg, data, progress, distributed, start)
         trainer.parent_run_dir = parent_run_dir
-        if trainer.recipe.target_model.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_unsupported_reason is not None:
             trainer.cfg = trainer.cfg.model_copy(update={"calibration_tokens": 0})
         try:
             return _train_and_finish(trainer, data, results)
@@ -184,7 +184,7 @@ def _print_results(
     if trainer.parent_run_dir is None:
         lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
         following = after_training(cfg.base_model, run_dir, lacks_tree=lacks_tree)
-        if trainer.recipe.target_model.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_unsupported_reason is not None:
             following = shlex.join(["medusa-export", str(run_dir), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 

@@ -71,8 +71,8 @@ class Proposal:
         return torch.cat([nodes, values[:, first_output:]], dim=1)
 
 
-class Limits(NamedTuple):
-    """Limits of a proposal, including its branch tokens.
+class TreeSize(NamedTuple):
+    """The largest tree that a draft may propose, including its branch tokens.
 
     Attributes:
         size: largest number of nodes below the root.
@@ -261,9 +261,9 @@ class Proposer:
         """Size of a reduced vocabulary; None if every token of the target model can be drafted."""
         return None
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
-        return Limits(tree.size, tree.max_depth)
+        return TreeSize(tree.size, tree.max_depth)
 
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
@@ -341,7 +341,7 @@ class Draft(Proposer, nn.Module):
 
     setting_names: tuple[str, ...] = ()
     threshold: float = 0.0
-    dynamic: Limits | None = None
+    dynamic: TreeSize | None = None
     independent_heads: bool = False
 
     # Construction
@@ -395,7 +395,7 @@ class Draft(Proposer, nn.Module):
             draft = cls.from_target_model(target_model, **settings)
         return sum(parameter.numel() for parameter in draft.parameters())
 
-    def with_dynamic_trees(self: D, limits: Limits) -> D:
+    def with_dynamic_trees(self: D, limits: TreeSize) -> D:
         """Return a draft with the same weights that chooses a tree of this size for each row and
         step. Only drafts whose configuration section allows `dynamic_trees` support it.
 

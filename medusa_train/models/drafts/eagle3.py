@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.document_attention import document_mask
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
@@ -413,7 +413,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     # Dynamic trees
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals. A dynamic tree needs room for all nodes that the layer
         runs over.
         """
@@ -421,7 +421,7 @@ class Eagle3Draft(LMHeadsDraft):
             return super().limits(tree)
         return drafted_limits(self.dynamic)
 
-    def _propose_dynamic(self, step: DraftStep, states: Tensor, limits: Limits) -> Proposal:
+    def _propose_dynamic(self, step: DraftStep, states: Tensor, limits: TreeSize) -> Proposal:
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:

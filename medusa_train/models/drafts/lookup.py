@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from medusa_train.data.datastore import Datastore
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
+from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer, TreeSize
 from medusa_train.trees.lookahead_branch import LookaheadBranch
 from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
@@ -61,9 +61,9 @@ class LookupDraft(Proposer):
     def text(self, tokens: Sequence[int]) -> RowText:
         """Return a row's text with the tokens of its prompt."""
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of this draft's own trees."""
-        return Limits(self.nodes, self.max_depth)
+        return TreeSize(self.nodes, self.max_depth)
 
     def new_request_state(self, prompt: Sequence[int]) -> RowText:
         """Return the text of a request, with its prompt indexed."""
