@@ -39,8 +39,8 @@ class HiddenStateCache:
 
     Attributes:
         device: device of the returned hidden states.
-        rope_switch: see `TargetModel`. If a batch has a position from here on, the model computes
-            the whole batch with other rotary angles.
+        rope_switch: see `TargetModel`. If any position of a batch reaches this number, the model
+            computes the whole batch with other rotary angles.
         distributed: the processes that train together. All of them must call `hidden_states`
             equally often.
         read, computed: number of documents whose states this process read from disk, and number of
