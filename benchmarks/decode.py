@@ -68,8 +68,8 @@ from medusa_train.cli.common import quiet_libraries
 from medusa_train.errors import TargetModelError
 from medusa_train.inference.cuda_graphs import (
     FixedShapeRunner,
-    graph_obstacle,
     graph_runner,
+    graph_unsupported_reason,
     use_cuda_graphs,
 )
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -270,7 +270,9 @@ class Shape:
                 else graph_runner(device, target_model.model)
             )
             if target_model.step_runner is None:
-                raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(target_model.model)}")
+                raise Unsupported(
+                    f"no CUDA graphs: the model {graph_unsupported_reason(target_model.model)}"
+                )
         elif setting == "compiled":
             use_cuda_graphs(target_model)
             try:

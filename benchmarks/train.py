@@ -237,7 +237,7 @@ class Step:
         cut, counts = GraphCut(), self.objective.target_counts(batch)
         hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
         with self.student.precision.autocast():
-            loss = self.objective.loss(
+            loss = self.objective.loss_and_gradients(
                 hidden_states, batch, counts, lm_head=lm_head, teacher=teacher, grad_scale=1.0
             ).loss
         cut.backward()

@@ -41,9 +41,9 @@ def load(
 
     Args:
         model: run directory or directory of heads; defaults to the newest run under runs/.
-        base_model: directory or Hugging Face hub name of the target model; defaults to the one that the
-            heads were trained with. Given without `model`, the target model decodes plainly, without
-            heads.
+        base_model: directory or Hugging Face hub name of the target model; defaults to the one that
+            the heads were trained with. Given without `model`, the target model decodes plainly,
+            without heads.
         tree: tree file; defaults to tree.json next to the heads ("fixed"). "dynamic", or
             "dynamic:32x5" with nodes and depth, builds a tree in every step (EAGLE-3). The
             generated text is the same.

@@ -48,7 +48,9 @@ def add_checksum(path: Path) -> None:
 
 
 def write_checksum(path: Path) -> None:
-    """Write the checksum of a safetensors file in place of its `EMPTY` one, and flush it to disk."""
+    """Write the checksum of a safetensors file in place of its `EMPTY` one, and flush
+    it to disk.
+    """
     position = _position(path)
     assert position is not None
     value = checksum(path, position)
@@ -83,8 +85,8 @@ def check(path: Path, *, expected_here: bool = True) -> None:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if actual != expected:
         raise CheckpointError(
-            f"{path}: damaged: its checksum is {actual.decode()}, {expected.decode(errors='replace')}"
-            " was written; copy the file again, or train again"
+            f"{path}: damaged: its checksum is {actual.decode()},"
+            f" {expected.decode(errors='replace')} was written; copy the file again, or train again"
         )
 
 

@@ -13,7 +13,9 @@ from medusa_train.hide_secrets import mask
 
 
 class MedusaError(Exception):
-    """Base class of errors that users can fix; `str(error)` is the complete message, keys masked."""
+    """Base class of errors that users can fix; `str(error)` is the complete
+    message, keys masked.
+    """
 
     exit_code = 1
 
@@ -42,7 +44,9 @@ class DataError(MedusaError):
 
 
 class CheckpointError(MedusaError):
-    """Run directory, checkpoint or heads file that cannot be read, written, or used with the model."""
+    """Run directory, checkpoint or heads file that cannot be read, written, or used
+    with the model.
+    """
 
 
 class TargetModelError(MedusaError):

@@ -1,4 +1,6 @@
-"""Crash-safe files: atomic replacement, locks, messages for a full disk; and versions of packages."""
+"""Crash-safe files: atomic replacement, locks, messages for a full disk; and
+versions of packages.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def existing_parent(path: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path, busy: MedusaError) -> Iterator[None]:
-    """Lock an existing directory against other processes that lock it; raises `busy` if one does."""
+    """Lock an existing directory against other processes that lock it; raises `busy`
+    if one does.
+    """
     if os.name == "nt":  # directories cannot be opened, and there are no such locks
         yield
         return

@@ -1,5 +1,5 @@
-"""Append-only files of JSON Lines, which a run continues after a crash; and the log of a measurement
-that is resumed with the same settings.
+"""Append-only files of JSON Lines, which a run continues after a crash; and the log of a
+measurement that is resumed with the same settings.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def _proxy(scheme: str) -> str | None:
     names = (name for name in os.environ if name.lower() == f"{scheme}_proxy")
     variable = next(name for name in names if os.environ[name] == value)
     raise ConfigError(
-        f"environment variable {variable}: this proxy cannot be used: {problem}. Correct or unset it"
+        f"environment variable {variable}: this proxy cannot be used: {problem}. Correct or unset"
+        " it"
     )
 
 
@@ -132,5 +133,6 @@ def _certificates() -> ssl.SSLContext:
     except OSError as error:
         variables = " or ".join(name for name in _TLS_FILES if os.environ.get(name))
         raise ConfigError(
-            f"environment variable {variables}: the file cannot be used: {error}. Correct or unset it"
+            f"environment variable {variables}: the file cannot be used: {error}. Correct or unset"
+            " it"
         ) from None

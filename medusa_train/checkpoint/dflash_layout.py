@@ -57,8 +57,8 @@ def to_dflash(
     """
     if TOKEN_MAP in state:
         raise CheckpointError(
-            "a DFlash draft with a reduced vocabulary (dflash.vocab_size) can't be exported: servers"
-            " read the target model's lm_head, and SGLang ignores other tensors silently"
+            "a DFlash draft with a reduced vocabulary (dflash.vocab_size) can't be exported:"
+            " servers read the target model's lm_head, and SGLang ignores other tensors silently"
         )
     has_bias = any(name in state for name in _MARKOV)
     if has_bias and to != "vllm":

@@ -253,7 +253,8 @@ def _state_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> list[i
         type(number) is int and number >= first_number for number in numbers
     ):
         raise CheckpointError(
-            f"{_STATES} {numbers!r} in config.json are not three layers, counted from {first_number}"
+            f"{_STATES} {numbers!r} in config.json are not three layers, counted from"
+            f" {first_number}"
         )
     # servers collect the states in the order of layers, whatever the order in the file
     return sorted(number + 1 - first_number for number in numbers)
@@ -393,8 +394,8 @@ def _draft_tokens(
         return None
     else:
         raise CheckpointError(
-            f"lm_head has {rows} rows for {vocab_size} tokens, but d2t, which says which tokens they"
-            " are, is missing"
+            f"lm_head has {rows} rows for {vocab_size} tokens, but d2t, which says which tokens"
+            " they are, is missing"
         )
     if len(tokens) != rows:
         raise CheckpointError(f"{name} has {len(tokens)} tokens, lm_head {rows} rows")

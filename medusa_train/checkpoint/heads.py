@@ -269,8 +269,8 @@ def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     other_files = heads_of_other_kinds(head_files)
     if other_files:
         raise CheckpointError(
-            f"{directory}: holds heads of two kinds, {files[0].name} and {other_files[0]}; move one of them"
-            " to a directory of its own"
+            f"{directory}: holds heads of two kinds, {files[0].name} and {other_files[0]}; move one"
+            " of them to a directory of its own"
         )
     # 1. Read config.json, which Medusa heads may lack.
     needs_config = layout not in ("reference", "model")
@@ -424,7 +424,8 @@ def load_draft(
         # with equal names in our layout, only widths differ, which are the target model's
         if head_files.layout != "draft" or names_differ:
             raise CheckpointError(
-                f"{head_files.directory}: the tensors are not those that config.json describes: {error_line}"
+                f"{head_files.directory}: the tensors are not those that config.json describes:"
+                f" {error_line}"
             ) from None
         raise _does_not_fit(
             head_files.directory / DRAFT, target_model, error_line, config
@@ -453,7 +454,10 @@ def _check_target(
                 f"{name} of {len(table)} tokens, the target model has {target_model.vocab_size}"
             )
     if problem is None and last_layer > target_model.num_layers:
-        problem = f"reads states after {last_layer} layers, the target model has {target_model.num_layers}"
+        problem = (
+            f"reads states after {last_layer} layers, the target model has"
+            f" {target_model.num_layers}"
+        )
     if problem is not None:
         raise _does_not_fit(directory, target_model, problem, config)
 
@@ -465,8 +469,8 @@ def _does_not_fit(
     target_model_name = config.get("base_model_name_or_path")
     trained_on = f" ({target_model_name})" if target_model_name else ""
     return CheckpointError(
-        f"{path}: does not fit {target_model.name or 'the target model'} ({problem}). Name the target model it"
-        f" was trained on{trained_on}."
+        f"{path}: does not fit {target_model.name or 'the target model'} ({problem}). Name the"
+        f" target model it was trained on{trained_on}."
     )
 
 
@@ -491,7 +495,10 @@ def _new_draft(
             settings[TOKEN_MAP] = checked_token_map(tensors)
         largest_token = int(settings[TOKEN_MAP].max())
         if largest_token >= target_model.vocab_size:
-            problem = f"{TOKEN_MAP} has the token {largest_token}, the target model {target_model.vocab_size} tokens"
+            problem = (
+                f"{TOKEN_MAP} has the token {largest_token}, the target model"
+                f" {target_model.vocab_size} tokens"
+            )
             raise _does_not_fit(source, target_model, problem, config)
     try:
         return DRAFTS[kind].from_target_model(target_model, dtype=dtype, **settings)

@@ -1,4 +1,6 @@
-"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to decode."""
+"""Load a model at resolved paths: a target model with its draft heads and its tree, ready to
+decode.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import CheckpointError, MedusaError, TargetModelError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
-from medusa_train.models.drafts.base import Draft, Limits, Proposer
+from medusa_train.models.drafts.base import Draft, Proposer, TreeSize
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
@@ -56,7 +58,7 @@ class LoadedModel:
     draft: Draft | None
     tree: Tree | None
     lookup: LookupDraft | None = None
-    dynamic: Limits | None = None
+    dynamic: TreeSize | None = None
 
     @cached_property
     def proposer(self) -> Proposer | None:
@@ -189,8 +191,8 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
 def load_trained_target_model(
     paths: ModelPaths, dtype: str | torch.dtype, device: str | None = None
 ) -> TargetModel:
-    """Load the target model as in training, quantized or not. An adapter is merged, which dequantizes
-    the weights.
+    """Load the target model as in training, quantized or not. An adapter is merged, which
+    dequantizes the weights.
 
     Raises TargetModelError.
     """
@@ -277,7 +279,7 @@ def load_tree(paths: ModelPaths, max_depth: int) -> Tree:
     return tree
 
 
-def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
+def dynamic_size(paths: ModelPaths, tree: Tree) -> TreeSize | None:
     """Return the size of dynamic trees (by default the size of the fixed `tree`); None if trees are
     not dynamic.
     """
@@ -285,7 +287,7 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
         return None
     size = paths.tree_mode.partition(":")[2]
     nodes, depth = map(int, size.split("x")) if size else (tree.size, tree.max_depth)
-    return Limits(nodes, depth)
+    return TreeSize(nodes, depth)
 
 
 def compile_target_model(target_model: TargetModel, *, rows: int = 1, trees: bool = True) -> None:

@@ -7,8 +7,9 @@ and TensorRT-LLM also read, and vLLM's.
 
     i: head, j: block, n: number of blocks
 
-Heads that share the target model's lm_head ("version 2") have no lm_head in the public code's layout.
-vLLM's layout stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head: true`.
+Heads that share the target model's lm_head ("version 2") have no lm_head in the public code's
+layout. vLLM's layout stores that matrix once, as lm_heads.0.weight, and sets `original_lm_head:
+true`.
 
 Only this program reads these tensors:
 - the bias [V] of an lm_head
@@ -73,7 +74,8 @@ class HeadTensors:
     Attributes:
         num_heads, num_layers: K, the number of heads; number of residual blocks per head.
         state: `MedusaDraft`'s state dict.
-        target_model_name: the target model on which the heads were trained, as named in config.json.
+        target_model_name: the target model on which the heads were trained, as named in
+            config.json.
         target_model_tokens: V from config.json. Needed for a reduced vocabulary, because its
             tensors have only N rows.
     """
@@ -215,7 +217,8 @@ def _check_state(heads: HeadTensors, layout: FileLayout) -> None:
         raise CheckpointError(f"incomplete, {first_name} missing")
     if state[first_name].dim() != 2:
         raise CheckpointError(
-            f"{listed({first_name: state[first_name]})} is not a matrix: shape {list(state[first_name].shape)}"
+            f"{listed({first_name: state[first_name]})} is not a matrix: shape"
+            f" {list(state[first_name].shape)}"
         )
     vocab_size = heads.vocab_size
     if not heads.shared and heads.token_map is None:

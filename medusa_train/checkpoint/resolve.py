@@ -104,8 +104,8 @@ class ModelPaths:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of medusa-eval that select these heads, and the target model if it is not from a
-        run.
+        """Arguments of medusa-eval that select these heads, and the target model if it is not from
+        a run.
         """
         options = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
@@ -153,8 +153,8 @@ class ModelPaths:
             return replace(self, heads=None, tree=None, lookup=lookup)
         if self.heads is None:
             raise CheckpointError(
-                f"draft {lookup.name}: {self.target_model} has no heads; name a run with --model, or"
-                f" set draft: {lookup.kind}"
+                f"draft {lookup.name}: {self.target_model} has no heads; name a run with --model,"
+                f" or set draft: {lookup.kind}"
             )
         kind = heads_kind(self.heads)
         if kind != lookup.heads:
@@ -234,7 +234,8 @@ def resolve_model(
     Args:
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
             `target_model` is given.
-        target_model: directory or hub name; None: the target model with which the heads were trained.
+        target_model: directory or hub name; None: the target model with which the heads were
+            trained.
         tree: path of a tree file. None or "fixed": tree.json next to the heads. "none": heads are
             only traced. "dynamic" or "dynamic:32x5": another tree in every step, with the size and
             depth of the fixed tree or with the given ones.
@@ -339,7 +340,9 @@ def find_heads(directory: Path) -> HeadFiles:
 
 
 def find_initial_heads(run: Path | None) -> Path | None:
-    """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
+    """Return the heads in `run` (a run, or a directory of heads in any supported
+    layout), or None.
+    """
     candidates = [] if run is None else [run / HEADS, run]
     return next((path for path in candidates if find_heads(path).layout), None)
 
@@ -426,8 +429,8 @@ def holds_merged(directory: Path) -> bool:
 
 
 def _holds_merged(name: str) -> bool:
-    """Return whether a model is a merged target model, according to its card. For a hub name the card
-    is read from the hub's cache, or downloaded.
+    """Return whether a model is a merged target model, according to its card. For a hub name the
+    card is read from the hub's cache, or downloaded.
     """
     if Path(name).is_dir():
         return holds_merged(Path(name))
@@ -470,7 +473,9 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
 
 
 def _resolve(model: str | None, target_model: str | None, tree: Path | None) -> ModelPaths:
-    """Find out whether `model` is a run or heads; if None, use the target model or the newest run."""
+    """Find out whether `model` is a run or heads; if None, use the target model or
+    the newest run.
+    """
     if model is None and target_model is not None:
         target_model = _local_or_hub(target_model)
         if tree is not None:
@@ -536,8 +541,8 @@ def _resolve_fetched(
     if not find_heads(directory).layout:
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
-            " vLLM's, or an EAGLE-3 draft); for a target model alone use --base-model, for a whole run"
-            f" `hf download {name} --local-dir runs/NAME`"
+            " vLLM's, or an EAGLE-3 draft); for a target model alone use --base-model, for a whole"
+            f" run `hf download {name} --local-dir runs/NAME`"
         )
     paths = _resolve_heads(directory, target_model, tree)
     home = runs_directory() / "hub" / name.replace("/", "--")

@@ -147,7 +147,8 @@ def check_output_dir(cfg: TrainConfig) -> None:
         map(checkpoint.resolve().is_relative_to, own_directories)
     ):
         raise ConfigError(
-            f"output_dir: {run_dir} already holds a run, and {resume} is a checkpoint of another run; "
+            f"output_dir: {run_dir} already holds a run, and {resume} is a checkpoint of another"
+            " run; "
             "set output_dir to that run's directory, or to a new one"
         )
 
@@ -167,13 +168,14 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
     deleted = [(run_dir / name).resolve() for name in files]
     if target_model is not None and any(map(target_model.resolve().is_relative_to, deleted)):
         raise ConfigError(
-            "overwrite_output_dir: would delete the target model, base_model; set another output_dir"
+            "overwrite_output_dir: would delete the target model, base_model; set another"
+            " output_dir"
         )
     linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(run_dir / name)]
     if linked:
         raise ConfigError(
-            f"overwrite_output_dir: {run_dir / linked[0]} is a link or a mount point, whose content is"
-            " not deleted; empty it, or set another output_dir"
+            f"overwrite_output_dir: {run_dir / linked[0]} is a link or a mount point, whose content"
+            " is not deleted; empty it, or set another output_dir"
         )
 
 
@@ -413,13 +415,14 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Lock `directory`; raise CheckpointError if another process trains, evaluates or calibrates in it,
-    because each would delete files of the other.
+    """Lock `directory`; raise CheckpointError if another process trains, evaluates or calibrates in
+    it, because each would delete files of the other.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     busy = CheckpointError(
-        f"output_dir: another process is working in {directory}; wait for it, or set another directory"
+        f"output_dir: another process is working in {directory}; wait for it, or set another"
+        " directory"
     )
     try:
         with locked(directory, busy):

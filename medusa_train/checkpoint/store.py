@@ -222,7 +222,10 @@ class CheckpointStore:
         names = [f"step-{step}" for step in self.steps()]
         other_names = ", ".join(name for name in names if self.root / name != path)
         if not other_names:
-            return f"\nThere is no other checkpoint in {self.root}: copy this one again, or start a new run"
+            return (
+                f"\nThere is no other checkpoint in {self.root}: copy this one again, or start a"
+                " new run"
+            )
         return (
             f"\nOther checkpoints in {self.root}: {other_names};"
             " resume_from_checkpoint=PATH resumes from one"

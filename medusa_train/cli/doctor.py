@@ -53,7 +53,7 @@ def choices(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
     import torch
 
     from medusa_train.models.compiled import has_compiler
-    from medusa_train.models.loading import bitsandbytes_obstacle
+    from medusa_train.models.loading import bitsandbytes_unsupported_reason
     from medusa_train.models.precision import choose_precision, default_device, emulates
     from medusa_train.training.optimizer import build_optimizer
 
@@ -76,7 +76,10 @@ def choices(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
     )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(cfg, key):
-            yield f"{key}: true", _ask(lambda: bitsandbytes_obstacle(device) or "as asked")
+            yield (
+                f"{key}: true",
+                _ask(lambda: bitsandbytes_unsupported_reason(device) or "as asked"),
+            )
     if cfg.sample_packing:
         yield "sample_packing: true", _ask(lambda: _attention(device, precision.dtype))
     if cfg.torch_compile:
@@ -110,10 +113,12 @@ def _first_line(error: Exception) -> str:
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
     from transformers.utils import is_flash_attn_2_available
 
-    from medusa_train.models.document_attention import flash_obstacle
+    from medusa_train.models.document_attention import flash_unsupported_reason
 
     installed = is_flash_attn_2_available()
-    obstacle = flash_obstacle(device.type, dtype, capped=False, supported=True, installed=installed)
-    if obstacle is None:
+    unsupported_reason = flash_unsupported_reason(
+        device.type, dtype, capped=False, supported=True, installed=installed
+    )
+    if unsupported_reason is None:
         return "flash-attn's varlen kernel, if the model supports it"
-    return f"one sdpa call per document ({obstacle})"
+    return f"one sdpa call per document ({unsupported_reason})"

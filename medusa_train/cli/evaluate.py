@@ -290,9 +290,15 @@ def _first_line(cfg: EvalConfig, benchmark: Benchmark | None, paths: ModelPaths)
     if paths.lookup is not None:
         draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}{questions}"
+        return (
+            f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}"
+            f"{questions}"
+        )
     newest = " (the newest run)" if cfg.model is None else ""
-    return f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}{questions}"
+    return (
+        f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}"
+        f"{questions}"
+    )
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def app(
     schema: bool = switch("--schema", "Print a JSON Schema of the keys, for editors, then exit."),
     inspect: bool = switch(
         "--inspect",
-        "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit. With"
-        " tokens=60M no data are needed.",
+        "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit."
+        " With tokens=60M no data are needed.",
     ),
     doctor: bool = switch(
         "--doctor",

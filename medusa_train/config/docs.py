@@ -1,7 +1,8 @@
 """Generate documentation of the keys: JSON Schema, Markdown tables, and the resolved values of a
 configuration.
 
-`python -m medusa_train.config.docs` rewrites `configs/schema.json` and `docs/reference/configuration.md`.
+`python -m medusa_train.config.docs` rewrites `configs/schema.json` and
+`docs/reference/configuration.md`.
 """
 
 from __future__ import annotations

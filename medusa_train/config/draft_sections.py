@@ -34,8 +34,8 @@ class HeadsLoss(NamedTuple):
     """The heads' loss on a frozen target model: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: weight of the target model's distribution in the target of L_k. The data's token
-            has the rest of the weight.
+        soft_targets: weight of the target model's distribution in the target of L_k. The data's
+            token has the rest of the weight.
     """
 
     decay: float
@@ -293,7 +293,8 @@ class AmphistaConfig(DraftConfig):
     vocab_size: VocabSize | None = _VOCAB_SIZE
     alignment_weight: NonNegativeFloat = key(
         0.5,
-        "lambda_1: weight of the cross-entropy against the target model's distribution (default: ours)",
+        "lambda_1: weight of the cross-entropy against the target model's distribution (default:"
+        " ours)",
     )
     label_weight: NonNegativeFloat = key(
         0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)"
@@ -304,8 +305,8 @@ class AmphistaConfig(DraftConfig):
     def _check_combinations(self) -> AmphistaConfig:
         if not self.alignment_weight and not self.label_weight:
             raise problem(
-                "alignment_weight and label_weight are both 0, so there is no loss; set at least one"
-                " of them"
+                "alignment_weight and label_weight are both 0, so there is no loss; set at least"
+                " one of them"
             )
         if not self.auto_blocks and not self.position_encoding:
             raise problem(
@@ -332,8 +333,8 @@ class AmphistaConfig(DraftConfig):
 
 
 class KangarooConfig(DraftConfig):
-    """Keys of `kangaroo`: the target model's first layers, an adapter and the target model's lm_head
-    (Kangaroo).
+    """Keys of `kangaroo`: the target model's first layers, an adapter and the target model's
+    lm_head (Kangaroo).
     """
 
     prefix = "kangaroo."
@@ -373,7 +374,8 @@ class KangarooConfig(DraftConfig):
     def _check_combinations(self) -> KangarooConfig:
         if not self.attention and not self.mlp_size:
             raise problem(
-                "an adapter without attention needs an MLP; set mlp_size, or remove attention: false"
+                "an adapter without attention needs an MLP; set mlp_size, or remove attention:"
+                " false"
             )
         return self
 
@@ -500,8 +502,8 @@ class DFlashConfig(DraftConfig):
     )
     window: NonNegativeInt = key(
         2048,
-        "attention window in positions, causal within the block; 0: full attention, bidirectional in"
-        " the block, as in most published drafts",
+        "attention window in positions, causal within the block; 0: full attention, bidirectional"
+        " in the block, as in most published drafts",
         HEADS,
     )
     mask_token_id: NonNegativeInt | None = key(
@@ -638,8 +640,8 @@ class LookaheadConfig(Section):
     )
     ngram: Int = key(
         4,
-        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window in addition to its"
-        " guesses",
+        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window in addition"
+        " to its guesses",
         ge=3,
         le=16,
     )

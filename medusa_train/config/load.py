@@ -98,7 +98,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
 
 
 def dump_config(cfg: Config) -> str:
-    """Format the values as YAML for `load_config`; keys without a value or an effect are omitted."""
+    """Format the values as YAML for `load_config`; keys without a value or an
+    effect are omitted.
+    """
     return dump_yaml(
         cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     )

@@ -31,8 +31,8 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 def expand_variables(text: str) -> str:
     """Replace `$NAME` and `${NAME}` by environment variables.
 
-    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`. Also raises
-    it for text that only a shell expands, such as `$(NAME)`.
+    Raises ConfigError if a variable is unset or empty, because `${SCRATCH}/run` would become `/run`
+    without it. Also raises it for text that only a shell expands, such as `$(NAME)`.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -15,7 +15,8 @@ _SHARDS = (
 REMOVED_KEYS = {
     "--dry-run": "there is no preview; look at a few answers with limit=3",
     "--hostfile": (
-        "start torchrun on each machine, srun once, or DeepSpeed's launcher (docs/how-to/several-gpus.md)"
+        "start torchrun on each machine, srun once, or DeepSpeed's launcher"
+        " (docs/how-to/several-gpus.md)"
     ),
     "--master-port": "--num-gpus takes a free port; torchrun has --rdzv-endpoint",
     "--merge": _SHARDS,

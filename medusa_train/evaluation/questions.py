@@ -186,7 +186,9 @@ def load_benchmark(
 
 
 def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the path of a benchmark's question file, downloaded if necessary; see `load_benchmark`."""
+    """Return the path of a benchmark's question file, downloaded if necessary; see
+    `load_benchmark`.
+    """
     path = _file_of_user(name_or_file)
     if path is not None:
         return path

@@ -113,8 +113,8 @@ def describe_misfit(cfg: EvalConfig, model: LoadedModel, paths: ModelPaths) -> s
     if settings.compiled:
         words.append("compile=true")
     return (
-        f"{paths.tree} was fitted with other settings ({', '.join(differences)}); another tree may be"
-        f" faster here: {shlex.join(words)}"
+        f"{paths.tree} was fitted with other settings ({', '.join(differences)}); another tree may"
+        f" be faster here: {shlex.join(words)}"
     )
 
 

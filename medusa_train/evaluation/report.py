@@ -38,8 +38,8 @@ def build_report(
         overall, categories: the metrics of the whole benchmark, and of each of its categories.
         baselines: a copy of those in `overall`.
         tree, calibration: its paths with the acceptance of each, and how it was chosen.
-        judge, rouge, joint: grades (None if nothing was judged), overlap with reference answers, and
-            the target model before and after training.
+        judge, rouge, joint: grades (None if nothing was judged), overlap with reference answers,
+            and the target model before and after training.
 
     Args:
         meta: what was run, on which machine, and with which settings; plain JSON values.

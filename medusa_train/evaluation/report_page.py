@@ -28,9 +28,9 @@ TERMS = {
     "overhead": "overhead: time of a step with the tree divided by time of a plain step.",
     "speedup": "speedup: tokens per second over those of the same loop without a tree, prefill"
     " included; over generate: over those of generate of transformers.",
-    "equal fp32": "equal fp32, equal bf16: answers that equal plain greedy decoding token for token;"
-    " +n had two best tokens with the same logit. In bfloat16 passes over one token and over"
-    " several round differently.",
+    "equal fp32": "equal fp32, equal bf16: answers that equal plain greedy decoding token for"
+    " token; +n had two best tokens with the same logit. In bfloat16 passes over one token and"
+    " over several round differently.",
     "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
 }
 ENOUGH = f"of which at least {LEAST_QUESTIONS} show how much they vary"
@@ -232,8 +232,8 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
         ),
         "Speed over tree size": (
             "tokens_per_s",
-            "Those tokens per step over the measured step latency. Unlike the tokens per second above"
-            " these are of the calibration's answers and without prefill.",
+            "Those tokens per step over the measured step latency. Unlike the tokens per second"
+            " above these are of the calibration's answers and without prefill.",
         ),
     }
     ringed = [] if chosen is None else [chosen]

@@ -107,9 +107,9 @@ def evaluate(
         CheckpointError: another process evaluates into the same directory.
     """
     if cfg.score:
-        obstacle = require_code_execution(cfg.allow_code_execution, benchmark.questions)
-        if obstacle is not None:
-            progress.print(obstacle)
+        unsupported_reason = require_code_execution(cfg.allow_code_execution, benchmark.questions)
+        if unsupported_reason is not None:
+            progress.print(unsupported_reason)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(benchmark.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name

@@ -63,7 +63,9 @@ _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
-    """Return the card of Medusa heads, or of the target model that was trained with them; see `card`."""
+    """Return the card of Medusa heads, or of the target model that was trained with them; see
+    `card`.
+    """
     is_merged = to == "merged"
     target_model = heads.target_model_name
     trained_together = paths.trained_target_model and not is_merged

@@ -29,7 +29,8 @@ _COMMANDS: dict[ExportTarget, str] = {
         '\'{{"method": "{method}", "model": "{directory}", "num_speculative_tokens": {tokens}}}\''
     ),
     "sglang": (
-        "python -m sglang.launch_server --model-path {target_model} --speculative-algorithm {algorithm} "
+        "python -m sglang.launch_server --model-path {target_model} --speculative-algorithm"
+        " {algorithm} "
         "--speculative-draft-model-path {directory}{options}"
     ),
     "speculators": "vllm serve {directory}",
@@ -51,7 +52,8 @@ def write_server_draft(
     Args:
         directory: directory to which the draft is written.
         target: directory from which it will be served.
-        target_model_name: target model to name in config.json. licence: licence to name on the card.
+        target_model_name: target model to name in config.json.
+        licence: licence to name on the card.
     """
     # 1. Read the draft, and the config of its layer for this target model.
     assert paths.heads is not None
@@ -92,8 +94,8 @@ def write_server_draft(
         if settings.get("markov_rank"):
             served["method"] = "dspark"
             notes.append(
-                "a Markov bias is written in DSpark's layout, which needs vLLM's newer runner; it was"
-                " never served by this project"
+                "a Markov bias is written in DSpark's layout, which needs vLLM's newer runner; it"
+                " was never served by this project"
             )
     command = partial(_COMMANDS[to].format, **served)
     # 3. Write the files.

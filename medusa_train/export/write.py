@@ -96,7 +96,8 @@ def export_run(
 
     Args:
         target: output directory; defaults to export/TO next to the heads.
-        target_model_name: target model to name in config.json; defaults to its absolute path or hub name.
+        target_model_name: target model to name in config.json; defaults to its absolute path or hub
+            name.
         licence: licence to name on the card; defaults to the target model's.
         announce: is called with a line before anything large is written.
     """
@@ -204,7 +205,8 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
         input_directories.append(paths.heads.resolve())
     if target.resolve() in input_directories or _holds_other_files(target, to):
         raise CheckpointError(
-            f"output_dir: {target} holds other files that would be overwritten; name a new directory"
+            f"output_dir: {target} holds other files that would be overwritten; name a new"
+            " directory"
         )
 
 
@@ -303,8 +305,9 @@ def target_model_warnings(paths: ModelPaths) -> list[str]:
     if paths.adapter is None or _merged_directory(paths) is not None:
         return []
     return [
-        f"this run trained the target model too ({paths.adapter}): serve these heads with the merged"
-        f" target model (medusa-export {paths.home} --to merged), not with {paths.target_model}"
+        f"this run trained the target model too ({paths.adapter}): serve these heads with the"
+        f" merged target model (medusa-export {paths.home} --to merged), not with"
+        f" {paths.target_model}"
     ]
 
 
@@ -326,8 +329,9 @@ def stop_warnings(paths: ModelPaths) -> list[str]:
     texts = " and ".join(map(str, tokenizer.convert_ids_to_tokens(unknown_tokens)))
     return [
         f"answers end at {texts}, which neither generation_config.json nor the tokenizer of"
-        f" {paths.target_model} names: add {unknown_tokens} to eos_token_id in its generation_config.json,"
-        " or send stop_token_ids with each request, else servers go on after the answer"
+        f" {paths.target_model} names: add {unknown_tokens} to eos_token_id in its"
+        " generation_config.json, or send stop_token_ids with each request, else servers go on"
+        " after the answer"
     ]
 
 
@@ -445,8 +449,8 @@ def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
     is_full = paths.heads is not None and find_heads(paths.heads).layout == "model"
     if not paths.trained_target_model and not is_full:
         raise CheckpointError(
-            f"{paths.home}: this run did not train the target model, so there is nothing to merge: use"
-            f" {paths.target_model}"
+            f"{paths.home}: this run did not train the target model, so there is nothing to merge:"
+            f" use {paths.target_model}"
         )
     exported.facts.append(write_merged(paths, exported.files, card))
 

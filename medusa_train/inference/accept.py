@@ -101,7 +101,7 @@ def accept(
         return accept_typical(node_tokens, logits, tree, rule)
     if generators is None or len(generators) != len(node_tokens):
         raise ValueError("sampling needs a generator for every row")
-    return accept_rejection(node_tokens, logits, tree, rule, generators)
+    return accept_sampling(node_tokens, logits, tree, rule, generators)
 
 
 def sample_next(
@@ -128,7 +128,7 @@ def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) ->
     return accept_matching(torch.stack([following, node_tokens], dim=1), tree)
 
 
-def accept_rejection(
+def accept_sampling(
     node_tokens: Tensor,
     logits: Tensor,
     tree: Tree | RowTrees,

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 
 from medusa_train.errors import MedusaError
 
-#: Seconds without reading after which an answer counts as abandoned, when another thread wants the
-#: decoder, and when the thread that read it last does. A thread that starts a second answer rarely
-#: continues the first; but web servers read the pieces of one answer in changing threads.
+#: If another thread wants the decoder, the current answer counts as abandoned after this many
+#: seconds in which nobody read it. A web server may read the pieces of one answer in changing
+#: threads, so another thread is no sign that the first answer was given up.
 ABANDONED_SECONDS = 10.0
+#: The same if the thread that wants the decoder is the one that read the current answer last. A
+#: thread that starts a second answer rarely continues the first, so it waits only briefly.
 ABANDONED_HERE_SECONDS = 0.2
 
 

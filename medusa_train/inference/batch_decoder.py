@@ -20,7 +20,7 @@ from medusa_train.inference.generate import (
     truncate_at_stop,
 )
 from medusa_train.inference.step import Steps, proposal_limits
-from medusa_train.models.drafts.base import Limits, Proposer
+from medusa_train.models.drafts.base import Proposer, TreeSize
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 
@@ -145,7 +145,7 @@ class BatchDecoder:
         return self.target_model.rope_switch is None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TreeSize:
         """The limits of what the draft proposes in a step."""
         return proposal_limits(self.draft, self.tree)
 

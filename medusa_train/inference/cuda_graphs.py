@@ -162,13 +162,13 @@ def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
     """
     if device.type != "cuda":
         return None
-    if (obstacle := graph_obstacle(model)) is not None:
-        _log.info("no CUDA graphs, since the model %s", obstacle)
+    if (unsupported_reason := graph_unsupported_reason(model)) is not None:
+        _log.info("no CUDA graphs, since the model %s", unsupported_reason)
         return None
     return CudaGraphRunner(device)
 
 
-def graph_obstacle(model: Any) -> str | None:
+def graph_unsupported_reason(model: Any) -> str | None:
     """Return why the passes of a transformers model can't be captured (they make the host wait for
     the device); None if they can.
     """

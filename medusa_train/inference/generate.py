@@ -159,8 +159,9 @@ class Decoder:
         limit = max_answer_length(self.target_model, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
 
-        # inference mode is entered for each pass, not for the generator: closing an abandoned stream
-        # would then need torch, even while the interpreter exits
+        # Enter inference mode for each pass, not around the whole generator. Python closes an
+        # abandoned generator late, possibly while the interpreter exits, and leaving inference
+        # mode there would call a torch that may be gone
         answer = self._lock.start()
         try:
             # 1. the prefill gives the first token
@@ -313,7 +314,8 @@ def max_answer_length(
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < target_model.vocab_size:
             raise MedusaError(
-                f"the prompt has the token {token}, but the model only {target_model.vocab_size} tokens"
+                f"the prompt has the token {token}, but the model only {target_model.vocab_size}"
+                " tokens"
             )
     if max_new_tokens is not None and max_new_tokens < 1:
         raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

@@ -282,8 +282,9 @@ class Model:
                 next(iter(prompt), 0), (str, Mapping)
             ):
                 raise MedusaError(
-                    "with raw=True, expected a text or a list of token ids: leave raw out for a chat;"
-                    " for several texts write [model.generate(text, raw=True) for text in texts]"
+                    "with raw=True, expected a text or a list of token ids: leave raw out for a"
+                    " chat; for several texts write [model.generate(text, raw=True) for text in"
+                    " texts]"
                 )
             return _token_ids(
                 "prompt: with raw=True, expected a text or a list of token ids", prompt

@@ -30,7 +30,8 @@ Shapes:
     n: nodes of the tree below its root.
     m: branch tokens next to the tree (`trees.lookahead_branch`).
     D: depth of the deepest node.
-    P: nodes that accepted paths are padded to: the longest path, or D + 1 in steps of fixed shape.
+    P: number of nodes to which all accepted paths of a pass are padded: the length of its longest
+        path, or D + 1 in steps of fixed shape.
     d: width of hidden states.
     V: vocabulary size.
 """
@@ -50,9 +51,9 @@ from medusa_train.models.drafts.base import (
     AcceptedPath,
     DraftCache,
     DraftStep,
-    Limits,
     Proposal,
     Proposer,
+    TreeSize,
     at_positions,
 )
 from medusa_train.models.target_model import TargetModel
@@ -65,9 +66,9 @@ from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
 
-def proposal_limits(draft: Proposer | None, tree: Tree) -> Limits:
+def proposal_limits(draft: Proposer | None, tree: Tree) -> TreeSize:
     """Return the limits of what `draft` proposes for `tree`; (0, 0) without a draft."""
-    return Limits(0, 0) if draft is None else draft.limits(tree)
+    return TreeSize(0, 0) if draft is None else draft.limits(tree)
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Steps:
         self._empty_tree = Tree.empty().to(target_model.device)  # for plain decoding
         self.limits = proposal_limits(draft, tree)
         if self.limits.size == 0:
-            draft, tree, self.limits = None, self._empty_tree, Limits(0, 0)
+            draft, tree, self.limits = None, self._empty_tree, TreeSize(0, 0)
         self._draft = draft
         self._tree = tree
         self._aux_layers: tuple[int, ...] = () if draft is None else draft.aux_layers
@@ -321,7 +322,9 @@ class Steps:
         num_columns: int,
         nodes: NodeInputs | None,
     ) -> DraftStep:
-        """Return the inputs of the draft, see `DraftStep`; its caches have `num_columns` columns."""
+        """Return the inputs of the draft, see `DraftStep`; its caches
+        have `num_columns` columns.
+        """
         last = self._target_model.max_context - 1
         return DraftStep(
             accepted=accepted,

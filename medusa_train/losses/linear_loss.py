@@ -1,7 +1,8 @@
-"""Cross-entropy and distillation losses of an lm_head that keep only a chunk of its logits in memory.
+"""Cross-entropy and distillation losses of an lm_head that keep only a chunk of its logits in
+memory.
 
-`losses.chunked_logits` computes logits and the gradients of matrices; here is the loss of a block of
-logits, and its gradient. The gradients are computed in one of two ways:
+`losses.chunked_logits` computes logits and the gradients of matrices; here is the loss of a block
+of logits, and its gradient. The gradients are computed in one of two ways:
 
 - Now: with `grad_scale`, together with the loss. The caller gives the factor on the loss
   beforehand, so the logits are computed once, and gradients of trained matrices are added to their

@@ -59,10 +59,11 @@ class Objective:
     """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa,
     Training Strategies).
 
-    Means are over the global batch. At position t, head k predicts the label at t + k + 1, and the
-    language model the label at t + 1. A position counts if that label is supervised, even if t
-    itself is in a prompt. The label and the teacher's position t + k are always in the document of
-    t.
+    Means are over the global batch. Heads count from 1, k = 1 .. K, so the first head has weight
+    c^1 and index 0 in tensors of shape [K]. At position t, head k predicts the label at t + k + 1,
+    and the language model the label at t + 1. A position counts if that label is supervised, even
+    if t itself is in a prompt. The label and the teacher's position t + k are always in the
+    document of t.
 
     With a frozen target model there is no L_LM and no lambda0: Medusa-1 minimizes
     L = sum_k c^k * L_k.
@@ -130,7 +131,7 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether `loss` needs a teacher."""
+        """Whether `loss_and_gradients` needs a teacher."""
         return self.teacher_weight > 0.0 or self.soft_targets > 0.0
 
     def head_weight(self, k: int) -> float:
@@ -142,14 +143,14 @@ class Objective:
         model's first.
 
         The sum of these counts over the global batch (micro-batches and processes) is the argument
-        `counts_total` of `loss`.
+        `counts_total` of `loss_and_gradients`.
         """
         targets = self._logit_indices(self._head_targets(batch))
         if self.lm is not None:
             targets.insert(0, _targets(batch, 0))
         return _count(targets)
 
-    def loss(
+    def loss_and_gradients(
         self,
         hidden_states: Any,
         batch: Batch,
@@ -160,7 +161,7 @@ class Objective:
         teacher: tuple[Tensor, LMHead] | None = None,
         grad_scale: float | None = None,
     ) -> ObjectiveOutput:
-        """Compute one micro-batch's contribution to L.
+        """Compute one micro-batch's contribution to L, and its gradients if `grad_scale` is given.
 
         With `grad_scale`, the gradients of each term are computed right after its value. Then only
         the activations of one head are in memory at a time, and no gradients except those in
@@ -226,7 +227,7 @@ class Objective:
         """Return the sums of each head, and accumulate gradients if `scales` are numbers.
 
         Args:
-            hidden_states, batch, teacher: see `loss`.
+            hidden_states, batch, teacher: see `loss_and_gradients`.
             indices: logit indices of each head's targets, long [B, T] each.
             scales: factor on the gradients of each head, or None.
         """

@@ -26,7 +26,7 @@ _RECURRENT_KEYS = (
 )
 #: Reasons why token trees cannot be verified, with the layer types (transformers' names) they apply
 #: to.
-_TREE_OBSTACLES = {
+_TREE_UNSUPPORTED_REASONS = {
     "recurrent state: a layer's state summarizes one sequence, and cannot branch into a token tree": (
         "linear_attention",
         "hybrid",
@@ -43,8 +43,8 @@ _TREE_OBSTACLES = {
     ),
 }
 _FAMILIES = (
-    "Llama, Mistral, Qwen2 and 3, Gemma 2 to 4 (text), gpt-oss, DeepSeek-V3, Phi-3, OLMo 2, SmolLM3,"
-    " Granite and similar models"
+    "Llama, Mistral, Qwen2 and 3, Gemma 2 to 4 (text), gpt-oss, DeepSeek-V3, Phi-3, OLMo 2,"
+    " SmolLM3, Granite and similar models"
 )
 
 
@@ -66,22 +66,22 @@ def attention_of(config: Any) -> str:
     return "eager" if is_capped or not _class_flag(config, "_supports_sdpa", True) else "sdpa"
 
 
-def tree_obstacle(config: Any) -> str | None:
+def tree_unsupported_reason(config: Any) -> str | None:
     """Return why token trees of a model cannot be verified; None if they can.
 
     Drafts for such a model can still be trained, with one document per row.
     """
     text = config.get_text_config(decoder=True)
     types = set(layer_types(text))
-    for obstacle, kinds in _TREE_OBSTACLES.items():
+    for unsupported_reason, kinds in _TREE_UNSUPPORTED_REASONS.items():
         if types & set(kinds):
-            return obstacle
+            return unsupported_reason
     is_recurrent = _class_flag(config, "_is_stateful", False) or any(
         getattr(text, key, None) for key in _RECURRENT_KEYS
     )
     # Granite 4.0's stateful class also has purely dense models; their `layer_types` say so
     if is_recurrent and not getattr(text, "layer_types", None):
-        return next(iter(_TREE_OBSTACLES))
+        return next(iter(_TREE_UNSUPPORTED_REASONS))
     unsupported = sorted(types - SUPPORTED_LAYER_TYPES)
     return f"layers of type {', '.join(unsupported)}" if unsupported else None
 
@@ -90,13 +90,13 @@ def describe_without_trees(config: Any, name: str) -> str | None:
     """Describe that a draft for a model can be trained but not decoded with here; None if decoding
     works too.
     """
-    obstacle = tree_obstacle(config)
-    if obstacle is None:
+    unsupported_reason = tree_unsupported_reason(config)
+    if unsupported_reason is None:
         return None
     return (
-        f"base_model {name}: its token trees cannot be verified here ({obstacle}). A draft for it can"
-        " be trained and exported; servers decode with it: medusa-eval --serve, medusa-selfdistill"
-        " --server-url"
+        f"base_model {name}: its token trees cannot be verified here ({unsupported_reason}). A"
+        " draft for it can be trained and exported; servers decode with it: medusa-eval --serve,"
+        " medusa-selfdistill --server-url"
     )
 
 

@@ -57,7 +57,7 @@ def _forward_problem(target_model: TargetModel) -> str | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     missing = [name for name in _FORWARD_ARGUMENTS if name not in parameters]
-    if target_model.tree_obstacle is not None:
+    if target_model.tree_unsupported_reason is not None:
         return None  # these models get only tokens
     return f"its forward takes no {', '.join(missing)}" if missing else None
 
@@ -69,7 +69,7 @@ def _model_problem(target_model: TargetModel) -> str | None:
             "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
             " would be wrong"
         )
-    if target_model.tree_obstacle is not None:
+    if target_model.tree_unsupported_reason is not None:
         return _padding_problem(target_model)
     # in half precision, rounding may route a token to another expert, so compare a small float32
     # copy instead

@@ -82,8 +82,8 @@ def needed_forms(rows: int, trees: bool) -> tuple[Form, ...]:
     """Return the forms for decoding up to `rows` rows at a time: plain decoding and, if `trees`,
     with trees.
 
-    With several rows there is no form for the last row that remains in a batch: it would need more
-    programs.
+    For `rows` above 1 there are only forms with several rows. When a single row of a batch remains,
+    its passes are not compiled (see `covers`), which saves the time to compile more programs.
     """
     return tuple(Form(rows > 1, tokens) for tokens in ((1, None) if trees else (1,)))
 

@@ -109,7 +109,7 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 # The implementations that can be chosen
 
 
-def flash_obstacle(
+def flash_unsupported_reason(
     device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool
 ) -> str | None:
     """Return why flash-attn's varlen kernel cannot be used; None if it can.
@@ -244,8 +244,9 @@ def _windowed(
     """Compute attention of one document longer than its sliding window, in blocks of queries with
     their keys.
 
-        window 3, blocks of 2     block 1   x . . .     block 2   x x x .     the same mask in all blocks,
-        (keys from left)                    x x                     x x x     cut where the document begins
+        window 3, blocks of 2     block 1   x . . .     block 2   x x x .     all blocks have the
+        (keys from left)                    x x                     x x x     same mask, cut where
+                                                                              the document begins
 
     The mask has `_WINDOW_QUERIES` x (window - 1 + `_WINDOW_QUERIES`) positions at most, for any
     length of the document.

@@ -34,7 +34,7 @@ from medusa_train.models.architecture import (
 from medusa_train.models.compatibility import check_model
 from medusa_train.models.document_attention import (
     FLASH,
-    flash_obstacle,
+    flash_unsupported_reason,
     register_document_attention,
 )
 from medusa_train.models.model_files import find_target_model, missing_from_hub, model_directory
@@ -179,8 +179,8 @@ def load_tokenizer(
         ) from error
     if not isinstance(tokenizer.model_max_length, (int, float)):
         raise TargetModelError(
-            f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it is"
-            f" {tokenizer.model_max_length!r}"
+            f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it"
+            f" is {tokenizer.model_max_length!r}"
         )
     _set_special_tokens(tokenizer, special_tokens or {}, resolved)
     return tokenizer
@@ -215,8 +215,8 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name:
             tokenizer.add_special_tokens({role: token})
         elif role not in _NOT_READ:
             raise ConfigError(
-                f"special_tokens: {role}: {text} is not a token of {name}, and tokens cannot be added"
-                " here: name one of its own, or a base_model whose embeddings include it"
+                f"special_tokens: {role}: {text} is not a token of {name}, and tokens cannot be"
+                " added here: name one of its own, or a base_model whose embeddings include it"
             )
 
 
@@ -296,8 +296,8 @@ def resolve_target_model(name: str, *, trust_remote_code: bool = False) -> tuple
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
         reason = describe_hub_error(error, name, "model") or (
-            "what the Hugging Face hub answered is not a model's config.json; does a proxy answer in"
-            f" its place? ({str(error).strip().partition(chr(10))[0]})"
+            "what the Hugging Face hub answered is not a model's config.json; does a proxy answer"
+            f" in its place? ({str(error).strip().partition(chr(10))[0]})"
         )
         raise missing_from_hub(name, reason) from error
     check_architecture(config, name)
@@ -407,8 +407,10 @@ def loading_options(
         if device.type == "cpu" or is_deepspeed_zero3_enabled():
             return {}
         return on_device
-    if (obstacle := bitsandbytes_obstacle(device)) is not None:
-        raise TargetModelError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
+    if (unsupported_reason := bitsandbytes_unsupported_reason(device)) is not None:
+        raise TargetModelError(
+            f"load_in_4bit and load_in_8bit need bitsandbytes: {unsupported_reason}"
+        )
     from transformers import BitsAndBytesConfig
 
     if quantization == "nf4":
@@ -423,7 +425,7 @@ def loading_options(
     return {"quantization_config": config, **on_device}
 
 
-def bitsandbytes_obstacle(device: torch.device) -> str | None:
+def bitsandbytes_unsupported_reason(device: torch.device) -> str | None:
     """Return why bitsandbytes cannot be used on a device; None if it can. Its own error would come
     only at the first call.
     """
@@ -474,7 +476,7 @@ def choose_attention(
     Returns:
         One line with the kernel, and the reason if it is not flash-attn's.
     """
-    if target_model.tree_obstacle is not None or (
+    if target_model.tree_unsupported_reason is not None or (
         not packed and "sliding_attention" not in target_model.layer_types
     ):
         return (
@@ -505,19 +507,19 @@ def _varlen_attentions(
     `reasons` why others are left out.
     """
     capped = target_model.attention == "eager"
-    obstacle: str | None = "flash_attention: false"
+    unsupported_reason: str | None = "flash_attention: false"
     if wanted:
-        obstacle = flash_obstacle(
+        unsupported_reason = flash_unsupported_reason(
             target_model.device.type,
             target_model.dtype,
             capped=capped,
             supported=bool(getattr(target_model.model, "_supports_flash_attn", False)),
             installed=is_flash_attn_2_available(),
         )
-    if obstacle is None:
+    if unsupported_reason is None:
         yield FLASH, "flash-attn varlen kernel"
     else:
-        reasons.append(obstacle)
+        reasons.append(unsupported_reason)
     if capped:
         reasons.append("soft-capped scores or sinks need a mask")
     else:

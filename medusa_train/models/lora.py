@@ -281,7 +281,8 @@ def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
             unknown.append(name)
     if unknown:
         raise TargetModelError(
-            f"lora_modules_to_save: {', '.join(unknown)}: this target model has no module of that name"
+            f"lora_modules_to_save: {', '.join(unknown)}: this target model has no module of that"
+            " name"
         )
 
 

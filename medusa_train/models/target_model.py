@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from medusa_train.errors import TargetModelError
-from medusa_train.models.architecture import tree_obstacle
+from medusa_train.models.architecture import tree_unsupported_reason
 from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, Form, has_compiler, needed_forms
 from medusa_train.models.document_attention import (
@@ -73,8 +73,8 @@ class TargetModel:
         max_context: number of positions that the model was trained for.
         stop_tokens: tokens at which an answer ends, with their sources; see `end_answers_by`.
         eos_ids: ids of the stop tokens, at which all decoders stop.
-        tree_obstacle: why token trees cannot be verified with this model, see
-            `architecture.tree_obstacle`; None if they can.
+        tree_unsupported_reason: why token trees cannot be verified with this model, see
+            `architecture.tree_unsupported_reason`; None if they can.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
@@ -110,7 +110,7 @@ class TargetModel:
         )
         self.eos_ids = self.stop_tokens.ids
         self.layer_types = layer_types(self.config)
-        self.tree_obstacle = tree_obstacle(model.config)
+        self.tree_unsupported_reason = tree_unsupported_reason(model.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -160,7 +160,7 @@ class TargetModel:
             cache: keys and values before `tokens`; the T new ones are added.
             segments: [B, T], index of the document in a packed row; -1: padding. Each document is
                 computed as in a separate row, with `positions` that restart. Excludes `mask` and
-                `cache`. A model with a `tree_obstacle` takes one document per row.
+                `cache`. A model with a `tree_unsupported_reason` takes one document per row.
             aux_layers: layers whose outputs are returned as auxiliary hidden states.
 
         Returns:
@@ -172,7 +172,7 @@ class TargetModel:
         if mask is not None and positions is None:
             raise ValueError("an explicit mask needs position ids")
         bounds: dict[str, Any] = {}
-        if segments is not None and self.tree_obstacle is not None:
+        if segments is not None and self.tree_unsupported_reason is not None:
             positions = None  # rows are right-padded, and no layer reads later positions
         elif segments is not None and self.varlen:
             bounds = document_bounds(segments)
@@ -583,7 +583,7 @@ class TargetModel:
     # Faster decoding
 
     @property
-    def compile_obstacle(self) -> str | None:
+    def compile_unsupported_reason(self) -> str | None:
         """Why this model's passes can't be compiled; None if they can."""
         if set(self.layer_types) != {"full_attention"} and self.window is not None:
             return "has sliding windows"
@@ -603,12 +603,13 @@ class TargetModel:
                 machine that cannot compile is no error, and nothing is compiled.
         """
         if self.step_runner is not None and (
-            self.compile_obstacle is not None or not has_compiler(self.device)
+            self.compile_unsupported_reason is not None or not has_compiler(self.device)
         ):
             return
-        if self.compile_obstacle is not None:
+        if self.compile_unsupported_reason is not None:
             raise TargetModelError(
-                f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out"
+                f"compile: {self.name or 'this model'} {self.compile_unsupported_reason}; leave the"
+                " key out"
             )
         on_cpu = self.device.type == "cpu"
         aux = [self.layer(count - 1) for count in self.decoding_aux_layers]

@@ -6,8 +6,8 @@ from typing import Any
 
 VLLM_VERSION = "0.32"
 #: This version's own model classes that are not `SupportsEagle3`: they do not pass the states of
-#: inner layers to an EAGLE-3 draft. Models without a class in vLLM (SmolLM3, OLMo 2) run on its
-#: Transformers backend, which does.
+#: inner layers to an EAGLE-3 draft. Models without a class in vLLM (SmolLM3, OLMo 2) are not listed,
+#: because they run on its Transformers backend, which passes these states.
 WITHOUT_EAGLE3 = frozenset(
     (
         "Cohere2ForCausalLM",

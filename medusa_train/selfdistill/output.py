@@ -75,8 +75,8 @@ class OutputWriter:
             if asked_question != answered_question:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {prompt.id}"
-                    f" asks {excerpt(answered_question, 60)!r}, and now {excerpt(asked_question, 60)!r}. Choose another"
-                    " output=FILE.jsonl"
+                    f" asks {excerpt(answered_question, 60)!r}, and now"
+                    f" {excerpt(asked_question, 60)!r}. Choose another output=FILE.jsonl"
                 )
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -249,12 +249,12 @@ def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
             f" {cfg.max_new_tokens}, or keep them by drop_truncated=false"
         ),
         "context": (
-            "the model's context is full; choose shorter prompts by max_chars or max_turns, or fewer"
-            " max_new_tokens"
+            "the model's context is full; choose shorter prompts by max_chars or max_turns, or"
+            " fewer max_new_tokens"
         ),
         "looping": (
-            f"temperature is {cfg.temperature:g}, and at 0.3 to 0.7 fewer answers repeat themselves;"
-            " or set drop_looping=false"
+            f"temperature is {cfg.temperature:g}, and at 0.3 to 0.7 fewer answers repeat"
+            " themselves; or set drop_looping=false"
         ),
         "refused": "the chat template rejects these chats; choose another by chat_template",
         "empty": "the model ends at once; it may need another chat_template",

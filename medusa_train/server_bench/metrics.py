@@ -246,7 +246,8 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
 
     Returns:
         cells: metrics of every cell; for a server with a draft also `compare_cells`.
-        plain: for each concurrency the metrics of the server without a draft in its fastest session.
+        plain: for each concurrency the metrics of the server without a draft in its fastest
+            session.
         recommendation: see `recommend`.
         notes: remarks for the report.
     """

@@ -40,9 +40,9 @@ HOW = [
     "first token, per token: medians over the answers, in milliseconds.",
     (
         "tokens per step, accepted: from vLLM's counters at /metrics, of steps that verify a draft;"
-        " accepted is the share of drafts whose token at position 1, 2, ... was accepted. With calls,"
-        " without calls: tokens per step of answers of chats with tools that make tool calls, and of"
-        " the others."
+        " accepted is the share of drafts whose token at position 1, 2, ... was accepted. With"
+        " calls, without calls: tokens per step of answers of chats with tools that make tool"
+        " calls, and of the others."
     ),
     (
         "equal: greedy answers whose text equals that of the server without heads; turns after a"
@@ -52,8 +52,8 @@ HOW = [
 
 
 ADVICE = (
-    "A setting is recommended only where the whole interval is above 1. A server has one setting for"
-    " all its requests: choose by the concurrency of your traffic. These results hold for this"
+    "A setting is recommended only where the whole interval is above 1. A server has one setting"
+    " for all its requests: choose by the concurrency of your traffic. These results hold for this"
     " machine, model and benchmark."
 )
 

@@ -111,7 +111,8 @@ def started_servers(
     metadata["turns"] = (
         "the server without heads next to each one with heads, in turns, block by block"
         if together
-        else "one server at a time; the one without heads first and last, and the faster of the two counts"
+        else "one server at a time; the one without heads first and last, and the faster of the"
+        " two counts"
     )
 
     def start(count: int) -> VLLMServer:
@@ -203,7 +204,8 @@ def _export(paths: ModelPaths, directory: Path, progress: RunProgress) -> tuple[
     heads = paths.heads
     if heads is None and paths.lookup is None:
         raise ConfigError(
-            f"serve: {target_model} has no heads; name a run by --model, or set draft: prompt_lookup"
+            f"serve: {target_model} has no heads; name a run by --model, or set draft:"
+            " prompt_lookup"
         )
     if paths.adapter is not None:
         with progress.phase("merging the adapter", ticking=True):
@@ -227,8 +229,8 @@ def _notes(
     notes = []
     if paths.special_tokens:
         notes.append(
-            "special_tokens: vLLM reads the tokenizer of the target model as it is; of these only the"
-            " end of answers is sent to it"
+            "special_tokens: vLLM reads the tokenizer of the target model as it is; of these only"
+            " the end of answers is sent to it"
         )
     if paths.quantization is not None and paths.adapter is None:
         notes.append(FOREIGN_WEIGHTS.format(target_model=target_model))

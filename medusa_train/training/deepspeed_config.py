@@ -84,7 +84,8 @@ _NOT_USED: Mapping[str, str] = {
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory: true in offload_optimizer",
     "zero_optimization.zenflow": "write offload_optimizer: {device: cpu}",
     # DeepSpeed's own check accepts the entries below
-    "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without it",
+    "zero_optimization.elastic_checkpoint": "a run resumes on other numbers of processes without"
+    " it",
     "zero_optimization.legacy_stage1": "remove it",
     "zero_optimization.pipeline_loading_checkpoint": "remove it",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is AdamW; remove it",
@@ -176,7 +177,9 @@ def _without(left_out: object, value: Any) -> Any:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a checked configuration: 0 (nothing partitioned) to 3 (weights too)."""
+    """Return the ZeRO stage of a checked configuration: 0 (nothing partitioned) to
+    3 (weights too).
+    """
     zero = _without(AUTO, config).get("zero_optimization", {})
     return int(zero.get("stage", 0))
 

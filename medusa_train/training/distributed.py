@@ -262,8 +262,8 @@ def check_distinct_gpus(distributed: DistributedContext, uuid: str) -> None:
     if len(set(uuids)) < distributed.size:
         raise distributed.error_on_main(
             MedusaError(
-                f"{distributed.size} processes share {len(set(uuids))} GPUs; start one process per GPU"
-                " (--num-gpus)"
+                f"{distributed.size} processes share {len(set(uuids))} GPUs; start one process per"
+                " GPU (--num-gpus)"
             )
         )
 

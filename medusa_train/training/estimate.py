@@ -51,8 +51,8 @@ class MeasuredRate(NamedTuple):
     def describe(self) -> str:
         """Describe the rate and its origin in one line."""
         return (
-            f"{self.share:.0%} of the matrix rate, as measured with {self.measured} on an H100 at 7B"
-            f" shape: {self.tokens:,} tokens/s"
+            f"{self.share:.0%} of the matrix rate, as measured with {self.measured} on an H100 at"
+            f" 7B shape: {self.tokens:,} tokens/s"
         )
 
 
@@ -206,8 +206,8 @@ class Estimate:
         A matrix product takes two operations per weight and token. A forward pass needs one product
         per weight matrix. A backward pass needs two, or one if the weights are not trained. The
         draft runs on all tokens, or only on the tokens of its blocks; its output matrices run on
-        supervised tokens. Soft targets also need the target model's logits of these, over the draft's
-        vocabulary.
+        supervised tokens. Soft targets also need the target model's logits of these, over the
+        draft's vocabulary.
 
         Args:
             tokens, supervised: number of tokens and of supervised tokens per epoch.

@@ -1,5 +1,5 @@
-"""Keep the hidden states of a frozen target model on disk, so that later epochs and runs need not run
-the target model.
+"""Keep the hidden states of a frozen target model on disk, so that later epochs and runs need not
+run the target model.
 
 A document's states depend only on its tokens: packed or not, it starts at position 0 and attends to
 nothing else. The states are stored when the first batch with this document is computed, and read
@@ -39,8 +39,8 @@ class HiddenStateCache:
 
     Attributes:
         device: device of the returned hidden states.
-        rope_switch: see `TargetModel`. If a batch has a position from here on, the model computes
-            the whole batch with other rotary angles.
+        rope_switch: see `TargetModel`. If any position of a batch reaches this number, the model
+            computes the whole batch with other rotary angles.
         distributed: the processes that train together. All of them must call `hidden_states`
             equally often.
         read, computed: number of documents whose states this process read from disk, and number of
@@ -62,8 +62,8 @@ class HiddenStateCache:
         unless all documents are stored.
 
         At padding, states from disk are zero, and computed states are the target model's output. A
-        target model that is partitioned over the processes must run in all of them, so it runs in all
-        if any process lacks a document.
+        target model that is partitioned over the processes must run in all of them, so it runs in
+        all if any process lacks a document.
         """
         documents = list(self._documents(batch))
         states, missing_documents = self._read(batch, documents)
@@ -184,8 +184,8 @@ def open_hidden_states(
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the hidden-state cache of a frozen target model in the directory `prepared`, and print its
-    size with the states of all `examples`.
+    """Open the hidden-state cache of a frozen target model in the directory `prepared`, and print
+    its size with the states of all `examples`.
     """
     fingerprint = distributed.run_on_main(
         lambda: target_model_fingerprint(target_model, aux_layers, tf32=tf32)

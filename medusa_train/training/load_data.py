@@ -243,8 +243,8 @@ def _print_reports(
 def _drop_unknown_tokens(
     parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
 ) -> list[str]:
-    """Drop conversations with a token that has no embedding in the target model, for example because
-    it was added only to the tokenizer. Return the reason for each dropped conversation.
+    """Drop conversations with a token that has no embedding in the target model, for example
+    because it was added only to the tokenizer. Return the reason for each dropped conversation.
 
     Raises:
         DataError: there are such tokens, and `skip_bad_records` is off or no conversation remains.
@@ -260,8 +260,8 @@ def _drop_unknown_tokens(
     reasons = list(problems.values())
     more = f" (and {len(reasons) - 1} more conversations)" if len(reasons) > 1 else ""
     problem = (
-        f"{reasons[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings, or"
-        f" set another chat_template{more}"
+        f"{reasons[0]} has no embedding, since the model has {vocab_size:,}: resize its embeddings,"
+        f" or set another chat_template{more}"
     )
     if not cfg.skip_bad_records:
         raise DataError(problem)

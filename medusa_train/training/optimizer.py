@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from medusa_train.losses.objective import ObjectiveOutput
-from medusa_train.models.loading import bitsandbytes_obstacle
+from medusa_train.models.loading import bitsandbytes_unsupported_reason
 from medusa_train.models.partitioned import full_shape
 
 T = TypeVar("T")
@@ -88,8 +88,8 @@ class Strategy(ABC):
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: remove all hooks and the optimizer's state.
 
-        All weights are whole afterwards. If `partitioned`, only the parameters in `saved` are
-        whole, only in rank 0, and in CPU memory.
+        Afterwards every process holds all weights. Only if training was `partitioned`, rank 0 alone
+        holds weights, those of the parameters in `saved`, in CPU memory.
         """
         self.optimizer.state.clear()
 
@@ -336,8 +336,8 @@ def build_optimizer(
         notice = None
     elif device.type != "cuda":
         notice = f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
-    elif (obstacle := bitsandbytes_obstacle(device)) is not None:
-        notice = f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
+    elif (unsupported_reason := bitsandbytes_unsupported_reason(device)) is not None:
+        notice = f"optimizer: {name} needs bitsandbytes ({unsupported_reason}); using adamw_torch"
     else:
         eight_bit = getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])
         return eight_bit(groups, betas=betas, eps=epsilon), None

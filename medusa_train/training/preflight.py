@@ -58,8 +58,8 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the target model's config and the number of `processes`; return the target
-    model's path or hub name, and its config.
+    """Check `cfg` against the target model's config and the number of `processes`; return the
+    target model's path or hub name, and its config.
     """
     from transformers.integrations import is_deepspeed_available
 
@@ -82,8 +82,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
 def check_shape(
     cfg: TrainConfig, text_config: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> None:
-    """Check the draft and the recipe against the target model's vocabulary, layers and quantization.
-    Numbers that `text_config` does not have are not checked.
+    """Check the draft and the recipe against the target model's vocabulary, layers and
+    quantization. Numbers that `text_config` does not have are not checked.
     """
     size = cfg.draft_config.settings.get("vocab_size")
     vocab_size = text_config.get("vocab_size")
@@ -162,7 +162,8 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
             " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
             " to start from untrained heads."
         )
-    # 2. Check that jointly trained heads are used with the target model that they were trained with.
+    # 2. Check that jointly trained heads are used with the target model that they were trained
+    # with.
     if adapter is not None:
         if cfg.recipe == "medusa1" or cfg.adapter is None:
             raise ConfigError(
@@ -176,8 +177,8 @@ def check_initial_weights(cfg: TrainConfig, config: Any | None = None) -> None:
     if model.is_dir() and (target_model is None or target_model.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
-            f" target model in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
-            " that trained heads only"
+            f" target model in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a"
+            " run that trained heads only"
         )
 
 

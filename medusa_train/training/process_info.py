@@ -41,7 +41,9 @@ class ProcessInfo:
 
 
 def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
-    """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for a single process."""
+    """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for
+    a single process.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank = _number(environ, "RANK")
         info = ProcessInfo(

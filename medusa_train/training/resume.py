@@ -192,9 +192,9 @@ def check_target_model(
         )
     elif saved_digest != digest:
         raise CheckpointError(
-            f"{checkpoint.path}: was trained on other weights than those of base_model {target_model}"
-            " now. Restore these, or name the directory that holds them; or start a new run from"
-            " the trained heads: lora_model_dir=RUN output_dir=OTHER"
+            f"{checkpoint.path}: was trained on other weights than those of base_model"
+            f" {target_model} now. Restore these, or name the directory that holds them; or start a"
+            " new run from the trained heads: lora_model_dir=RUN output_dir=OTHER"
         )
 
 
@@ -218,8 +218,8 @@ def describe_differences(
         console.print(f"note: deleting the checkpoints of later steps: {', '.join(later)}")
     if state.step > schedule.total_steps:
         console.print(
-            f"note: the checkpoint has more steps than the {schedule.total_steps} of this run: nothing is"
-            f" trained, and the heads are those of step {state.step}",
+            f"note: the checkpoint has more steps than the {schedule.total_steps} of this run:"
+            f" nothing is trained, and the heads are those of step {state.step}",
             style="yellow",
         )
     for line in checkpoint.changed:
@@ -231,8 +231,9 @@ def describe_differences(
     if not math.isclose(state.epoch, schedule.epoch(state.step), rel_tol=1e-6):
         console.print(
             f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
-            f" {state.epoch:.2f} epochs, here they count as {schedule.epoch(state.step):.2f}. To keep"
-            " the batch, change gradient_accumulation_steps along with the number of processes",
+            f" {state.epoch:.2f} epochs, here they count as {schedule.epoch(state.step):.2f}. To"
+            " keep the batch, change gradient_accumulation_steps along with the number of"
+            " processes",
             style="yellow",
         )
 

@@ -193,7 +193,8 @@ def load_models(stage: Stage) -> Models:
 
 
 def _load_model(stage: Stage) -> tuple[TargetModelRecipe, Draft]:
-    """Load the target model, build the draft, and make the weights trainable that the recipe trains.
+    """Load the target model, build the draft, and make the weights trainable that the recipe
+    trains.
 
     If several processes train with ZeRO-3, each loads only its part of the target model.
     """
@@ -302,7 +303,8 @@ def _describe_models(stage: Stage, draft: Draft, recipe: TargetModelRecipe) -> N
         )
     if cfg.torch_compile and recipe.cache is None:
         stage.print(
-            "torch_compile: the target model's layers are compiled in the first steps, which take longer"
+            "torch_compile: the target model's layers are compiled in the first steps, which take"
+            " longer"
         )
     elif cfg.torch_compile:
         stage.print(

@@ -38,7 +38,8 @@ class TrainState:
         objective: names and values of the settings that define the objective. Like `validation` it
             is None before the first evaluation and in older checkpoints.
         base_model_digest: digest of the target model's weights. None if there are no weight files,
-            and in checkpoints before 0.3.0, whose `target_model` was computed in another way.
+            and for checkpoints before 0.3.0, whose fingerprint was of another kind and cannot be
+            compared with it.
         tokens, seconds: tokens and time of all training steps of the run.
         skipped: number of steps of the run that were skipped because of a NaN/Inf loss or gradient.
         window: sums since the last log line.

@@ -1,4 +1,6 @@
-"""Sum the metrics of a training step over micro-batches, and over the steps between two log lines."""
+"""Sum the metrics of a training step over micro-batches, and over the steps between
+two log lines.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ class Window:
         """Return the window's metrics, for a training record in metrics.jsonl.
 
         `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
-        are left out if the target model is frozen. `outside_vocabulary` (the share of targets that a
-        reduced draft vocabulary lacks) and `overscaled_steps` are left out if they are zero.
+        are left out if the target model is frozen. `outside_vocabulary` (the share of targets that
+        a reduced draft vocabulary lacks) and `overscaled_steps` are left out if they are zero.
         """
         loss, tokens, lm_ce, lm_kl, lm_count, *heads = self.sums
         k = len(heads) // 3

@@ -118,7 +118,9 @@ class TargetModelRecipe:
                         parameter.copy_(state[name])
 
     def save_trained(self, out: Path) -> None:
-        """Write adapter/ for LoRA, or model/ (the whole target model) if its layers were trained."""
+        """Write adapter/ for LoRA, or model/ (the whole target model) if its
+        layers were trained.
+        """
         if self.adapter is not None:
             self.adapter.save(out / ADAPTER)
         elif self.joint:
@@ -186,7 +188,9 @@ def _unfreeze(model: Any, layers: int) -> None:
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
-    """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head."""
+    """Return the last `layers` decoder layers of a transformers model, its final
+    norm and lm_head.
+    """
     body = decoder_of(model)
     if not (hasattr(body, "layers") and hasattr(body, "norm")):
         raise TargetModelError(

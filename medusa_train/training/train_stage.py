@@ -69,7 +69,7 @@ def train(
     try:
         trainer = build_trainer(cfg, data, progress, distributed, start)
         trainer.parent_run_dir = parent_run_dir
-        if trainer.recipe.target_model.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_unsupported_reason is not None:
             trainer.cfg = trainer.cfg.model_copy(update={"calibration_tokens": 0})
         try:
             return _train_and_finish(trainer, data, results)
@@ -184,7 +184,7 @@ def _print_results(
     if trainer.parent_run_dir is None:
         lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
         following = after_training(cfg.base_model, run_dir, lacks_tree=lacks_tree)
-        if trainer.recipe.target_model.tree_obstacle is not None:
+        if trainer.recipe.target_model.tree_unsupported_reason is not None:
             following = shlex.join(["medusa-export", str(run_dir), "--to", "vllm"])
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
@@ -325,7 +325,8 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
         if free is not None and needed_bytes > free:
             raise MedusaError(
                 "decoding merges the adapter into dequantized weights, which take"
-                f" {describe_size(needed_bytes)} next to training, and {describe_size(free)} are free"
+                f" {describe_size(needed_bytes)} next to training, and {describe_size(free)} are"
+                " free"
             )
     recipe.adapter.merge()
     return target_model.to_dtype(dtype)  # also casts `modules_to_save`, trained in float32
@@ -335,8 +336,8 @@ def _target_model_that_decodes(recipe: TargetModelRecipe) -> TargetModel:
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's greedy
-    continuations.
+    """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's
+    greedy continuations.
     """
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")

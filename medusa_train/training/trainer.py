@@ -161,6 +161,10 @@ class Trainer:
 
         Each loss is divided by the number of valid targets in the global batch. So the step's loss
         is the mean over its targets, however they are split into micro-batches and processes.
+
+        No `.backward()` is called here: `loss_and_gradients` adds the gradients of each term of the
+        loss to `.grad` right after the value of that term. (With DeepSpeed, `forward_backward` runs
+        one backward pass over the sum instead.)
         """
         state = self.state
         strategy = self.strategy
@@ -176,7 +180,7 @@ class Trainer:
         # 2. Compute hidden states, loss and backward pass.
         rows = []
         for batch in micro_batches:
-            output = strategy.forward_backward(self.compute_loss, batch, counts)
+            output = strategy.forward_backward(self.loss_and_gradients, batch, counts)
             rows.append(metrics_row(batch, output))
         sums = self.distributed.sum(torch.stack(rows).sum(dim=0)).tolist()
         loss, tokens = sums[:2]
@@ -205,11 +209,12 @@ class Trainer:
         if self.schedule.logs(state.step):
             self._log(micro_batches[-1])
 
-    def compute_loss(
+    def loss_and_gradients(
         self, batch: Batch, counts: Tensor, grad_scale: float | None = None
     ) -> ObjectiveOutput:
-        """Run target model, teacher and heads on one micro-batch. For `counts` and `grad_scale` see
-        `Objective.loss`.
+        """Compute the loss of one micro-batch, and its gradients if `grad_scale` is given: run
+        target model, teacher and heads. For `counts` and `grad_scale` see
+        `Objective.loss_and_gradients`.
         """
         # 1. Run the target model, and the teacher if the loss needs it.
         hidden_states = self.recipe.hidden_states(batch, self.draft.aux_layers)
@@ -225,7 +230,7 @@ class Trainer:
         if grad_scale is not None:
             hidden_states = replace(hidden_states, final=cut.detach(hidden_states.final))
         with self.recipe.precision.autocast():
-            output = self.objective.loss(
+            output = self.objective.loss_and_gradients(
                 hidden_states,
                 batch,
                 counts,

@@ -54,8 +54,8 @@ class ValidationResult:
         targets: number of valid targets per head.
         in_vocab: number of valid targets in the head's vocabulary, per head.
         lm_loss: mean cross-entropy of the target model in nats per token; None if it is frozen.
-        lm_kl: mean KL in nats per token from the target model without its adapter; None if it has no
-            adapter.
+        lm_kl: mean KL in nats per token from the target model without its adapter; None if it has
+            no adapter.
         conversations: the rank that each head gives to each token, see `ranked_conversations`.
     """
 
@@ -167,8 +167,8 @@ def validate(
 def validation_objective(
     objective: Objective, heads: float, ce: float | None, kl: float | None
 ) -> float:
-    """Return the validation value of a run's objective, in nats: the heads' loss if the target model
-    is frozen, otherwise `L_LM + lambda0 * heads`.
+    """Return the validation value of a run's objective, in nats: the heads' loss if the target
+    model is frozen, otherwise `L_LM + lambda0 * heads`.
 
     lambda0 has its peak value, at which every schedule ends, so that all evaluations of a run are
     comparable. L_LM is (1 - rho) * CE + rho * KL, where rho is the weight of the teacher. This

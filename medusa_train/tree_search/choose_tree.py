@@ -258,8 +258,8 @@ def _all_fit(
     if needed_seconds <= seconds:
         return True
     progress.print(
-        f"timing fewer trees: all would take about {needed_seconds:.0f} s, {seconds:.0f} s are left for it"
-        " after this run; medusa-eval --calibrate times all"
+        f"timing fewer trees: all would take about {needed_seconds:.0f} s, {seconds:.0f} s are left"
+        " for it after this run; medusa-eval --calibrate times all"
     )
     return False
 

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from medusa_train.trees.tree import Ranks, Tree
 
-#: Draft tokens ranked lower are never worth a node (published trees end at rank 9).
+#: Number of a head's best tokens that can become nodes, ranks 0 to 9. Lower-ranked tokens are never
+#: worth a node (published trees end at rank 9 too).
 MAX_RANK = 10
 #: Number of parts in cross-validation.
 _FOLDS = 3
@@ -28,9 +29,10 @@ class Trace:
     target model.
 
     Attributes:
-        ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among
-            the best tokens of head k if token p is the root; -1 past `MAX_RANK` or past the end of
-            the answer.
+        ranks: [tokens][K]. If token p of the answer is the root, head k = 1 .. K predicts token
+            p + k. `ranks[p][k - 1]` is the rank of the answer's token p + k among that head's
+            predictions, 0 for the best one; -1 if it is not among the best `MAX_RANK`, or if the
+            answer ends before it. Heads count from 1 as in `losses.objective`, indices from 0.
         confidence: probability of head 1's best token, [tokens - 1], for drafts that stop early;
             empty for other drafts. It is not saved next to tree.json.
     """

@@ -48,8 +48,9 @@ class KVCache:
         block: number of columns of the first buffer.
 
     Attributes:
-        num_layers, block: as given.
-        capacity: rounded up to whole blocks.
+        num_layers: number of layers whose keys and values are stored.
+        block: number of columns of the first buffer.
+        capacity: maximum number of positions of a row: the argument, rounded up to whole blocks.
         rows: number of allocated rows.
         resets: number of calls of `reset` so far. If several owners share the cache, each can tell
             whether its own keys and values are still there.

@@ -31,7 +31,7 @@ class BranchLayout(Nodes):
 
     Attributes:
         size: number of branch tokens, m.
-        outputs: as given.
+        outputs: number of branch tokens whose logits the draft reads; see the argument.
         max_depth: depth of the deepest branch token; the root has depth 0.
         depths: depth of every branch token, long [m].
         ancestors: bool [m, m]: row i is true at branch token i and its ancestors, without the root.

@@ -33,10 +33,20 @@ class NodeMasks:
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 
-    Committed columns beyond the window have equal entries; without a window, all committed columns
-    do. So a small table is built once, and the mask for given lengths is looked up in it: column j
-    of a row is column j - length + prefix of the table, clamped to the first and last one. For a
-    single length that the host knows, the mask is a slice of the table, which is widened if needed.
+    Without a window, a node attends to all committed columns; with one, to none of the columns
+    before the window. In both cases one column of the table can stand for many committed columns.
+    So a small table is built once. It has `prefix` committed columns (`window`, or 1 without one),
+    a column for each node, and a masked one. For a root with children a and b, without a window:
+
+        column - length     ..., -2, -1    0    1    2    3, 4, ...
+        column of table         0          1    2    3       4
+                    root        x          x    .    .       .        x attends to, . does not
+                    a           x          x    x    .       .
+                    b           x          x    .    x       .
+
+    Column j of a mask is column j - length + prefix of the table. Smaller numbers than 0 mean the
+    first column of the table, larger numbers than it has mean the last. If the host knows the only
+    length, `after` widens the table to all committed columns and returns a slice of it.
 
     The keys are n + 1 nodes, of which q are queries: usually all of them. Without a window, the
     queries may be only the last nodes, if the others ran before.

@@ -37,7 +37,7 @@ from medusa_train.losses import chunked_logits
 from medusa_train.losses.linear_loss import Teacher
 from medusa_train.losses.linear_loss import linear_loss as fused_loss
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.drafts.base import Limits
+from medusa_train.models.drafts.base import TreeSize
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import PromptLookupDraft, RestDraft
@@ -154,7 +154,7 @@ def decode(
     if threshold is not None:
         proposer.threshold = threshold
     if dynamic is not None:
-        proposer = proposer.with_dynamic_trees(Limits(*dynamic))
+        proposer = proposer.with_dynamic_trees(TreeSize(*dynamic))
     if lookup is not None:
         copied = _lookup(*lookup)
         proposer = copied if proposer is None else MergedDraft(proposer, copied)

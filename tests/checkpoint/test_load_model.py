@@ -22,7 +22,7 @@ from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models import compiled as compiled_module
-from medusa_train.models.drafts.base import Limits
+from medusa_train.models.drafts.base import TreeSize
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
@@ -167,7 +167,7 @@ def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: 
     run = write_run(
         tmp_path / "run", Path(resolve_model(str(run_dir), None, None).target_model), draft="eagle3"
     )
-    for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
+    for tree, size in (("dynamic", TreeSize(6, 2)), ("dynamic:9x3", TreeSize(9, 3))):
         loaded = load_for_decoding(resolve_model(str(run), None, tree), "float32")
         assert isinstance(loaded.proposer, Eagle3Draft)
         assert isinstance(loaded.draft, Eagle3Draft)

@@ -128,6 +128,15 @@ def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
         load_datasets(config(one, test_datasets=[{"path": str(one)}]), encoder)
 
 
+def test_an_earlier_validation_set_with_all_prompts_is_an_error_that_does_not_blame_test_datasets(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
+    one = write(tmp_path / "one.jsonl", record("A", "B"))
+    (example,) = load_datasets(config(one, val_set_size=0), encoder)[0]
+    with pytest.raises(DataError, match="train on: the validation set has all of their prompts"):
+        load_datasets(config(one), encoder, held_out={example.prompt})
+
+
 def test_test_datasets_are_the_validation_set_and_not_trained_on(
     tmp_path: Path, encoder: ChatEncoder
 ) -> None:

@@ -197,7 +197,7 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
         return ProgramResult("failed", "AssertionError")
 
     monkeypatch.setattr(answer_scores, "run_program", run_program)
-    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
+    monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: None)
     records = [turn(1, (0,), (0,))]
     score_answers(
         records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3")
@@ -208,7 +208,7 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
 
 
 def test_without_a_sandbox_no_code_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: "no bubblewrap")
+    monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: "no bubblewrap")
     records = [turn(1, (0,), (1,))]
     questions = [Question(1, "humaneval", ("?",), "f:1", expected=TEST)]
     score_answers(records, questions, Words("a", "b"))
@@ -230,7 +230,7 @@ def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
 ) -> None:
     outcomes = iter([ProgramResult("passed", "")])
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
-    monkeypatch.setattr(answer_scores, "sandbox_obstacle", lambda: None)
+    monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: None)
     records = [turn(1, (0,), (1,))]
     with pytest.raises(StopIteration):
         score_answers(

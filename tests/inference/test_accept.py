@@ -21,7 +21,7 @@ from medusa_train.inference.accept import (
     Typical,
     accept,
     accept_greedy,
-    accept_rejection,
+    accept_sampling,
     accept_typical,
     sample_next,
 )
@@ -236,7 +236,7 @@ def test_three_tokens_follow_the_target_models_joint_distribution(tree: str, kin
     thousand tests.
     """
     sampling = SAMPLINGS[(list(TREES).index(tree) + len(kind)) % len(SAMPLINGS)]
-    assert _decode(accept_rejection, kind, TREES[tree], sampling, seed=len(tree) + len(kind)) > 1e-4
+    assert _decode(accept_sampling, kind, TREES[tree], sampling, seed=len(tree) + len(kind)) > 1e-4
 
 
 def _by_child(
@@ -288,7 +288,7 @@ WRONG = {
     "greedy": lambda tokens, logits, tree, sampling, generators: accept_greedy(
         tokens, logits, tree
     ),
-    "forgets the temperature": lambda tokens, logits, tree, sampling, generators: accept_rejection(
+    "forgets the temperature": lambda tokens, logits, tree, sampling, generators: accept_sampling(
         tokens, logits, tree, Sampling(), generators
     ),
 }

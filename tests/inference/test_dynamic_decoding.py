@@ -10,7 +10,7 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.models.drafts import dynamic_trees
-from medusa_train.models.drafts.base import Limits, Proposal, Proposer
+from medusa_train.models.drafts.base import Proposal, Proposer, TreeSize
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
@@ -24,11 +24,11 @@ from tests.inference.equality import check_equals_plain
 from tests.inference.steps import proposal_after
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 
-SIZE = Limits(9, 3)
+SIZE = TreeSize(9, 3)
 
 
 def dynamic_draft(
-    target_model: TargetModel, size: Limits = SIZE, kind: str = "eagle3"
+    target_model: TargetModel, size: TreeSize = SIZE, kind: str = "eagle3"
 ) -> Eagle3Draft | DFlashDraft:
     draft = random_draft(kind, target_model, spread=0.05)
     assert isinstance(draft, (Eagle3Draft, DFlashDraft))
@@ -39,7 +39,7 @@ def enumerated(
     draft: Eagle3Draft | DFlashDraft,
     target_model: TargetModel,
     text: list[int],
-    size: Limits,
+    size: TreeSize,
     k: int,
 ) -> dict[Ranks, float]:
     """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their
@@ -69,12 +69,12 @@ def enumerated(
     }
 
 
-@pytest.mark.parametrize("size", [Limits(9, 3), Limits(2, 2), Limits(40, 3), Limits(5, 1)])
+@pytest.mark.parametrize("size", [TreeSize(9, 3), TreeSize(2, 2), TreeSize(40, 3), TreeSize(5, 1)])
 @pytest.mark.parametrize(
     ("family", "reduced"), [("llama", False), ("gemma2", False), ("qwen3", True)]
 )
 def test_nodes_are_those_of_an_enumeration_of_all_paths(
-    family: str, reduced: bool, size: Limits, monkeypatch: pytest.MonkeyPatch
+    family: str, reduced: bool, size: TreeSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gemma2 caps its logits, which changes probabilities and not ranks."""
     monkeypatch.setattr(dynamic_trees, "EXPANDED", 3)
@@ -119,7 +119,7 @@ def test_trees_of_dflash_are_the_most_probable_paths(kind: str, family: str) -> 
     missed.
     """
     target_model = random_target_model(family)
-    size = Limits(9, 3)
+    size = TreeSize(9, 3)
     draft = dynamic_draft(target_model, size, kind)
     proposal = proposal_after(target_model, draft, TREE, [[3, 14, 15, 9]], [5])
     tree, tokens = proposal.tree.row(0), proposal.tokens[0].tolist()
@@ -131,7 +131,7 @@ def test_trees_of_dflash_are_the_most_probable_paths(kind: str, family: str) -> 
 def test_equal_products_go_to_the_parent() -> None:
     """A draft that is certain of every token: a chain, of which no node is missing."""
     target_model = random_target_model("llama")
-    draft = dynamic_draft(target_model, Limits(3, 3))
+    draft = dynamic_draft(target_model, TreeSize(3, 3))
     draft.lm_heads[0].weight.data.mul_(1e6)
     proposal = proposal_after(target_model, draft, TREE, [[3, 14, 15]], [5])
     assert proposal.tree.row(0).parent_list == [-1, 0, 1, 2]
@@ -179,7 +179,7 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
 @pytest.mark.parametrize("kind", ["eagle3", "dflash-markov"])
 def test_sampled_text_follows_the_target_models_distribution(kind: str) -> None:
     target_model = five_token_target_model()
-    draft = dynamic_draft(target_model, Limits(6, 2), kind)
+    draft = dynamic_draft(target_model, TreeSize(6, 2), kind)
     decoder = BatchDecoder(target_model, draft, Tree.cartesian([2, 2]))
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 300
 
@@ -188,4 +188,4 @@ def test_trees_deeper_than_the_draft_are_refused() -> None:
     with pytest.raises(
         MedusaError, match="the dynamic trees are 4 deep, but the draft has 3 heads"
     ):
-        dynamic_draft(random_target_model("llama"), Limits(9, 4))
+        dynamic_draft(random_target_model("llama"), TreeSize(9, 4))

@@ -15,8 +15,8 @@ from medusa_train.inference.cuda_graphs import (
     GraphRunner,
     Replayable,
     Step,
-    graph_obstacle,
     graph_runner,
+    graph_unsupported_reason,
 )
 from medusa_train.inference.fixed_steps import FixedShapeSteps
 from medusa_train.inference.generate import Decoder, Generation
@@ -246,16 +246,17 @@ def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary")]
+    ("family", "unsupported_reason"),
+    [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary")],
 )
 def test_models_that_cannot_be_captured(
-    family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture
+    family: str, unsupported_reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     target_model = random_target_model(family)
-    found = graph_obstacle(target_model.model)
-    assert found is None if obstacle is None else obstacle in str(found)
+    found = graph_unsupported_reason(target_model.model)
+    assert found is None if unsupported_reason is None else unsupported_reason in str(found)
     target_model.config.num_experts = 4
-    assert graph_obstacle(target_model.model) is not None
+    assert graph_unsupported_reason(target_model.model) is not None
     assert graph_runner(torch.device("cpu"), target_model.model) is None
     assert "no CUDA graphs" not in caplog.text
     with caplog.at_level(logging.INFO):
@@ -263,6 +264,6 @@ def test_models_that_cannot_be_captured(
     assert "no CUDA graphs" in caplog.text
     target_model.config.num_experts = None
     target_model.model.is_quantized = True
-    assert graph_obstacle(target_model.model) is not None
+    assert graph_unsupported_reason(target_model.model) is not None
     target_model.model.config.quantization_config = Mock(load_in_4bit=True)
-    assert graph_obstacle(target_model.model) == found
+    assert graph_unsupported_reason(target_model.model) == found

@@ -125,7 +125,7 @@ def objective_peaks(
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             counts = objective.target_counts(batch)
             taught = (hidden.detach(), teacher)
-            objective.loss(
+            objective.loss_and_gradients(
                 HiddenStates(hidden),
                 batch,
                 counts,

@@ -79,7 +79,7 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     counts = objective.target_counts(batch)
 
     def fused(grad_scale: float | None) -> Tensor:
-        return objective.loss(
+        return objective.loss_and_gradients(
             hidden_states,
             batch,
             counts,

@@ -49,7 +49,7 @@ def test_value_and_gradients_are_the_formulas(
 
     def run(rows: slice = slice(0, B), grad_scale: float | None = 1.0) -> Tensor:
         states, theirs = part(hidden_states, rows), (part(hidden_states, rows).final, TEACHER)
-        return ours.loss(
+        return ours.loss_and_gradients(
             states, batch.part(rows), counts, teacher=theirs, grad_scale=grad_scale
         ).loss
 
@@ -75,7 +75,7 @@ def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, hidden_states: Hid
     heads = ReducedHeads()
     objective = Objective(heads, DECAY)
     counts = objective.target_counts(batch)
-    out = objective.loss(hidden_states, batch, counts)
+    out = objective.loss_and_gradients(hidden_states, batch, counts)
     numbers = torch.zeros(3, K, dtype=torch.long)  # per head: valid targets, those in KEPT, hits
     for k, states in enumerate(heads.head_states(hidden_states, batch), start=1):
         best = KEPT[heads.lm_head(k).logits(states).argmax(-1)]
@@ -95,7 +95,9 @@ def test_nothing_supervised_gives_zero_not_nan(hidden_states: HiddenStates) -> N
     ours, teacher = Objective(heads, DECAY, soft_targets=1.0), (hidden_states.final, TEACHER)
     for label in (IGNORE_INDEX, 1):  # 1: not in KEPT
         rows = one_document(torch.full((B, T), label))
-        out = ours.loss(hidden_states, rows, ours.target_counts(rows), teacher=teacher)
+        out = ours.loss_and_gradients(
+            hidden_states, rows, ours.target_counts(rows), teacher=teacher
+        )
         assert out.loss.item() == 0.0
         assert out.head_counts.tolist() == [
             0 if label < 0 else B * (T - k - 1) for k in range(1, K + 1)
@@ -119,7 +121,7 @@ def test_a_copying_task_pins_the_target() -> None:
             outer.zero_()
             outer[:D] = 50 * torch.eye(D)
     rows, objective = one_document(tokens), Objective(heads, DECAY)
-    out = objective.loss(
+    out = objective.loss_and_gradients(
         HiddenStates(one_hot(tokens.roll(-2, dims=1), D).double()),
         rows,
         objective.target_counts(rows),
@@ -146,7 +148,9 @@ def test_nothing_of_joint_training_acts_on_a_frozen_target_model(
     """
     objective = Objective(Heads(), DECAY, schedule="sine")
     first, last = (
-        objective.loss(hidden_states, batch, objective.target_counts(batch), progress=s)
+        objective.loss_and_gradients(
+            hidden_states, batch, objective.target_counts(batch), progress=s
+        )
         for s in (0.0, 1.0)
     )
     assert first.loss.item() == last.loss.item() > 0

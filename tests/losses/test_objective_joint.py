@@ -62,7 +62,7 @@ class Joint:
     ) -> ObjectiveOutput:
         cut = GraphCut()
         states = self.states[rows]
-        out = objective.loss(
+        out = objective.loss_and_gradients(
             HiddenStates(cut.detach(states) if options else states),
             batch,
             counts,

@@ -356,7 +356,7 @@ def test_a_model_without_trees_that_reads_the_padding_is_rejected() -> None:
     config = LlamaConfig(**SMALL, eos_token_id=None)
     for kind in (LlamaForCausalLM, ReadsAhead):
         target_model = TargetModel(kind(config).eval(), NoTokenizer())
-        target_model.tree_obstacle = "recurrent state"
+        target_model.tree_unsupported_reason = "recurrent state"
         if kind is LlamaForCausalLM:
             check_model(target_model)
             continue

@@ -17,7 +17,7 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import prepack
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form, needed_forms
-from medusa_train.models.drafts.base import Limits
+from medusa_train.models.drafts.base import TreeSize
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
@@ -382,7 +382,7 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     )
     prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
     drafts = (
-        [draft, draft.with_dynamic_trees(Limits(9, 3))]
+        [draft, draft.with_dynamic_trees(TreeSize(9, 3))]
         if isinstance(draft, Eagle3Draft)
         else [draft]
     )

@@ -16,7 +16,7 @@ from medusa_train.models.document_attention import (
     document_attention_forward,
     document_bounds,
     document_mask,
-    flash_obstacle,
+    flash_unsupported_reason,
     register_document_attention,
 )
 from medusa_train.models.drafts.draft_layer import DraftLayer
@@ -204,8 +204,8 @@ def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> N
         "supported": True,
         "installed": True,
     }
-    obstacle = flash_obstacle(**(usable | changed))
-    assert obstacle is None if reason is None else reason in str(obstacle)
+    unsupported_reason = flash_unsupported_reason(**(usable | changed))
+    assert unsupported_reason is None if reason is None else reason in str(unsupported_reason)
 
 
 SEGMENTS = torch.tensor([[0] * 9 + [1] + [2] * 5 + [-1] * 2, [0] * 17])

@@ -84,16 +84,16 @@ def test_a_model_without_a_decoder_is_rejected() -> None:
         TargetModel(model, NoTokenizer())
 
 
-def test_layers_that_trees_do_not_support_are_an_obstacle() -> None:
+def test_layers_that_trees_do_not_support_have_a_reason() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     for kind, words in (
         ("chunked_attention", "chunked attention: "),
         ("new", "layers of type new"),
     ):
         model.config.layer_types = [kind]
-        obstacle = TargetModel(model, NoTokenizer()).tree_obstacle
-        assert obstacle is not None
-        assert obstacle.startswith(words)
+        unsupported_reason = TargetModel(model, NoTokenizer()).tree_unsupported_reason
+        assert unsupported_reason is not None
+        assert unsupported_reason.startswith(words)
 
 
 def test_a_target_model_is_frozen_and_has_the_models_sizes() -> None:

@@ -178,12 +178,12 @@ def train(cfg: TrainConfig, console: Console) -> int:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
     """Send the signal in the middle of that step, as a user would."""
-    real = Trainer.compute_loss
+    real = Trainer.loss_and_gradients
 
-    def compute_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def loss_and_gradients(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         if self.state.step + 1 == step:
-            monkeypatch.setattr(Trainer, "compute_loss", real)
+            monkeypatch.setattr(Trainer, "loss_and_gradients", real)
             os.kill(os.getpid(), number)
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Trainer, "loss_and_gradients", loss_and_gradients)

@@ -394,7 +394,7 @@ def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) ->
     teacher = (hidden_states.final, target_model.lm_head()) if objective.needs_teacher else None
     in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        objective.loss(hidden_states, batch, counts, teacher=teacher, grad_scale=1.0)
+        objective.loss_and_gradients(hidden_states, batch, counts, teacher=teacher, grad_scale=1.0)
     estimated = Estimate(cfg, target_model.config).draft_operations(8 * 64, 8 * 40)
     assert 0.87 * estimated < counter.get_total_flops() < 1.03 * estimated
 

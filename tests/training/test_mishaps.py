@@ -163,7 +163,7 @@ def test_sigterm_in_every_phase_tells_how_to_resume(
         ("medusa_train.training.validation:linear_loss", 1, [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         (TRAINER + "CheckpointStore.save", 1, [3], "stopped after step 3, saved"),
-        (TRAINER + "Trainer.compute_loss", 1, [3, 4], "stopped after step 4, saved"),
+        (TRAINER + "Trainer.loss_and_gradients", 1, [3, 4], "stopped after step 4, saved"),
         (TRAINER + "CheckpointStore.save", 2, [8, 12], "stopped after step 12, saved"),
         (
             "medusa_train.training.train_stage:save_draft",

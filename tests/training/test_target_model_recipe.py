@@ -45,7 +45,7 @@ def test_on_a_cpu_documents_are_kept_apart_whatever_is_asked_for(
 def test_where_nothing_stands_in_the_way_the_kernel_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
+    monkeypatch.setattr(attention, "flash_unsupported_reason", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", APART)
     target_model = random_target_model("llama")
     assert (
@@ -59,7 +59,7 @@ def test_where_nothing_stands_in_the_way_the_kernel_is_used(
 def test_a_kernel_that_leaks_or_cannot_be_loaded_is_not_used(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
+    monkeypatch.setattr(attention, "flash_unsupported_reason", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", kernel)
     target_model = random_target_model("llama")
     line = choose_attention(target_model, "auto", packed=True)

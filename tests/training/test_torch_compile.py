@@ -41,7 +41,9 @@ def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Ba
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
     batch = next(iter(trainer.loader))
     trainer.draft.train()
-    output = trainer.compute_loss(batch, trainer.objective.target_counts(batch), grad_scale=1.0)
+    output = trainer.loss_and_gradients(
+        batch, trainer.objective.target_counts(batch), grad_scale=1.0
+    )
     gradients = {name: parameter.grad for name, parameter in trainer.draft.named_parameters()}
     return float(output.loss), gradients, batch
 

@@ -248,14 +248,14 @@ def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_pa
 def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(
     make_config, console, tmp_path, monkeypatch
 ):
-    real = Trainer.compute_loss
+    real = Trainer.loss_and_gradients
 
-    def compute_loss(self, *args, **kwargs):
+    def loss_and_gradients(self, *args, **kwargs):
         if self.state.step == 3:
             self.draft.lm_heads[0].weight.data[5] = float("nan")
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Trainer, "loss_and_gradients", loss_and_gradients)
     with pytest.raises(NonFiniteLossError) as caught:
         train(make_config(save_steps=2), console)
     message = str(caught.value)

@@ -28,7 +28,10 @@ from tests.training.conftest import figures, metrics, stop_after, train
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
     """Make the loss, or the gradient alone, of these steps NaN, in their first micro-batch."""
     spoiled: set[int] = set()
-    compute_loss, forward_backward = Trainer.compute_loss, LocalStrategy.forward_backward
+    loss_and_gradients, forward_backward = (
+        Trainer.loss_and_gradients,
+        LocalStrategy.forward_backward,
+    )
 
     def first_of(step: int) -> bool:
         due = step in steps and step not in spoiled
@@ -40,7 +43,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
         strategy.parameters[0].grad.view(-1)[0] = torch.nan
 
     def bad_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        output = compute_loss(self, *args, **kwargs)
+        output = loss_and_gradients(self, *args, **kwargs)
         if not first_of(self.state.step + 1):
             return output
         poison(self.strategy)
@@ -53,7 +56,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
         return output
 
     if what == "loss":
-        monkeypatch.setattr(Trainer, "compute_loss", bad_loss)
+        monkeypatch.setattr(Trainer, "loss_and_gradients", bad_loss)
     else:
         monkeypatch.setattr(LocalStrategy, "forward_backward", bad_gradient)
 
@@ -215,7 +218,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, target_mod
     )
     hidden_states = recipe.hidden_states(batch)
     teacher = recipe.teacher(batch, hidden_states)
-    out = objective.loss(
+    out = objective.loss_and_gradients(
         hidden_states,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes

@@ -268,7 +268,9 @@ def test_every_draft_gets_the_gradients_of_the_formula(target_model, kind):
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
     found = accumulated(
-        lambda: objective.loss(hidden_states, batch, counts, teacher=teacher, grad_scale=1.0),
+        lambda: objective.loss_and_gradients(
+            hidden_states, batch, counts, teacher=teacher, grad_scale=1.0
+        ),
         parameters,
     )
     for mine, other in zip(found, gradients, strict=True):

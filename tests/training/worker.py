@@ -161,7 +161,7 @@ def whole_run(
     """
     cfg = TrainConfig(**case["keys"])
     out.mkdir(parents=True, exist_ok=True)
-    step, compare, free = Trainer.train_step, Trainer.compute_loss, stages.release_memory
+    step, compare, free = Trainer.train_step, Trainer.loss_and_gradients, stages.release_memory
     checksum, verified = store.checksum, []
 
     def recorded(path: Path) -> int:
@@ -193,7 +193,7 @@ def whole_run(
         )
 
     if distributed.rank == distributed.size - 1:
-        Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
+        Trainer.train_step, Trainer.loss_and_gradients = stopped, spoilt  # type: ignore[method-assign]
     console = Console(
         file=(out / f"console-{distributed.rank}").open("w"),
         width=200,
@@ -209,7 +209,7 @@ def whole_run(
     finally:
         stages.release_memory = free
         store.checksum = checksum
-        Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
+        Trainer.train_step, Trainer.loss_and_gradients = step, compare  # type: ignore[method-assign]
     (out / f"code-{distributed.rank}").write_text(str(code))
     (out / f"verified-{distributed.rank}.json").write_text(json.dumps(verified))
 

@@ -29,8 +29,9 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
     first layer, the other heads read the second. Before their output matrices, the heads attend to
     each other.
 
-        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the target model's state at t,
-                                                                 e: the embedding of x_{t+1}
+        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the target model's
+                                                                 state at t, e: the embedding of
+                                                                 x_{t+1}
         v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2; h_i: h1 or h2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
         p_k = softmax(W2_k u_k)                                  Eq. 6; predicts x_{t+k+1}

@@ -71,8 +71,8 @@ class Proposal:
         return torch.cat([nodes, values[:, first_output:]], dim=1)
 
 
-class Limits(NamedTuple):
-    """Limits of a proposal, including its branch tokens.
+class TreeSize(NamedTuple):
+    """The largest tree that a draft may propose, including its branch tokens.
 
     Attributes:
         size: largest number of nodes below the root.
@@ -273,9 +273,9 @@ class Proposer:
             states: the result of `extend`.
         """
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
-        return Limits(tree.size, tree.max_depth)
+        return TreeSize(tree.size, tree.max_depth)
 
     # Drafts with layers of their own that attend to earlier positions: Hydra's prefix layer,
     # Amphista, Kangaroo, EAGLE-3, DFlash
@@ -350,14 +350,15 @@ class Draft(Proposer, nn.Module):
         independent_heads: whether heads share no trained layers, so that training can free the
             activations of one head before it computes the next.
         setting_names: names of the attributes that are in `settings`.
-        threshold: drafting stops if its confidence is not above this; 0: never.
-        dynamic: limits of the trees that it chooses for each row and step; None: it fills the trees
-            that are given to `propose`.
+        threshold: a probability. A draft that can stop early stops after draft tokens to which it
+            gives at most this probability; 0: it never stops early.
+        dynamic: limits of the trees that the draft chooses for each row and step; None: it fills
+            the trees that are given to `propose`.
     """
 
     setting_names: tuple[str, ...] = ()
     threshold: float = 0.0
-    dynamic: Limits | None = None
+    dynamic: TreeSize | None = None
     independent_heads: bool = False
 
     # Construction
@@ -411,7 +412,7 @@ class Draft(Proposer, nn.Module):
             draft = cls.from_target_model(target_model, **settings)
         return sum(parameter.numel() for parameter in draft.parameters())
 
-    def with_dynamic_trees(self: D, limits: Limits) -> D:
+    def with_dynamic_trees(self: D, limits: TreeSize) -> D:
         """Return a draft with the same weights that chooses a tree of this size for each row and
         step. Only drafts whose configuration section allows `dynamic_trees` support it.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
+from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer, TreeSize
 from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.row_trees import TokenTree
@@ -55,11 +55,11 @@ class MergedDraft(Proposer):
         """Size of the heads' reduced vocabulary, or None."""
         return self.heads.draft_vocab_size
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of merged proposals."""
         heads = self.heads.limits(tree)
         added = self.lookup.limits(tree)
-        return Limits(heads.size + added.size, max(heads.depth, added.depth))
+        return TreeSize(heads.size + added.size, max(heads.depth, added.depth))
 
     @property
     def num_caches(self) -> int:

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from medusa_train.config.draft_sections import spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
 from medusa_train.errors import TargetModelError
-from medusa_train.models.drafts.base import Draft, DraftStep, Limits, Proposal
+from medusa_train.models.drafts.base import Draft, DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.dynamic_trees import grow_trees
 from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
 from medusa_train.models.drafts.lm_heads import check_token_map
@@ -48,8 +48,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class DFlashDraft(Draft):
     """L decoder layers over a block of K + 1 tokens (DFlash, arXiv 2602.06036).
 
-        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)      for each position s <= t
-        block     E(x_{t+1})  E(mask)  E(mask)  ..          K + 1 slots, at positions t + 1, t + 2, ..
+        context   c_s = norm_c(fc [g_1 ; .. ; g_n]_s)     for each position s <= t
+        block     E(x_{t+1})  E(mask)  E(mask)  ..        K + 1 slots, at positions t + 1, t + 2, ..
         layer     a slot attends to keys and values of c_0 .. c_t and of the block
         output    softmax(lm_head norm(slot k)) predicts x_{t+k+1}, k = 1 .. K
 
@@ -350,13 +350,13 @@ class DFlashDraft(Draft):
         """
         return self.dynamic is None and self.window > 0
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals, large enough for the columns of the block."""
-        limits = self.dynamic or Limits(tree.size, tree.max_depth)
+        limits = self.dynamic or TreeSize(tree.size, tree.max_depth)
         if limits.size == 0:
             return limits
         slots = limits.depth if self.window else self.max_depth
-        return Limits(max(limits.size, slots), limits.depth)
+        return TreeSize(max(limits.size, slots), limits.depth)
 
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
@@ -415,7 +415,7 @@ class DFlashDraft(Draft):
 
     # Dynamic trees
 
-    def _propose_dynamic(self, step: DraftStep, limits: Limits) -> Proposal:
+    def _propose_dynamic(self, step: DraftStep, limits: TreeSize) -> Proposal:
         """Propose one tree per row, see `grow_trees`. All slots are computed once, so its levels
         run no layers.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from medusa_train.models.drafts.base import Limits, Proposal
+from medusa_train.models.drafts.base import Proposal, TreeSize
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.row_trees import RowTrees
 
@@ -24,18 +24,18 @@ GuessChildren = Callable[[Tensor], tuple[Tensor, Tensor]]
 RunNodes = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 
 
-def drafted_limits(size: Limits) -> Limits:
+def drafted_limits(size: TreeSize) -> TreeSize:
     """Return the largest number of nodes that drafting or verifying trees of this size puts into a
     KV cache.
     """
     expanded = (size.depth - 1) * min(EXPANDED, size.size)  # nodes of the last level are not run
-    return Limits(max(size.size, expanded), size.depth)
+    return TreeSize(max(size.size, expanded), size.depth)
 
 
 def grow_trees(
     last_tokens: Tensor,
     states: Tensor,
-    size: Limits,
+    size: TreeSize,
     head: LMHead,
     guess_children: GuessChildren,
     run_nodes: RunNodes,

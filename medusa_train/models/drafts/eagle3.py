@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.document_attention import document_mask
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
@@ -59,7 +59,8 @@ class Eagle3Draft(LMHeadsDraft):
 
     *Training* (EAGLE-3, Draft Model Training) does the same for all positions t at once, with the
     data's tokens instead of draft tokens: `train_steps` steps, each on the outputs of the step
-    before ("training-time test"). So the layer is trained on the inputs that it reads when it drafts.
+    before ("training-time test"). So the layer is trained on the inputs that it reads when it
+    drafts.
 
     Layer, norm and fc are those of vLLM's and SGLang's `eagle3`. The layer is Llama's for any
     target model, except that its attention reads embedding and state, each after its own norm.
@@ -141,8 +142,8 @@ class Eagle3Draft(LMHeadsDraft):
         target_model_size = target_model.hidden_size  # d'
         if size != target_model_size and not own_embeddings:
             raise ValueError(
-                f"hidden_size {size} is not the target model's, {target_model_size}: such a draft needs"
-                " embeddings of its own"
+                f"hidden_size {size} is not the target model's, {target_model_size}: such a draft"
+                " needs embeddings of its own"
             )
 
         # 2. E
@@ -412,7 +413,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     # Dynamic trees
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals. A dynamic tree needs room for all nodes that the layer
         runs over.
         """
@@ -420,7 +421,7 @@ class Eagle3Draft(LMHeadsDraft):
             return super().limits(tree)
         return drafted_limits(self.dynamic)
 
-    def _propose_dynamic(self, step: DraftStep, states: Tensor, limits: Limits) -> Proposal:
+    def _propose_dynamic(self, step: DraftStep, states: Tensor, limits: TreeSize) -> Proposal:
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:

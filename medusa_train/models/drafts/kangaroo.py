@@ -48,9 +48,10 @@ class KangarooDraft(Draft):
     Drafting stops early at a level whose draft tokens have a total probability of at most eta under
     the draft (Kangaroo, Dynamic Drafting Steps with Early-Exiting). In a chain, as in the paper,
     this is the confidence of the last token. In a tree, the probability at each node is weighted by
-    the probability of its path. The tokens of the last level are still verified. All rows of a
-    batch stop at the same level, once every row would stop. So under sampling, the draws of a row
-    depend on the other rows, but their distribution does not.
+    the probability of its path. The tokens of the last level are still verified. A batch stops at
+    the first level whose tokens have at most this probability in every row, so its rows get trees
+    of the same depth. So under sampling, the tokens drawn for a row depend on the other rows of its
+    batch, but their distribution does not.
 
     Args:
         target_model: the model whose layers, rotary angles and lm_head are used; none of its
@@ -166,12 +167,13 @@ class KangarooDraft(Draft):
         self.adapter.extend(self.cast(hidden_states.aux), caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
-        """Keep the accepted inner nodes among the adapter's keys; return the auxiliary hidden
-        states [B, 1, d] of the last accepted nodes, which the adapter has not read.
+        """Move the adapter's keys and values of accepted inner nodes to the end of the accepted
+        text. Return the auxiliary hidden states [B, 1, d] of the last accepted nodes, which the
+        adapter reads when it drafts again.
         """
         accepted = step.accepted
-        # 1. the adapter has read the inner nodes while it drafted. The keys and values of accepted
-        # inner nodes move next to the root's
+        # 1. the adapter read all inner nodes while it drafted. Of their keys and values, those of
+        # accepted nodes move right after the root's
         path = levels_of(step.tree).inner_index[accepted.path]  # [B, P], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. the states from which the next draft starts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.lookup import LookupDraft, tree_of_continuations
 from medusa_train.trees.lookahead_branch import BranchLayout, LookaheadBranch
 from medusa_train.trees.row_trees import TokenTree
@@ -66,11 +66,11 @@ class LookaheadDraft(LookupDraft):
         """Return a new pool and window for a prompt."""
         return LookaheadText(tokens, self.window, self.ngram, self.guesses, self.pool_from_prompt)
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of this draft's own trees together with the window."""
         size = self.nodes + self._layout.size
         depth = max(self.max_depth, self._layout.max_depth)
-        return Limits(size, depth)
+        return TreeSize(size, depth)
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:
         """Return the tokens of all windows, level by level."""
@@ -178,7 +178,8 @@ def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout
     W = 3, N = 4:           depth  0  1  2  3  4
         level 0                    r--a--b               r is the root, not a branch token
         level 1                     \\  \\  \\
-                                    c  d  e              as a tree: b's parent is a, e's is b, h's is e
+                                    c  d  e              as a tree: b's parent is a, e's is b,
+                                                         h's is e
         level 2                      \\  \\  \\
                                      f  g  h             the outputs
     """

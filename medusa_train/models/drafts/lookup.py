@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from medusa_train.data.datastore import Datastore
-from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
+from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer, TreeSize
 from medusa_train.trees.lookahead_branch import LookaheadBranch
 from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
@@ -43,8 +43,8 @@ class LookupDraft(Proposer):
         proposed     cat - sat - on
                         `- ran - away                          one tree; common prefixes are shared
 
-    A row's `RowText`, kept on the host, chooses which nodes of this tree are proposed. The given tree
-    is ignored. If nothing is found for any row, the step is plain decoding.
+    A row's `RowText`, kept on the host, chooses which nodes of this tree are proposed. The given
+    tree is ignored. If nothing is found for any row, the step is plain decoding.
 
     Args:
         max_tokens: maximum length of a continuation.
@@ -61,9 +61,9 @@ class LookupDraft(Proposer):
     def text(self, tokens: Sequence[int]) -> RowText:
         """Return a row's text with the tokens of its prompt."""
 
-    def limits(self, tree: Tree) -> Limits:
+    def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of this draft's own trees."""
-        return Limits(self.nodes, self.max_depth)
+        return TreeSize(self.nodes, self.max_depth)
 
     def new_request_state(self, prompt: Sequence[int]) -> RowText:
         """Return the text of a request, with its prompt indexed."""

@@ -169,7 +169,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_blocks(
     loss = DFlashConfig(max_draft_tokens=3, decay_coefficient=0.5).heads_loss
     objective = Objective(draft, loss.decay, soft_targets=loss.soft_targets, weight=loss.weight)
     counts = objective.target_counts(batch)
-    value = objective.loss(hidden_states, batch, counts).loss
+    value = objective.loss_and_gradients(hidden_states, batch, counts).loss
     value.backward()
     gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
     draft.zero_grad()
@@ -253,7 +253,7 @@ def test_a_batch_without_a_target_has_no_loss() -> None:
     objective = Objective(draft, 1.0)
     counts = objective.target_counts(batch)
     assert counts.tolist() == [0, 0, 0]
-    assert objective.loss(features(draft), batch, counts).loss == 0
+    assert objective.loss_and_gradients(features(draft), batch, counts).loss == 0
 
 
 def test_fewer_guesses_are_those_of_a_shorter_block() -> None:

@@ -113,7 +113,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     )
     hidden_states = target_model.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_targets=1.0)
-    ours = objective.loss(
+    ours = objective.loss_and_gradients(
         hidden_states,
         batch,
         objective.target_counts(batch),

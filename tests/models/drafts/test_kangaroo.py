@@ -131,7 +131,9 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
     )
     objective = Objective(draft, 1.0, soft_targets=soft)
     judge = {"teacher": (hidden_states.final, target_model.lm_head())} if soft else {}
-    ours = objective.loss(hidden_states, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
+    ours = objective.loss_and_gradients(
+        hidden_states, batch, objective.target_counts(batch), **judge
+    )  # type: ignore[arg-type]
     ours.loss.backward()
     gradients = [parameter.grad for parameter in draft.parameters()]
     draft.zero_grad(set_to_none=True)

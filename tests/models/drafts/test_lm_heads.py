@@ -132,12 +132,14 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     objective = Objective(draft, 0.8, soft_targets=share)
     counts = objective.target_counts(batch)
     wanted = plain_objective(draft, hidden_states, batch, teacher=teacher, decay=0.8, share=share)
-    ours = objective.loss(hidden_states, batch, counts, teacher=(hidden_states.final, teacher))
+    ours = objective.loss_and_gradients(
+        hidden_states, batch, counts, teacher=(hidden_states.final, teacher)
+    )
     torch.testing.assert_close(ours.loss, wanted, rtol=1e-9, atol=0)
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
-        lambda: objective.loss(
+        lambda: objective.loss_and_gradients(
             hidden_states, batch, counts, teacher=(hidden_states.final, teacher), grad_scale=1.0
         ),
         parameters,
