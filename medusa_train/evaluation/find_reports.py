@@ -15,7 +15,7 @@ def find_reports(names: Sequence[str], bench: str | None) -> list[Path]:
     Args:
         bench: which evaluation of a run to choose; default: the newest.
     """
-    if len(set(map(Path, names))) < 2:
+    if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     return [_find(name, bench) for name in names]
 
