@@ -157,9 +157,9 @@ def normalize(
     if problem is not None:
         raise RecordError(problem)
     # 4. Variables of the chat template, the id, and the unread columns.
-    if messages[0].role == "system" and "<tools>" in messages[0].content:
-        variables = set(variables or ()) - {TOOLS}  # Hermes lists the tools in the system message
-    template_variables = _variables_of(record, variables)
+    # Hermes lists the tools in the system message
+    has_listed_tools = messages[0].role == "system" and "<tools>" in messages[0].content
+    template_variables = _variables_of(record, variables, unread_keys, has_listed_tools)
     conversation = Conversation("", tuple(messages), source, template_variables)
     record_id = usable_id(record, *(PROMPT_IDS if is_prompt else ("id",)))
     if unread is not None:
@@ -279,17 +279,20 @@ def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[
     return reasons
 
 
-def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
+def _variables_of(
+    record: JsonObject, names: Collection[str] | None, unread: Unread, has_listed_tools: bool
+) -> str:
     """Return the values that a record has for the chat template's variables `names`, as JSON text;
     '' if it has none.
 
-    `tools` may be JSON text, as in tables. Null counts as missing.
+    `tools` may be JSON text, as in tables. Null counts as missing. Other lists of tools are unread
+    if the system message has one.
     """
     own_names = sorted(set(names or ()) - {"system", "messages", TOOLS})
     values = {name: record[name] for name in own_names if record.get(name) is not None}
     takes_tools = names is None or TOOLS in names
     tools: list[Any] = []
-    if names and TOOLS in names:
+    if names and TOOLS in names and not has_listed_tools:
         for column in _TOOL_COLUMNS:
             tools += parse_tools(record.get(column), column)
     template_kwargs = record.get(TEMPLATE_KWARGS)
@@ -308,7 +311,11 @@ def _variables_of(record: JsonObject, names: Collection[str] | None) -> str:
         if takes_tools:
             for name in TOOL_KWARGS:
                 if name not in (names or ()) or name == TOOLS:
-                    tools += parse_tools(kwargs.pop(name, None), name)
+                    listed = parse_tools(kwargs.pop(name, None), name)
+                    if listed and has_listed_tools:
+                        unread.add(COLUMNS, f"{TEMPLATE_KWARGS}.{name}")
+                    else:
+                        tools += listed
         unknown_names = sorted(set(kwargs) - set(kwargs if names is None else names))
         if unknown_names:
             raise RecordError(

@@ -280,4 +280,5 @@ def forget_incomparable_best(
             style="yellow",
         )
     state.best_loss = None
+    state.best_step = 0
     state.evals_since_best = 0

@@ -226,6 +226,18 @@ def test_tools_of_hermes_system_message_are_not_rendered_twice() -> None:
     assert unread.describe("d") == ["d: not read: columns tools (1)"]
 
 
+def test_variables_next_to_tools_of_a_hermes_system_message_are_read() -> None:
+    """By a template, and before the template is known."""
+    unread = Unread()
+    variables = {"mode": "fast", "xml_tools": [TOOL], "python_tools": None}
+    system = said("system", "You have <tools>[...]</tools>")
+    record = {"messages": [system, ASKED, DONE], "chat_template_kwargs": variables}
+    chat = normalize(record, variables=["tools", "mode"], unread=unread)
+    assert chat.variables == json.dumps({"mode": "fast"})
+    assert unread.describe("d") == ["d: not read: columns chat_template_kwargs.xml_tools (1)"]
+    assert normalize(record, variables=None).variables == json.dumps({"mode": "fast"})
+
+
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
