@@ -98,9 +98,9 @@ def select_validation(examples: Sequence[Example], share: float, seed: int) -> s
     is above 0 and there are at least two prompts, at least one is held out and at least one is kept
     for training.
     """
-    # 1. The conversations of each prompt. The smallest of their keys is hashed. If a prompt has one
-    # answer, this is the conversation's own key, which earlier versions hashed; so data without
-    # repeated prompts keep the split that they had there.
+    # 1. The conversations of each prompt. The smallest of their keys is hashed: that of the
+    # conversation if the prompt has only one. Earlier versions hashed that key, so data without
+    # repeated prompts keep their split.
     keys: dict[str, list[str]] = {}
     for example in examples:
         if example.row == 0:

@@ -349,10 +349,9 @@ class Steps:
     def _is_compiled(self) -> bool:
         return self._target_model.compiled is not None
 
-    # Hooks. `FixedShapeSteps` overrides these five methods and `_may_stop`. Here they fit each step
-    # to its rows, which needs the host. There they give the same kernels on the same addresses for
-    # all rows, because a CUDA graph replays what it captured. It also extends `_allocate` and
-    # `prefill`
+    # Hooks: the methods that `FixedShapeSteps` overrides, together with `_may_stop`. Here the sizes
+    # of a step follow from its rows, which only the host knows. There all steps have the same sizes
+    # and addresses, because a CUDA graph replays the kernels that it captured.
 
     def _run(
         self,

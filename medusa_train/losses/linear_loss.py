@@ -247,8 +247,8 @@ class _ChunkedLoss:
         Args:
             tensors: the tensors for the student's logits.
             grads: gradients to add to. Those of `hidden` and `z` must be zeros: each supervised
-                position is assigned once. The gradient of `hidden` excludes the part that flows
-                through z, which autograd adds.
+                position is assigned once. z depends on `hidden`, too: autograd adds that part to
+                the gradient of `hidden`, from the gradient of z.
             scale: factor on the gradients.
         """
         # 1. the logits of student and teacher, and the sizes of chunks and blocks

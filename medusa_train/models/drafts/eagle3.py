@@ -318,8 +318,8 @@ class Eagle3Draft(LMHeadsDraft):
         """Run the layer over the new positions of the prompts, each with its next token.
 
         The next token of a row's last position is not known yet, so the keys and values there are
-        wrong until the first `extend`, whose path is this position, writes them again. The padding
-        of shorter rows is masked.
+        wrong. The first `extend` writes them again: its path is this position. The padding of
+        shorter rows is masked.
         """
         assert hidden_states.aux is not None
         following = tokens.roll(-1, dims=1)  # [B, T]; any token after the last position of a row
