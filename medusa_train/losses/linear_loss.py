@@ -107,8 +107,8 @@ def linear_loss(
     pass); softmax and loss are float32. If the teacher's distribution equals the student's bit for
     bit, the divergence and its gradients are exactly 0.
 
-    The same with all logits in memory at once, where `logits(head, h)` stands for the head's
-    products, scale and soft cap:
+    A plain version keeps all logits in memory; `logits(head, h)` computes the head's products,
+    scale and soft cap:
 
         at = (targets != IGNORE_INDEX).nonzero().squeeze(1)  # [M]
         log_q = log_softmax(logits(lm_head, hidden[at]), dim=1)  # [M, V]

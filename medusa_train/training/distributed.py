@@ -208,11 +208,11 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         ConfigError: in rank 0; it lists the keys that differ. Other processes raise PeerError.
     """
     # 1. Gather the host and the values of each process, by rank. Paths are left out.
-    ranks = distributed.gather((socket.gethostname(), _without_paths(values)))
+    configurations = distributed.gather((socket.gethostname(), _without_paths(values)))
     # 2. Compare with rank 0.
-    expected = ranks[0][1] or {}
+    expected = configurations[0][1] or {}
     lines = []
-    for rank, (host, found) in enumerate(ranks):
+    for rank, (host, found) in enumerate(configurations):
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue

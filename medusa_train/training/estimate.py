@@ -126,7 +126,7 @@ class Estimate:
         self._text = text
         self._cost = cfg.draft_config.cost
         self._settings = settings = cfg.draft_config.settings
-        self._target_model = _count(model.parameters())
+        self._target_model_parameters = _count(model.parameters())
         self._vocab, self._hidden = lm_head.weight.shape
         self._draft_vocab: int = settings.get("vocab_size") or self._vocab
         # 1. Count the weights that are quantized, and the weights that a token is multiplied by.
@@ -154,8 +154,8 @@ class Estimate:
             target_model,
             Precision(torch.device("meta"), torch.float32),
         )
-        self._trained_target_model = _count(recipe.parameters.values())
-        self.trained = self._draft + self._trained_target_model
+        self._trained_in_target_model = _count(recipe.parameters.values())
+        self.trained = self._draft + self._trained_in_target_model
 
     def memory_of_run(self, train: EncodedDataset, precision: Precision) -> Memory:
         """Estimate the peak memory of a training step on `train`. On a GPU it includes an assumed
@@ -180,9 +180,9 @@ class Estimate:
         """
         cfg = self._cfg
         item = dtype.itemsize
-        frozen = self._target_model
+        frozen = self._target_model_parameters
         if not cfg.adapter:
-            frozen -= self._trained_target_model
+            frozen -= self._trained_in_target_model
         weights = frozen * item
         if (quantized := self._quantized_bytes()) is not None:
             weights -= round(self._linear * (item - quantized))
@@ -190,7 +190,7 @@ class Estimate:
         states = round(self.trained * (ADAM_8BIT if has_8bit_states else ADAM))
         parts = {
             "target model, frozen": weights,
-            "adapter" if cfg.adapter else "target model, trained": self._trained_target_model
+            "adapter" if cfg.adapter else "target model, trained": self._trained_in_target_model
             * _TRAINED,
             "heads": self._draft * _TRAINED,
             "gradients": self.trained * _TRAINED,
