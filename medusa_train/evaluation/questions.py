@@ -182,7 +182,7 @@ def load_benchmark(
     questions = read_questions(path, unread, None, turns_per_chat)
     for line in unread.describe(str(path)):  # not for public benchmarks, whose content is known
         note(line)
-    return Benchmark(_name_of_file(path), path, questions)
+    return Benchmark(name_of_file(path), path, questions)
 
 
 def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
@@ -308,7 +308,7 @@ def _missing_benchmark(name: str, public: PublicDataset, reason: str) -> str:
     )
 
 
-def _name_of_file(path: Path) -> str:
+def name_of_file(path: Path) -> str:
     """Return NAME for `.../NAME/question.jsonl` and for `.../NAME.jsonl`; NAME may contain dots."""
     if path.name in FILES and path.parent.name:
         return path.parent.name
