@@ -225,19 +225,19 @@ def _turns_of(
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
         return turns, TurnKeys()
     # 2. A list of turns. Those of either format may have the keys of the other.
-    turns = turns_under(record, columns[0])
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    listed = turns_under(record, columns[0])
+    first = listed[0] if listed and isinstance(listed[0], Mapping) else {}
     has_sharegpt_keys = "from" in first or (name == "sharegpt" and "role" not in first)
     keys = TurnKeys("from", "value") if has_sharegpt_keys else TurnKeys()
     if fields is None:
-        return turns, keys
+        return listed, keys
     keys = TurnKeys(
         fields.role_key or keys.role,
         fields.content_key or keys.content,
         (fields.message_field_training,) if fields.message_field_training else keys.train,
         {name: role for role, names in (fields.roles or {}).items() for name in names},
     )
-    return turns, keys
+    return listed, keys
 
 
 def _said(role: Role, content: object) -> Mapping[str, Any]:
