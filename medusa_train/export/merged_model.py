@@ -74,7 +74,7 @@ def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) ->
             original = paths.target_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
-        template = paths.chat_template and get_template(paths.chat_template).source
+        template = paths.chat_template and get_template(paths.chat_template)
         _set_tokenizer(directory, paths.special_tokens, template)
         # 2. Write the card.
         if card is not None:
