@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from medusa_train import checksums
 from medusa_train.errors import CheckpointError, TargetModelError
@@ -45,13 +45,6 @@ class LoraSpec:
 
 #: PEFT's file name for the weights of an adapter.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-
-def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and parameters that an adapter adds to a model."""
-    for name, parameter in peft.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            yield name, parameter
 
 
 class Adapter:
@@ -132,7 +125,12 @@ class Adapter:
             raise CheckpointError(
                 f"{directory}: cannot load this adapter into {target_model.name}: {error}"
             ) from error
-        problem = describe_not_finite(_adapter_weights(peft))
+        added = [
+            (name, parameter)
+            for name, parameter in peft.named_parameters()
+            if "lora_" in name or "modules_to_save" in name
+        ]
+        problem = describe_not_finite(added)
         if problem is not None:
             raise CheckpointError(
                 f"{weights}: {problem}: the file is damaged, or training failed; use an earlier"

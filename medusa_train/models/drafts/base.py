@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -54,21 +53,6 @@ class Proposal:
             return self.tokens, self.tree
         tokens = torch.cat([self.tokens, self.branch.tokens], dim=1)  # [B, n + 1 + m]
         return tokens, TreeAndBranch(self.tree, self.branch.layout)
-
-    def at_outputs(self, values: Tensor) -> Tensor:
-        """Select the values at tokens whose logits are read: the nodes, then the branch's outputs.
-
-        Args:
-            values: values at all tokens of the pass, [B, n + 1 + m, ...].
-
-        Returns:
-            [B, n + 1 + outputs, ...].
-        """
-        if self.branch is None:
-            return values
-        nodes = values[:, : self.tokens.shape[1]]  # [B, n + 1, ...]
-        first_output = values.shape[1] - self.branch.layout.outputs
-        return torch.cat([nodes, values[:, first_output:]], dim=1)
 
 
 class TreeSize(NamedTuple):
@@ -146,9 +130,28 @@ class CachedLayer(Protocol):
     window: int | None
 
     def run_cached(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
+        self,
+        states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: PromptCache | NodeCache,
     ) -> Tensor:
-        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_cached`."""
+        """Run q positions, [B, q, ...] -> [B, q, d], whose keys and values the cache stores.
+
+        Args:
+            states: inputs of the layer, [B, q, ...].
+            positions: position ids, long [B, q].
+            mask: additive mask [B, 1, q, key_length], sliding windows applied; None: causal, for
+                prompts.
+            cache: writes to the KV cache.
+        """
+
+
+def read_prompts(layer: CachedLayer, states: Tensor, cache: PromptCache) -> Tensor:
+    """Run a layer over prompts, [B, q, ...] -> [B, q, d]. They continue after the `cache.length`
+    positions in the cache.
+    """
+    return layer.run_cached(states, cache.positions(states), None, cache)
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,6 @@ class Proposer:
         """
         return None
 
-    @abstractmethod
     def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Propose draft tokens below the last tokens, for `step.tree`, which is not empty.
 
@@ -272,6 +274,7 @@ class Proposer:
             step: inputs of the step.
             states: the result of `extend`.
         """
+        raise NotImplementedError
 
     def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
@@ -426,11 +429,11 @@ class Draft(Proposer, nn.Module):
             )
         draft = copy(self)  # shallow: parameters are shared
         draft.dynamic = limits
+        draft.fixed_shape = False
         return draft
 
     # Training of every draft
 
-    @abstractmethod
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head(k)` reads.
 
@@ -441,10 +444,11 @@ class Draft(Proposer, nn.Module):
             hidden_states: states of the same rows, including those of `aux_layers`.
             batch: tokens, positions and segments [B, T].
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def lm_head(self, k: int) -> LMHead:
         """Return the matrix and logit transform of head k = 1..K."""
+        raise NotImplementedError
 
     # Training of Kangaroo and EAGLE-3, which train fewer states than they draft depths, and of
     # DFlash, which trains at some positions. `teacher_forced_states` leaves out nothing

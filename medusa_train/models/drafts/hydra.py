@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import shift_labels
-from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.drafts.medusa import ResBlock
@@ -142,7 +142,7 @@ class HydraDraft(LMHeadsDraft):
     ) -> None:
         """Run the prefix layer over the prompts."""
         if self.prefix is not None:
-            self.prefix.extend(hidden_states.final, caches[0])
+            read_prompts(self.prefix, hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Run the prefix layer over the accepted path; return its last states [B, d]."""
@@ -165,9 +165,8 @@ class HydraDraft(LMHeadsDraft):
         tokens = [nodes]
         for k, level in enumerate(levels_of(tree).levels[:-1], start=1):
             # 1. the m nodes of this level that have children
-            if level.inner is not None:
-                x = x[:, level.inner]
-                nodes = nodes[:, level.inner]
+            x = level.at_inner(x)
+            nodes = level.at_inner(nodes)
             # 2. head k reads the state and the tokens of the path so far. Soft cap and scale are
             # left out, because they keep the order of the logits
             e = self._embed(nodes).to(x.dtype)  # [B, m, d]

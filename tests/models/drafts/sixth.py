@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.target_model import TargetModel
@@ -72,7 +72,7 @@ class SixthDraft(LMHeadsDraft):
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
         """Run the layer over the prompts."""
-        self.layer.extend(hidden_states.final, caches[0])
+        read_prompts(self.layer, hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Run the layer over the accepted path; return the states [B, d] of its last nodes."""
