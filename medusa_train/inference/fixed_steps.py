@@ -125,22 +125,23 @@ class FixedShapeSteps(Steps):
         generators: Sequence[torch.Generator] | None,
         skip_draft: bool,
     ) -> list[Accepted]:
-        # 1.-4. The greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of
-        # 64 nodes and a vocabulary of 152,000 tokens
-        keep_logits = not isinstance(rule, Greedy)
-        self._replay(packed, shape, keep_logits=keep_logits)
+        # 1.-4.
+        self._replay(packed, shape, rule)
         # 5. accept; a pass may have more rows after the active ones
         active = len(self._rows)
         choices = self._choices[:active]  # [active, 2, n + 1]
-        if self._logits is None or not keep_logits:
+        if self._logits is None or isinstance(rule, Greedy):
             return accept_matching(choices, self._tree)
         return accept(rule, choices[:, NODE_TOKEN], self._logits[:active], self._tree, generators)
 
-    def _replay(self, packed_rows: list[list[int]], shape: StepShape, *, keep_logits: bool) -> None:
+    def _replay(self, packed_rows: list[list[int]], shape: StepShape, rule: AcceptanceRule) -> None:
         """Run the stages 1 to 4, by replaying them if they were captured, and leave the results in
         the first rows of the buffers for choices and logits.
         """
         count = shape.rows  # B
+        # the greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of 64 nodes
+        # and a vocabulary of 152,000 tokens
+        keep_logits = not isinstance(rule, Greedy)
         if keep_logits and self._logits is None:
             self._logits = self._hidden.new_zeros(
                 *self._tokens.shape, self._target_model.vocab_size
@@ -186,7 +187,7 @@ class FixedShapeSteps(Steps):
         self._weights = weights
         return super().prefill(prompts, rule, generators, num_cached)
 
-    def capture(self, rows: int, positions: int, *, keep_logits: bool = False) -> None:
+    def capture(self, rows: int, positions: int, rule: AcceptanceRule) -> None:
         """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer
         waits for it.
 
@@ -195,7 +196,7 @@ class FixedShapeSteps(Steps):
         Args:
             rows: largest number of rows.
             positions: largest number of positions of a row.
-            keep_logits: copy the logits out of the graph, for all rules except the greedy one.
+            rule: acceptance rule.
         """
         if not all(cache.is_allocated for cache in self._all_caches):
             return
@@ -213,5 +214,5 @@ class FixedShapeSteps(Steps):
             for key_length in reversed(key_lengths):
                 self._rows = [RowState(key_length - nodes - 1, [0]) for _ in range(count)]
                 shape = self._shape()
-                self._replay(self._pack([0] * count, shape), shape, keep_logits=keep_logits)
+                self._replay(self._pack([0] * count, shape), shape, rule)
         self.reset()

@@ -61,8 +61,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.kv_cache import KVCache, compact
 from medusa_train.trees.levels import levels_of
-from medusa_train.trees.lookahead_branch import TreeAndBranch
-from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.lookahead_branch import AnyTree
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
@@ -157,7 +156,7 @@ class Steps:
         self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
         # 3. compute here what copies from the host, because a CUDA graph can't do that
         levels_of(tree)  # the tree keeps them
-        self._masks = target_model.node_masks(tree.ancestors, tree.depths)
+        self._masks = target_model.node_masks(tree)
         # 4. the active rows, and what a step keeps on the device for the next step
         self._rows: list[RowState] = []
         self._prefilled: _Prefilled | None = None
@@ -373,7 +372,7 @@ class Steps:
 
     def _place_nodes(
         self,
-        tree: Tree | RowTrees | TreeAndBranch,
+        tree: AnyTree,
         lengths: Tensor,
         storage: Tensor,
         shape: StepShape,
@@ -388,12 +387,8 @@ class Steps:
             column = lengths[:, None]  # [1, 1]; also its position, within the context
             return NodeInputs(column, None, column, first_column, storage, key_length)
         # 2. all other passes get the mask of their tree
-        masks = self._masks
-        if tree is not self._tree:
-            masks = target_model.node_masks(tree.ancestors, tree.depths)
-        return target_model.place_nodes(
-            tree.depths, masks, lengths, storage, key_length, first_column
-        )
+        masks = self._masks if tree is self._tree else target_model.node_masks(tree)
+        return target_model.place_nodes(tree, masks, lengths, storage, key_length, first_column)
 
     # What `FixedShapeSteps` overrides
 

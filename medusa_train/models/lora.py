@@ -209,16 +209,11 @@ def linear_names(model: Any) -> list[str]:
     """Return the last name components of all linear layers, including quantized ones and excluding
     routers; lm_head comes last.
     """
-    lm_head = model.get_output_embeddings()
     names: set[str] = set()
-    lm_head_names: set[str] = set()
     for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
         if isinstance(module, nn.Linear) and "Router" not in str(type(module)):
-            names.add(name)
-        if module is lm_head:
-            lm_head_names.add(name)
-    return [*sorted(names - lm_head_names), *sorted(names & lm_head_names)]
+            names.add(path.rpartition(".")[2])
+    return sorted(names, key=lambda name: (name == LM_HEAD, name))
 
 
 def default_targets(model: Any) -> list[str]:
@@ -273,10 +268,7 @@ def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
     other names.
     """
     paths = [path for path, _ in target_model.model.named_modules()]
-    unknown = []
-    for name in names:
-        if not any(path.endswith(name) for path in paths):
-            unknown.append(name)
+    unknown = [name for name in names if not any(path.endswith(name) for path in paths)]
     if unknown:
         raise TargetModelError(
             f"lora_modules_to_save: {', '.join(unknown)}: this target model has no module of that"

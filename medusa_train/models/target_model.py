@@ -50,6 +50,7 @@ from medusa_train.models.target_states import (
     capture_outputs,
 )
 from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
+from medusa_train.trees.lookahead_branch import AnyTree
 from medusa_train.trees.masks import NodeMasks, apply_sliding_window
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
@@ -145,7 +146,6 @@ class TargetModel:
         tokens: Tensor,
         *,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
         cache: PromptCache | None = None,
         segments: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
@@ -155,39 +155,30 @@ class TargetModel:
         Args:
             tokens: token ids [B, T].
             positions: position ids [B, T]; by default they continue after the cache.
-            mask: additive mask [1 or B, 1, T, T], 0 or -inf, in the model's dtype; by default
-                causal. Sliding windows are applied to it here. Excludes `cache`.
             cache: keys and values before `tokens`; the T new ones are added.
             segments: [B, T], index of the document in a packed row; -1: padding. Each document is
-                computed as in a separate row, with `positions` that restart. Excludes `mask` and
-                `cache`. A model with a `tree_unsupported_reason` takes one document per row.
+                computed as in a separate row, with `positions` that restart. Excludes `cache`. A
+                model with a `tree_unsupported_reason` takes one document per row.
             aux_layers: layers whose outputs are returned as auxiliary hidden states.
 
         Returns:
             Hidden states after the final norm, and after the layers of `aux_layers`.
-
-        Raises:
-            ValueError: `mask` without position ids.
         """
-        if mask is not None and positions is None:
-            raise ValueError("an explicit mask needs position ids")
+        mask: Any = None  # causal
         bounds: dict[str, Any] = {}
         if segments is not None and self.tree_unsupported_reason is not None:
             positions = None  # rows are right-padded, and no layer reads later positions
         elif segments is not None and self.varlen:
             bounds = document_bounds(segments)
         elif segments is not None:
-            mask = document_mask(segments, self.dtype)
-        attention_mask: Any = mask
-        if mask is not None and positions is not None:
-            attention_mask = self._with_windows(mask, positions)
+            mask = self._document_masks(segments, positions)
         with (
             nullcontext() if bounds else self.masked_attention(),
             self.capture_aux_states(aux_layers) as captured,
         ):
             out = self.body(
                 input_ids=tokens,
-                attention_mask=attention_mask,
+                attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -290,17 +281,17 @@ class TargetModel:
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         return compiled(tokens, nodes.positions, mask, columns, nodes.storage)
 
-    def node_masks(self, ancestors: Tensor, depths: Tensor) -> dict[str, NodeMasks]:
+    def node_masks(self, tree: AnyTree) -> dict[str, NodeMasks]:
         """Return the masks of a tree by layer type, see `NodeMasks`."""
         masks = {}
         for kind in sorted(set(self.layer_types)):
             window = self.window if kind == "sliding_attention" else None
-            masks[kind] = NodeMasks(ancestors, depths, window, self.dtype)
+            masks[kind] = NodeMasks(tree.ancestors, tree.depths, window, self.dtype)
         return masks
 
     def place_nodes(
         self,
-        depths: Tensor,
+        tree: AnyTree,
         masks: Mapping[str, NodeMasks],
         lengths: Tensor,
         storage: Tensor,
@@ -311,13 +302,13 @@ class TargetModel:
         length + i.
 
         Args:
-            depths: depths of the nodes, long [n + 1], or [B, n + 1] if rows differ.
+            tree: the tree, or one per row.
             masks: masks of the tree, from `node_masks`.
             lengths: positions of the roots, long [B].
             storage, key_length, first_column: see `NodeInputs`.
         """
         starts = lengths[:, None]  # [B, 1]
-        positions = starts + torch.atleast_2d(depths)  # [B, n + 1]
+        positions = starts + torch.atleast_2d(tree.depths)  # [B, n + 1]
         columns = starts + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
         # compiled passes and GPU kernels want masks with aligned rows; the slice for a known length
         # is not aligned
@@ -351,8 +342,8 @@ class TargetModel:
         kv_cache = self.new_kv_cache()
         self.run(prefix, cache=PromptCache(kv_cache, 0, 1))
         return self.place_nodes(
-            tree.depths,
-            self.node_masks(tree.ancestors, tree.depths),
+            tree,
+            self.node_masks(tree),
             torch.tensor([length], device=self.device),
             kv_cache.storage(key_length),
             key_length,
@@ -366,12 +357,15 @@ class TargetModel:
         """
         return capture_outputs([self.layer(count - 1) for count in aux_layers])
 
-    def _with_windows(self, mask: Tensor, positions: Tensor) -> Any:
-        """Apply sliding windows to a mask, since a 4-D mask replaces the one that the model builds
-        itself. Models with several layer types take a dict of masks.
+    def _document_masks(self, segments: Tensor, positions: Tensor | None) -> Any:
+        """Return the mask of packed rows, see `document_mask`. It replaces the mask that the model
+        builds itself, so sliding windows are applied here. Models with several layer types take a
+        dict of masks.
         """
-        if self.window is None:
+        mask = document_mask(segments, self.dtype)
+        if mask is None or self.window is None:
             return mask
+        assert positions is not None
         masks = dict.fromkeys(self.layer_types, mask)
         if "sliding_attention" in masks:
             masks["sliding_attention"] = apply_sliding_window(mask, positions, self.window)

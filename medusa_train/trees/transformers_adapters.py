@@ -209,6 +209,10 @@ class _NodeLayer(_Layer):
         return self._key_length
 
 
+#: A cache for one pass.
+PassCache = PromptCache | NodeCache
+
+
 def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:
     """Return a cache that writes to `columns`, long [B, q], of the first B rows of a storage
     [layers, 2, rows, ...].

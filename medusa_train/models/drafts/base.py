@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from medusa_train.errors import MedusaError
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_states import HiddenStates, TokenRows
-from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
+from medusa_train.trees.lookahead_branch import AnyTree, LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeCache, NodeInputs, PromptCache, node_cache
+from medusa_train.trees.transformers_adapters import (
+    NodeInputs,
+    PassCache,
+    PromptCache,
+    node_cache,
+)
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ class Proposal:
     aux: Tensor | None = None
     branch: LookaheadBranch | None = None
 
-    def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
+    def pass_inputs(self) -> tuple[Tensor, AnyTree]:
         """Return all tokens of the pass, the branch tokens last, and the tree that they form."""
         if self.branch is None:
             return self.tokens, self.tree
@@ -129,12 +134,8 @@ class CachedLayer(Protocol):
 
     window: int | None
 
-    def run_cached(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: PromptCache | NodeCache,
+    def run(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: PassCache
     ) -> Tensor:
         """Run q positions, [B, q, ...] -> [B, q, d], whose keys and values the cache stores.
 
@@ -151,7 +152,7 @@ def read_prompts(layer: CachedLayer, states: Tensor, cache: PromptCache) -> Tens
     """Run a layer over prompts, [B, q, ...] -> [B, q, d]. They continue after the `cache.length`
     positions in the cache.
     """
-    return layer.run_cached(states, cache.positions(states), None, cache)
+    return layer.run(states, cache.positions(states), None, cache)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class DraftCache:
             mask: additive mask [B, 1, q, key_length].
         """
         cache = node_cache(self.storage, columns, self.key_length)
-        return layer.run_cached(states, positions.clamp(max=self.max_position), mask, cache)
+        return layer.run(states, positions.clamp(max=self.max_position), mask, cache)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import capture_inputs
 from medusa_train.trees.masks import apply_sliding_window
-from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
+from medusa_train.trees.transformers_adapters import PassCache
 
 
 class DraftLayer(nn.Module):
@@ -38,7 +38,7 @@ class DraftLayer(nn.Module):
                             (each of the last three may be left out)
 
     It is initialized randomly; `init_from_layer` copies weights of the target model. In training,
-    `forward` runs it over whole rows of documents. In decoding, `run_cached` reads prompts and the
+    `forward` runs it over whole rows of documents. In decoding, `run` reads prompts and the
     positions of a step, with keys and values in a cache.
 
     It is an unchanged transformers decoder with a single layer that gets states instead of
@@ -102,13 +102,13 @@ class DraftLayer(nn.Module):
         """
         # 1. several documents or a window: attention by the bounds of documents, if supported
         if self._by_bounds and (self.window is not None or int(segments.max()) > 0):
-            return self._run(states, positions, bounds=document_bounds(segments))
+            return self.run(states, positions, bounds=document_bounds(segments))
         # 2. else with a mask; None: a single document, plain causal attention
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         mask = document_mask(segments, mask_dtype)  # [B, 1, T, T]
         if mask is not None:
             mask = apply_sliding_window(mask, positions, self.window)
-        return self._run(states, positions, mask)
+        return self.run(states, positions, mask)
 
     def _use_document_attention(
         self, device: torch.device, dtype: torch.dtype, compute: torch.dtype
@@ -145,27 +145,18 @@ class DraftLayer(nn.Module):
         offset = self.body.norm(probe).square().mean().sqrt()
         weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
-    def run_cached(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: PromptCache | NodeCache,
-    ) -> Tensor:
-        """Run q positions in decoding, [B, q, d] -> [B, q, d]; see `CachedLayer.run_cached`."""
-        return self._run(states, positions, mask, cache)
-
-    def _run(
+    def run(
         self,
         states: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: PromptCache | NodeCache | None = None,
+        cache: PassCache | None = None,
         bounds: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the decoder over states [B, q, d] at positions [B, q].
+        """Run the decoder over q positions, [B, q, d] -> [B, q, d].
 
         Args:
+            states, positions, mask, cache: see `CachedLayer.run`; no cache in training.
             bounds: bounds of the documents, for attention that separates them without a mask.
         """
         with nullcontext() if bounds is None else use_attention(self.body.config, DOCUMENTS):

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.models.hf_config import head_dim, key_value_heads, largest
 from medusa_train.models.precision import exact_buffers
-from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
+from medusa_train.trees.transformers_adapters import PassCache
 
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]
@@ -120,15 +120,11 @@ class Eagle3Layer(nn.Module):
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
-    def run_cached(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: PromptCache | NodeCache,
+    def run(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: PassCache
     ) -> Tensor:
-        """Run q positions in decoding, [B, q, 2 d] -> [B, q, d]; see `CachedLayer.run_cached`. The
-        input of a position is one vector [e ; x].
+        """Run q positions in decoding, [B, q, 2 d] -> [B, q, d]; see `CachedLayer.run`. The input of
+        a position is one vector [e ; x].
         """
 
         def attend(
