@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -68,8 +68,7 @@ class DeepSpeedStrategy(Strategy):
     def __init__(
         self,
         draft: nn.Module,
-        target_model: nn.Module,
-        read_directly: Sequence[nn.Parameter],
+        target_model: Any,
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         config: Mapping[str, Any],
@@ -79,14 +78,13 @@ class DeepSpeedStrategy(Strategy):
         """Hand the trained parameters to DeepSpeed.
 
         Args:
-            draft, target_model: modules with all weights that a step reads. DeepSpeed broadcasts
-                rank 0's weights.
-            read_directly: parameters that losses read without calling the module they belong to.
+            draft, target_model: the draft and the transformers model, with all weights that a step
+                reads. DeepSpeed broadcasts rank 0's weights.
             config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._distributed = distributed
-        self._stage = int(stage_of(config))
+        self._stage = stage_of(config)
         self._pending = False  # whether all gradients of a step are accumulated but not applied yet
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # DeepSpeed does not report the norm at this stage, so gradients are clipped here
@@ -101,7 +99,9 @@ class DeepSpeedStrategy(Strategy):
                 model=self._root, optimizer=optimizer, config=dict(config)
             )[0]
         if self._stage == 3:
-            for parameter in read_directly:
+            # losses read these without calling the module that they belong to
+            lm_head = target_model.get_output_embeddings()
+            for parameter in (*draft.parameters(), *lm_head.parameters()):
                 deepspeed.zero.register_external_parameter(self._root, parameter)
 
     def forward_backward(

@@ -6,7 +6,7 @@ No weights are loaded. With `tokens=60M` no data are read either, so they need n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -177,31 +177,29 @@ def _chosen(examples: Sequence[Example]) -> list[Example]:
     each = max(1, SAMPLES // len(numbers))
     chosen: list[Example] = []
     for number in numbers:
-        examples_of_dataset = (example for example in examples if example.dataset == number)
-        chosen += islice(examples_of_dataset, each)
+        chosen += [example for example in examples if example.dataset == number][:each]
     # a later row shows how the template renders earlier turns
     if not any(example.row for example in chosen):
-        chosen += islice((example for example in examples if example.row), 1)
+        chosen += [example for example in examples if example.row][:1]
     return chosen
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
     """Decode a sample with its special tokens. Supervised tokens are colored, between « and »."""
     text = Text()
-    supervised = example.supervised.tolist()
-    end = min(len(example), limit)
-    tokens = example.tokens[:end].tolist()
-    starts = [i for i in range(end) if i == 0 or supervised[i] != supervised[i - 1]]
+    tokens = example.tokens.tolist()
+    end = 0
     before = ""
-    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+    for is_supervised, piece_tokens in groupby(example.supervised[:limit].tolist()):
         # A piece is the difference of two decoded prefixes. Decoded alone, it would lose the space
         # before its first token.
+        end += len(list(piece_tokens))
         text_shown = tokenizer.decode(
-            tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         piece = text_shown[len(before) :]
         before = text_shown
-        if supervised[start]:
+        if is_supervised:
             text.append(f"«{piece}»", SUPERVISED)
         else:
             text.append(piece, CONTEXT)

@@ -154,17 +154,16 @@ def chat_encoder(
     """Build the encoder from which the encoder of every data set is derived.
 
     Without `chat_template`, the template of the first data set is used if every data set has a
-    `conversation` and either all are equal or the tokenizer has no template.
+    `conversation` and the tokenizer has no template. (If all have the same `conversation`, it is
+    the configuration's `chat_template`.)
 
     Args:
         eos_token_id: the one in the generation config.
     """
-    template = cfg.chat_template or None
-    if template is None:
-        templates = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(templates)) == 1
-        if all(templates) and (all_equal or not tokenizer.chat_template):
-            template = templates[0]
+    template = cfg.chat_template
+    templates = [entry.conversation for entry in cfg.datasets]
+    if template is None and all(templates) and not tokenizer.chat_template:
+        template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(

@@ -25,8 +25,6 @@ from medusa_train.models.partitioned import full_shape
 
 T = TypeVar("T")
 
-#: Keys of a parameter group that keep this run's values when resuming; other keys are restored.
-_NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
 #: Entries of bitsandbytes' state that its paged optimizers keep in paged memory.
 _MOMENTS = ("state1", "state2")
 
@@ -245,8 +243,8 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` except for weight decay, betas and epsilon. The caller sets the learning
-    rates.
+    """Load the moments of a `state_dict`. Weight decay, betas and the like keep the values of this
+    run, and the caller sets the learning rates.
 
     Raises:
         ValueError: the moments have other names, so they belong to another optimizer.
@@ -254,15 +252,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")
-    kept_values = []
-    for group in optimizer.param_groups:
-        kept_values.append({name: group[name] for name in _NOT_RESTORED if name in group})
+    groups = optimizer.param_groups
     if getattr(optimizer, "is_paged", False):
         _load_paged(optimizer, saved)
     else:
         optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, kept_values, strict=True):
-        group.update(values)
+    optimizer.param_groups = groups
 
 
 def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:

@@ -131,9 +131,7 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
 
 def check_8bit_states(cfg: TrainConfig, stage: int, processes: int) -> None:
     """Reject an 8-bit optimizer if ZeRO would have to partition its states at this stage."""
-    from medusa_train.training.optimizer import EIGHT_BIT
-
-    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
+    if "8bit" not in cfg.optimizer or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
     default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
@@ -196,9 +194,8 @@ def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> 
         raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {configured}")
 
 
-def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
-    """Compare the configuration's adapter settings with those of the adapter to start from."""
-    # 1. Collect the adapter's settings under the names of our keys.
+def adapter_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of the adapter in `directory`, under the names of our keys."""
     saved = read_adapter_config(directory)
     if saved["peft_type"] != "LORA":
         raise ConfigError(
@@ -208,16 +205,20 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
     targets = saved.get("target_modules") or ()
     if isinstance(targets, str):
         targets = [targets]
-    saved_values = {
+    return {
         "lora_r": saved.get("r"),
         "lora_alpha": saved.get("lora_alpha"),
         "lora_dropout": saved.get("lora_dropout"),
         "lora_target_modules": sorted(targets),
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
-    # 2. Compare them with the keys that the user set.
+
+
+def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
+    """Compare the configuration's adapter settings with those of the adapter to start from."""
+    # 1. Compare the adapter's settings with the keys that the user set.
     settings = []
-    for key, value in saved_values.items():
+    for key, value in adapter_settings(directory).items():
         configured = getattr(cfg, key)
         if isinstance(configured, list):
             configured = sorted(configured)
@@ -225,7 +226,7 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         if key in cfg.model_fields_set and configured is not None and not is_overridden:
             settings.append((key, value, configured))
     check_same_settings(f"the adapter in {directory} has", settings)
-    # 3. If all linear layers are to be trained, check that the adapter has them all.
+    # 2. If all linear layers are to be trained, check that the adapter has them all.
     if cfg.lora_target_linear and config is not None:
         from medusa_train.models.loading import model_without_weights
         from medusa_train.models.lora import layers_left_out

@@ -78,21 +78,19 @@ class ValidationResult:
 
     def record(self) -> dict[str, Any]:
         """Return the metrics, for an evaluation record in metrics.jsonl."""
-        record: dict[str, Any] = {
+        record = {
             "loss": self.loss,
             "objective": self.objective,
             "head_loss": self.head_loss,
             "head_top1": [accuracies[0] for accuracies in self.top],
             "head_top": self.top,
             "targets": self.targets,
-        }
-        optional = {
             "targets_in_vocabulary": self.in_vocab if self.in_vocab != self.targets else None,
             "lm_loss": self.lm_loss,
             "lm_kl": self.lm_kl,
             "acceptance_length": self.acceptance_length,
         }
-        return record | {name: value for name, value in optional.items() if value is not None}
+        return {name: value for name, value in record.items() if value is not None}
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from medusa_train.models.loading import load_tokenizer
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import DistributedContext, PeerError
 from medusa_train.training.load_data import load_data
-from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.stages import load_stages
 from medusa_train.tree_search.traces import prompts_by_conversation
 from tests.training.conftest import WORDS
@@ -330,7 +329,7 @@ class ThreadWorld(DistributedContext):
     """Two processes as threads."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, bytes]) -> None:
-        super().__init__(ProcessInfo(rank, 2, rank, "", 0))
+        super().__init__(rank, 2)
         self.barrier, self.values = barrier, values
 
     def gather(self, value):
