@@ -224,7 +224,8 @@ class Objective:
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
-        """Return the sums of each head, and accumulate gradients if `scales` are numbers.
+        """Return the sums of each head. If `scales` are numbers, also run the backward pass of each
+        head, which accumulates its gradients.
 
         Args:
             hidden_states, batch, teacher: see `loss_and_gradients`.

@@ -78,12 +78,17 @@ class TargetModel:
             `architecture.tree_unsupported_reason`; None if they can.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
-        varlen: whether packed documents are separated by their bounds, see `use_varlen`.
+
+    The remaining attributes change how passes run, not what they compute. They are set at most
+    once, after loading:
+
+        varlen: whether packed documents are separated by their bounds, in training; by
+            `use_varlen`.
+        step_runner: replays decoding steps; by `inference.cuda_graphs.use_cuda_graphs`. None: they
+            run eagerly, with exact sizes.
         decoding_aux_layers: layers whose hidden states compiled passes return; set it before
             `compile_passes`.
-        compiled: the compiled decoding passes; None before `compile_passes`.
-        step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run
-            eagerly, with exact sizes.
+        compiled: the compiled decoding passes; by `compile_passes`. None: passes are not compiled.
 
     Raises:
         TargetModelError: the model has no lm_head.

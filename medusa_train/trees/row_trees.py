@@ -109,9 +109,7 @@ class TokenTree:
         """
         if self.size <= size:
             return self
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
+        depths = Nodes(self.parents).depth_list
 
         def rank(node: int) -> tuple[int, int, int]:
             return -self.counts[node], depths[node], node

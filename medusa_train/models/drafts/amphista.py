@@ -117,8 +117,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
             )
             if not position_encoding:
                 self.auto.positions = None
-        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        self.lm_heads = nn.ModuleList(lm_heads)
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.stack_heads()
         self._init_identity()
         self.to(target_model.device)

@@ -142,8 +142,7 @@ class CachedLayer(Protocol):
         Args:
             states: inputs of the layer, [B, q, ...].
             positions: position ids, long [B, q].
-            mask: additive mask [B, 1, q, key_length], sliding windows applied; None: causal, for
-                prompts.
+            mask: additive mask [B, 1, q, key_length], sliding windows applied; None for prompts.
             cache: writes to the KV cache.
         """
 
@@ -250,14 +249,11 @@ class Proposer:
             trees, copied text).
         aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states
             (Kangaroo, EAGLE-3, DFlash).
-        runs_target_model: whether `propose` runs layers of the target model over its draft tokens,
-            see `Proposal.aux` (Kangaroo).
     """
 
     max_depth: int
     fixed_shape: bool = True
     aux_layers: tuple[int, ...] = ()
-    runs_target_model: bool = False
 
     # Every draft
 

@@ -170,16 +170,15 @@ class Eagle3Draft(LMHeadsDraft):
         self.midlayer = Eagle3Layer(config, norm_before_residual, qk_norm)
         self.norm = LlamaRMSNorm(size, eps=eps)
         # `new_lm_heads` also sets token_map, softcap and scale
-        lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
+        self.lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
         if size == target_model_size:
             if target_model.device.type != "meta":
                 self._init_from(target_model)
         else:
-            # no weight of the target model has the layer's width, so only N is taken from the copy
-            # of lm_head. Such a draft gets its weights from a published file; it is not trained
-            # from scratch
-            lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
-        self.lm_heads = nn.ModuleList(lm_heads)
+            # no weight of the target model has the layer's width. Such a draft gets its weights from
+            # a published file; it is not trained from scratch
+            num_tokens = vocab_size or target_model.vocab_size  # N
+            self.lm_heads = nn.ModuleList([nn.Linear(size, num_tokens, bias=False)])
         self.to(device=target_model.device, dtype=dtype)
 
     @torch.no_grad()
@@ -314,6 +313,7 @@ class Eagle3Draft(LMHeadsDraft):
         following = tokens.roll(-1, dims=1)  # [B, T]; any token after the last position of a row
         states = self.combine(hidden_states.aux)  # [B, T, d]
         layer_inputs = self._join(following, states)  # [B, T, 2 d]
+        # only keys and values are needed, so the attention may run without a mask
         read_prompts(self.midlayer, layer_inputs, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:

@@ -96,8 +96,7 @@ class HydraDraft(LMHeadsDraft):
             first = _FirstBlock(size, k + 1, dropout, dtype)
             other_blocks = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
             self.blocks.append(nn.Sequential(first, *other_blocks))
-        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        self.lm_heads = nn.ModuleList(lm_heads)
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         if self.prefix is not None and target_model.device.type != "meta":
             probe = torch.arange(min(64, target_model.vocab_size), device=target_model.device)[None]
             with torch.no_grad():

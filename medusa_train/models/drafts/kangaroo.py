@@ -79,7 +79,6 @@ class KangarooDraft(Draft):
         "attention",
         "share_lm_head",
     )
-    runs_target_model = True
 
     def __init__(
         self,

@@ -50,9 +50,7 @@ class SixthDraft(LMHeadsDraft):
         self.paths = nn.ModuleList(
             nn.Linear(size, size, bias=False, dtype=dtype) for _ in range(num_heads)
         )
-        self.lm_heads = nn.ModuleList(
-            self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        )
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.to(target_model.device)
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
