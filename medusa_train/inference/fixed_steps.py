@@ -143,7 +143,7 @@ class FixedShapeSteps(Steps):
         # and a vocabulary of 152,000 tokens
         keep_logits = not isinstance(rule, Greedy)
         if keep_logits and self._logits is None:
-            self._logits = self._hidden.new_zeros(
+            self._logits = self._states.final.new_zeros(
                 *self._tokens.shape, self._target_model.vocab_size
             )
         # 1. the upload, by way of pinned memory. The previous upload from it is complete, because

@@ -171,19 +171,17 @@ class Steps:
         width = target_model.hidden_size  # d
         device = target_model.device
         self._allocated_rows = rows
-        self._hidden = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
-        self._aux: Tensor | None = None
-        if self._aux_layers:
-            self._aux = self._hidden.new_zeros(rows, nodes, width * len(self._aux_layers))
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+        final = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
+        aux: Tensor | None = None
+        if self._aux_layers:
+            aux = final.new_zeros(rows, nodes, width * len(self._aux_layers))
+        self._states = HiddenStates(final, aux)
 
     @property
     def _kept_tensors(self) -> list[Tensor]:
         """Tensors that a step reads from the step before; the first dimension is the row."""
-        kept = [self._hidden, self._tokens]
-        if self._aux is not None:
-            kept.append(self._aux)
-        return kept
+        return [self._tokens, *self._states.tensors]
 
     # A step
 
@@ -293,11 +291,8 @@ class Steps:
         `DraftStep` and `AcceptedPath`.
         """
         rows = len(path)  # B
-        aux = self._aux
-        if aux is not None:
-            aux = aux[:rows]  # [B, n + 1, d * number of auxiliary layers]
         accepted = AcceptedPath(
-            hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
+            hidden_states=self._states.map(lambda states: states[:rows]),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
             path=path,
             counts=counts,
@@ -333,11 +328,11 @@ class Steps:
             outputs = logits[:, -proposal.branch.layout.outputs :]  # [B, outputs, V]
             self._draft.observe(self._request_states, proposal, outputs)
             logits = logits[:, :count]
-            hidden_states = hidden_states.first(count)
-        self._tokens[:rows, :count] = proposal.tokens
-        self._hidden[:rows, :count] = hidden_states.final
-        if self._aux is not None and hidden_states.aux is not None:
-            self._aux[:rows, :count] = hidden_states.aux
+            hidden_states = hidden_states.map(lambda states: states[:, :count])
+        # compiled passes may return auxiliary states that this draft does not read
+        new = [proposal.tokens, *hidden_states.tensors]
+        for kept, values in zip(self._kept_tensors, new, strict=False):
+            kept[:rows, :count] = values
         return logits
 
     def _pack(self, last_tokens: Sequence[int], shape: StepShape) -> list[list[int]]:
@@ -539,10 +534,9 @@ class Steps:
             draft.prefill(hidden_states, tokens, caches)
         last = [len(prompt) - num_cached - 1 for prompt in prompts]
         rows = slice(first, first + count)
-        self._hidden[rows, 0] = at_positions(hidden_states.final, last)
-        self._tokens[rows, 0] = at_positions(tokens, last)
-        if self._aux is not None and hidden_states.aux is not None:
-            self._aux[rows, 0] = at_positions(hidden_states.aux, last)
+        new = [tokens, *hidden_states.tensors]
+        for kept, values in zip(self._kept_tensors, new, strict=False):
+            kept[rows, 0] = at_positions(values, last)
         for prompt in prompts:
             state = None if draft is None else draft.new_request_state(prompt)
             self._rows.append(RowState(len(prompt) - 1, [0], state))
