@@ -127,17 +127,17 @@ def sandbox_command(seconds: float, megabytes: int) -> list[str]:
     python = os.path.realpath(sys.executable)
     library = os.path.realpath(sys.base_prefix)
     # 1. own namespaces: the program shares nothing with this machine
-    command = [shutil.which("bwrap") or "bwrap"]
-    command += "--die-with-parent --new-session --clearenv".split()
-    command += "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
+    command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try"]
     become_nobody: list[str] = []
     if os.geteuid() == 0:
         # Linux does not limit the processes of root, even if root has another id in the namespace
-        command += "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID".split()
-        become_nobody = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups".split()
-        become_nobody += "--inh-caps=-all --no-new-privs".split()
+        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        become_nobody = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
+        become_nobody += ["--inh-caps=-all", "--no-new-privs"]
     else:
-        command += f"--unshare-user --uid {NOBODY} --gid {NOBODY}".split()
+        command += ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY]
     # 2. the files that the program sees
     for path in SYSTEM_DIRECTORIES:
         command += ["--ro-bind-try", path, path]
@@ -145,16 +145,16 @@ def sandbox_command(seconds: float, megabytes: int) -> list[str]:
     command += _readable(library)
     if not Path(python).is_relative_to(library):
         command += _readable(python)
-    command += "--perms 0755 --dir /dev".split()
+    command += ["--perms", "0755", "--dir", "/dev"]
     for device in ("/dev/null", "/dev/urandom"):  # neither stores anything
         command += ["--dev-bind", device, device]
-    command += f"--perms 1777 --size {FILE_BYTES} --tmpfs /tmp".split()
-    command += "--remount-ro / --chdir /tmp --".split()
+    command += ["--perms", "1777", "--size", str(FILE_BYTES), "--tmpfs", "/tmp"]
+    command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
     # 3. the limits; --nproc=1 keeps the program from starting other processes
     command += become_nobody
-    command += f"timeout --signal KILL {seconds:g}".split()
-    command += f"prlimit --cpu={math.ceil(seconds)} --as={megabytes << 20}".split()
-    command += f"--fsize={FILE_BYTES} --nofile={OPEN_FILES} --nproc=1 --core=0 --".split()
+    command += ["timeout", "--signal", "KILL", f"{seconds:g}"]
+    command += ["prlimit", f"--cpu={math.ceil(seconds)}", f"--as={megabytes << 20}"]
+    command += [f"--fsize={FILE_BYTES}", f"--nofile={OPEN_FILES}", "--nproc=1", "--core=0", "--"]
     return [*command, python, "-I", "-S", "-c", RUNNER]
 
 
