@@ -103,7 +103,7 @@ def open_datasets(
 @dataclass(frozen=True)
 class DatasetReader:
     """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
-    `read_conversations`.
+    `parse_records`.
     """
 
     entry: DatasetConfig

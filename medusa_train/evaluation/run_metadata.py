@@ -139,7 +139,7 @@ def measurement_settings(
     mode = DecodingMode.from_config(cfg)
     keys = {"max_new_tokens", "dtype", "compile", "generate", "prompt_lookup", "assistant_model"}
     settings: dict[str, Any] = {
-        "format": 3,  # version of the log's line format
+        "format": 4,  # version of the log's line format
         **benchmark_settings(benchmark),
         **model_settings(paths),
         **cfg.model_dump(include=keys),

@@ -403,7 +403,8 @@ class TargetModel:
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise TargetModelError(
-                f"{type(self.body).__name__} has no list of decoder layers named `layers`"
+                f"{type(self.body).__name__} has no list of decoder layers named `layers`,"
+                " which torch_compile and all drafts but medusa need"
             )
         return layers
 

@@ -143,7 +143,7 @@ def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     """Return the keys that affect weights and optimizer -> their values."""
     weight_values = {
-        name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys
+        name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys()
     }
     return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **weight_values}
 
