@@ -87,8 +87,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # a full disk is found while writing, where Python names no file
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
 
 

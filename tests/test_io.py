@@ -11,6 +11,7 @@ from medusa_train.io import (
     replace_text,
     write_failure,
 )
+from tests.full_disk import full_disk
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,14 @@ def test_a_text_is_replaced_atomically(tmp_path: Path) -> None:
         replace_text(path, "new \ud800")
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_file_that_a_full_disk_cannot_take_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with full_disk(after=10), pytest.raises(OSError, match="too large") as caught:
+        replace_text(path, "x" * 100)
+    assert caught.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_leaves_no_temporary_file(tmp_path: Path) -> None:
