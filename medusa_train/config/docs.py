@@ -84,7 +84,7 @@ def format_config(cfg: Config) -> str:
     The origin is a place in a file (`configs/x.yaml:12`), an override, an option, `default`, or
     `derived`. Keys that have no effect given the others are marked `no effect`.
     """
-    ineffective = {*cfg.ineffective_keys, *cfg.ignored}
+    ineffective = {*cfg.ineffective_keys(), *cfg.ignored}
     lines = []
     for name, value in cfg.model_dump(mode="json").items():
         is_default = getattr(cfg, name) == type(cfg).model_fields[name].default

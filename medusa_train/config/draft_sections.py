@@ -677,10 +677,7 @@ if TYPE_CHECKING:
 else:
     TrainedDraft = Annotated[Literal[tuple(DRAFT_CONFIGS)], BeforeValidator(_trained_draft)]
     _ADDED_TO = ("", *(f"{name}+" for name, section in DRAFT_CONFIGS.items() if section.merges))
-    _NAMES: list[str] = []
-    for _kind in LOOKUPS:
-        _NAMES += [f"{heads}{_kind}" for heads in _ADDED_TO]
-    LookupName = Literal[tuple(_NAMES)]
+    LookupName = Literal[tuple(f"{heads}{kind}" for kind in LOOKUPS for heads in _ADDED_TO)]
 
 
 @dataclass(frozen=True)
@@ -705,7 +702,7 @@ class LookupChoice:
         heads, _, kind = draft.rpartition("+")
         if section is None:
             section_class, _ = LOOKUPS[kind]
-            section = section_class.model_validate({})
+            section = section_class()
         return cls(heads or None, kind, section.model_dump())
 
     @property

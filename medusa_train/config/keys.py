@@ -125,7 +125,7 @@ class Config(Section):
         are not listed.
         """
         names = set(self._source.ignored)
-        for name in self.model_fields_set.intersection(self.ineffective_keys):
+        for name in self.model_fields_set.intersection(self.ineffective_keys()):
             value = getattr(self, name)
             if value or value != type(self).model_fields[name].default:
                 names.add(name)
@@ -148,9 +148,8 @@ class Config(Section):
         overrides = [place for place in within if place.is_override]
         return tuple(dict.fromkeys(map(str, (within[0], *overrides))))
 
-    @property
-    def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys that have no effect given the values of the others; `dump_config` omits them."""
+    def ineffective_keys(self) -> Iterable[str]:
+        """Yield the keys that have no effect given the values of the others; `dump_config` omits them."""
         return ()
 
     def derived(self) -> dict[str, Any]:

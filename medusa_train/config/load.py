@@ -71,15 +71,15 @@ def load_config(
     # 2. The command line.
     _apply_settings(cls, source, overrides, flags or {})
     # 3. All problems, those of stage one included.
-    cfg, problems = _validate(cls, source)
-    if cls is TrainConfig and _has_stage_one(source, problems):
-        stage_one, problems_of_stage_one = _stage_one(source)
-        problems += problems_of_stage_one
+    cfg = _validate(cls, source)
+    problems = source.problems
+    written = source.values.get(STAGE_ONE)
+    if cls is TrainConfig and isinstance(written, dict) and not source.values.get("lora_model_dir"):
+        stage_one_source = _stage_one_source(source)
+        stage_one = _validate(TrainConfig, stage_one_source)
+        problems = problems + stage_one_source.problems
         if stage_one is not None:
-            stage_one_keys = source.values[STAGE_ONE]
-            source.ignored += [
-                f"{STAGE_ONE}.{name}" for name in stage_one.ignored if name in stage_one_keys
-            ]
+            source.ignored += [f"{STAGE_ONE}.{key}" for key in stage_one.ignored if key in written]
     if cfg is None or problems:
         ordered = sorted(problems, key=lambda problem: problem.place.line or math.inf)
         raise ConfigError(list(dict.fromkeys(map(str, ordered))))
@@ -91,10 +91,11 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     if not cfg.trains_stage_one:
         return None
     values = cfg.model_dump(mode="json", include=cfg.model_fields_set)
-    first, problems = _stage_one(replace(cfg._source, values=values))
-    if first is None or problems:
-        raise ConfigError(list(map(str, problems)))
-    return first
+    source = _stage_one_source(replace(cfg._source, values=values))
+    stage_one = _validate(TrainConfig, source)
+    if stage_one is None or source.problems:
+        raise ConfigError(list(map(str, source.problems)))
+    return stage_one
 
 
 def dump_config(cfg: Config) -> str:
@@ -102,7 +103,7 @@ def dump_config(cfg: Config) -> str:
     effect are omitted.
     """
     return dump_yaml(
-        cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
+        cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys()))
     )
 
 
@@ -182,58 +183,50 @@ def _drop_contradicted(cls: type[Config], source: Source, set_keys: set[str]) ->
             source.ignored.append(other)
 
 
-def _has_stage_one(source: Source, problems: list[Problem]) -> bool:
-    """Return whether a stage one has to be trained: its keys are valid, and no finished one
-    replaces it.
-    """
-    is_valid = isinstance(source.values.get(STAGE_ONE), dict) and all(
-        problem.path != (STAGE_ONE,) for problem in problems
-    )
-    return is_valid and not source.values.get("lora_model_dir")
-
-
-def _stage_one(outer: Source) -> tuple[TrainConfig | None, list[Problem]]:
-    """Return the configuration of stage one, and its problems. It is the configuration of the run,
-    with the keys of `stage_one` on top.
+def _stage_one_source(outer: Source) -> Source:
+    """Return the configuration of stage one as it was written: that of the run, with the keys of
+    `stage_one` on top.
     """
     values = {name: value for name, value in outer.values.items() if name not in NOT_INHERITED}
     source = Source(outer.name, values, dict(outer.places), is_run=outer.is_run)
     own_values = outer.values[STAGE_ONE]
     output_dir = outer.values.get("output_dir") or TrainConfig.model_fields["output_dir"].default
-    for name, value in {**stage_one_values(str(output_dir)), **own_values}.items():
+    defaults = stage_one_values(str(output_dir))
+    for name, value in {**defaults, **own_values}.items():
         place = replace(outer.place((STAGE_ONE, name)), section=STAGE_ONE)
-        source.set((name,), value, place)
+        source.set((name,), defaults.get(name) if value is None else value, place)
         if name in own_values and name in NOT_IN_STAGE_ONE:
-            source.problems.append(Problem(place, (name,), "is set for the whole run; remove it"))
+            source.report((name,), "is set for the whole run; remove it")
+        if name == "recipe" and value == "medusa2":
+            source.report((name,), "stage one trains heads on a frozen target model: medusa1")
+            source.values[name] = "medusa1"  # so that no rule of joint training is reported, too
     for path, text in outer.typed.items():
         if path[0] == STAGE_ONE:
             source.typed[path[1:]] = text  # after `set`, which drops what the run has there
     _drop_contradicted(TrainConfig, source, set(own_values))
-    stage_one, problems = _validate(TrainConfig, source)
-    if stage_one is not None and stage_one.recipe != "medusa1":
-        message = "stage one trains heads on a frozen target model: medusa1"
-        problems.append(source.problem(("recipe",), message))
-    return stage_one, problems
+    return source
 
 
-def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
+def _validate(cls: type[C], source: Source) -> C | None:
     """Validate each key, and the rules between the valid keys, so that no problem hides another.
 
     Returns:
-        The configuration, or None if a key or a rule is wrong; and all problems.
+        The configuration; None if a key or a rule is wrong, which `source` reports.
     """
-    # 1. Each key; and the rules, if all keys are valid.
-    values, problems = _keys_with_effect(cls, source)
+    # 1. Validate each key; and the rules, if all keys are valid.
+    values = _keys_with_effect(cls, source)
     cfg, errors = _build(cls, values)
     # 2. If a key takes text and an override is something else in YAML, the text is meant as typed.
-    typed = {error["loc"] for error in errors if error["type"] == "text"} & source.typed.keys()
-    for path in typed:
-        source.set(path, source.typed[path], source.place(path))
-    if typed:  # Start again. `set` removed these keys from `source.typed`, so this ends.
-        return _validate(cls, source)
-    # 3. The rules between the keys that are valid. Pydantic checks rules only if all keys are
-    # valid, so a required key that is missing or invalid gets "?". Rules between invalid keys and
-    # others are left out.
+    not_text = {error["loc"] for error in errors if error["type"] == "string_type"}
+    if typed := not_text & source.typed.keys():
+        for path in typed:
+            source.set(path, source.typed[path], source.place(path))
+        values = {name: source.values[name] for name in values}
+        cfg, errors = _build(cls, values)
+    for path, wrong in text_problems(source.values):
+        source.report(path, wrong)
+    # 3. Validate the rules between the valid keys. Pydantic checks rules only if all keys are
+    # valid, so invalid keys are left out, and required ones among them become "?".
     invalid = {error["loc"][0] for error in errors if error["type"] != "rule"}
     if invalid:
         required = {name: "?" for name, field in cls.model_fields.items() if field.is_required()}
@@ -242,10 +235,10 @@ def _validate(cls: type[C], source: Source) -> tuple[C | None, list[Problem]]:
         errors += [error for error in broken if invalid.isdisjoint(error["ctx"]["keys"])]
     for error in errors:
         path = tuple(part for part in error["loc"] if part != "[key]")
-        problems.append(source.problem(path, explain(error, cls, source)))
+        source.report(path, explain(error, cls, source))
     if cfg is not None:
         cfg._source = source
-    return cfg, problems
+    return cfg
 
 
 def _build(cls: type[C], values: dict[str, Any]) -> tuple[C | None, list[ErrorDetails]]:
@@ -256,23 +249,21 @@ def _build(cls: type[C], values: dict[str, Any]) -> tuple[C | None, list[ErrorDe
         return None, error.errors(include_url=False)
 
 
-def _keys_with_effect(cls: type[Config], source: Source) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the keys that a command reads, and the problems that were found so far.
+def _keys_with_effect(cls: type[Config], source: Source) -> dict[str, Any]:
+    """Return the keys that a command reads, and report removed ones.
 
     Axolotl keys without a meaning here are ignored, and in a run's own file removed keys too.
     """
-    problems = list(source.problems)
-    problems += [source.problem(path, wrong) for path, wrong in text_problems(source.values)]
     values: dict[str, Any] = {}
     for name, value in source.values.items():
         removed = explain_removed(name, value, cls.model_fields)
         is_from_run = source.is_run and source.place((name,)).source == source.name
         if removed and not is_from_run:
-            problems.append(source.problem((name,), removed))
+            source.report((name,), removed)
         elif removed or name in cls.ignored_axolotl_keys:
             source.ignored += [] if value is None else [name]
         elif is_from_run and name == TRUST:
             source.ignored += [name] if value else []
         else:
             values[name] = value
-    return values, problems
+    return values

@@ -99,7 +99,7 @@ def explain(detail: ErrorDetails, cls: type[Config], source: Source) -> str:
             hint = " (YAML reads yes, no, on and off as true and false)"
             text += f"; did you mean {switch}?" if kind == "model_type" and switch else hint
         return text
-    return detail["msg"] if kind in ("problem", "text") else detail["msg"] + got
+    return detail["msg"] if kind == "problem" else detail["msg"] + got
 
 
 def _section(annotation: Any) -> type[Section] | None:

@@ -6,7 +6,6 @@ Defaults are the Medusa paper's settings. An empty key (null) means the default.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -44,7 +43,6 @@ from medusa_train.config.keys import (
     WEIGHTS,
     Config,
     Section,
-    Violation,
     key,
     keys_marked,
 )
@@ -153,13 +151,16 @@ def _record_format(value: object) -> object:
     return "auto" if value == "chat_template" else value
 
 
+#: What to write in place of `stage_one: FILE` and of its key `config`, which earlier versions had.
+_SECOND_FILE = (
+    "a second file is no longer read; write the keys in which stage one differs from the run, for"
+    " example `stage_one: {learning_rate: 1e-3, num_epochs: 1}`"
+)
+
+
 def _stage_one(value: object) -> object:
-    """Reject the second file that earlier versions allowed in place of keys."""
-    if isinstance(value, str) or (isinstance(value, dict) and "config" in value):
-        raise problem(
-            "a second file is no longer read; write the keys in which stage one differs from the"
-            " run, for example `stage_one: {learning_rate: 1e-3, num_epochs: 1}`"
-        )
+    if isinstance(value, str):
+        raise problem(_SECOND_FILE)
     return value
 
 
@@ -272,6 +273,7 @@ class TrainConfig(Config):
             "is chosen by `flash_attention`; leave it out for the fastest that there is"
         ),
         "batch_size": "is micro_batch_size x gradient_accumulation_steps; set these",
+        "config": _SECOND_FILE,
         "eval_batch_size": "is micro_batch_size; remove it",
         "train_on_eos": "the end of every answer is trained; remove it",
         "wandb_mode": "set the environment variable WANDB_MODE",
@@ -555,9 +557,8 @@ class TrainConfig(Config):
     )
     wandb_run_id: Text | None = key(None, "Weights & Biases run to resume", THIS_RUN)
 
-    def violations(self) -> Iterable[Violation]:
-        """Yield the rules of training that are broken."""
-        return rules.train_violations(self)
+    violations: ClassVar = rules.train_violations
+    ineffective_keys: ClassVar = rules.ineffective_train_keys
 
     @property
     def trains_stage_one(self) -> bool:
@@ -612,13 +613,6 @@ class TrainConfig(Config):
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
     @property
-    def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys without effect: those of joint training if the target model is frozen, those of the
-        adapter if there is none, and similar ones.
-        """
-        return tuple(rules.ineffective_train_keys(self))
-
-    @property
     def all_datasets(self) -> list[DatasetConfig]:
         """`datasets` and `test_datasets`."""
         return [*self.datasets, *(self.test_datasets or ())]
@@ -629,7 +623,7 @@ class TrainConfig(Config):
         the flat keys.
         """
         if self.draft in SECTIONS:
-            return getattr(self, self.draft) or SECTIONS[self.draft].model_validate({})
+            return getattr(self, self.draft) or SECTIONS[self.draft]()
         flat = {
             name: getattr(self, f"{MedusaConfig.prefix}{name}")
             for name in MedusaConfig.model_fields
@@ -915,9 +909,8 @@ class EvalConfig(DecodingKeys):
         " servers of `serve` have VLLM_API_KEY",
     )
 
-    def violations(self) -> Iterable[Violation]:
-        """Yield the rules of evaluations that are broken."""
-        return rules.eval_violations(self)
+    violations: ClassVar = rules.eval_violations
+    ineffective_keys: ClassVar = rules.ineffective_eval_keys
 
     @property
     def lookup_choice(self) -> LookupChoice | None:
@@ -932,13 +925,6 @@ class EvalConfig(DecodingKeys):
     def uses_server(self) -> bool:
         """Whether the benchmark is measured through a server."""
         return bool(self.serve or self.server_url is not None)
-
-    @property
-    def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys without effect: those of other acceptance rules, those of single answers if there is
-        a batch, and those of servers or of local evaluation, whichever is not used.
-        """
-        return tuple(rules.ineffective_eval_keys(self))
 
     def derived(self) -> dict[str, Any]:
         """Return the default temperature of sampling and typical acceptance."""
@@ -1054,9 +1040,7 @@ class SelfDistillConfig(DecodingKeys):
         None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl"
     )
 
-    def violations(self) -> Iterable[Violation]:
-        """Yield the rules of self-distillation that are broken."""
-        return rules.selfdistill_violations(self)
+    violations: ClassVar = rules.selfdistill_violations
 
     def derived(self) -> dict[str, Any]:
         """Return `engine` (openai if `server_url` is set). For the prompts `tiny`, also return the

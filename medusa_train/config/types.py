@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
@@ -60,23 +60,17 @@ def format_value(value: object) -> str:
     return text if len(text) <= 60 else f"{excerpt(text, 57)}..."
 
 
-def problem(text: str, kind: Literal["problem", "text"] = "problem") -> PydanticCustomError:
-    """Return the error of a value. Its text is shown unchanged, braces included.
-
-    Args:
-        kind: "text" if the key takes text and got something else.
-    """
-    return PydanticCustomError(kind, "{text}", {"text": text})
+def problem(text: str) -> PydanticCustomError:
+    """Return the error of a value. Its text is shown unchanged, braces included."""
+    return PydanticCustomError("problem", "{text}", {"text": text})
 
 
-def expected(
-    what: str, value: object, kind: Literal["problem", "text"] = "problem"
-) -> PydanticCustomError:
+def expected(what: str, value: object) -> PydanticCustomError:
     """Return the error of a value of the wrong type or form."""
     text = f"expected {what}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
-    return problem(text, kind)
+    return problem(text)
 
 
 def _number(given: object) -> object:
@@ -106,28 +100,29 @@ def _boolean_or_auto(value: object) -> object:
     raise expected("true, false or auto", value)
 
 
-def _plain_text(value: object) -> object:
-    """Validate text, and return it unchanged. A number becomes its digits."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise expected("text (put it in quotes)", value, "text")
-    if not value.strip():
+def _digits(value: object) -> object:
+    """Convert a number to its digits; return other values unchanged."""
+    return str(value) if type(value) is int else value
+
+
+def _plain_text(text: str) -> str:
+    """Validate text, and return it unchanged."""
+    if not text.strip():
         raise problem("is empty; leave the key out, or give it a value")
-    if re.match(r"[a-z][\w+.-]*://[^/]*@", value, re.IGNORECASE):
+    if re.match(r"[a-z][\w+.-]*://[^/]*@", text, re.IGNORECASE):
         raise problem(
-            f"{value} contains a user name or a password, which would appear in messages; keys of"
+            f"{text} contains a user name or a password, which would appear in messages; keys of"
             " servers are read from environment variables"
         )
-    return value
+    return text
 
 
-def _text(value: object) -> object:
+def _text(text: str) -> str:
     """Validate text, and expand environment variables in it. Most texts are names of files or
     directories.
     """
     try:
-        text = str(_plain_text(expand_variables(str(_plain_text(value)))))
+        text = _plain_text(expand_variables(text))
     except ConfigError as error:
         raise problem(str(error)) from None
     path = text.encode("utf-8", "surrogatepass")
@@ -137,7 +132,7 @@ def _text(value: object) -> object:
 
 
 def _text_or_mapping(value: object) -> object:
-    return value if isinstance(value, dict) else _text(value)
+    return value if isinstance(value, dict) else TypeAdapter(Text).validate_python(value)
 
 
 def address_problem(url: str) -> str | None:
@@ -167,19 +162,17 @@ def address_problem(url: str) -> str | None:
     return None
 
 
-def _address(value: object) -> object:
-    text = str(_text(value))
+def _address(text: str) -> str:
     wrong = address_problem(text)
     if wrong is not None:
         raise problem(wrong)
     return text
 
 
-def _variable_name(value: object) -> object:
+def _variable_name(text: str) -> str:
     """Validate the name of an environment variable. If it is a key instead, the key
     is not shown.
     """
-    text = str(_text(value))
     if text.isidentifier() and (text in os.environ or text.upper() == text):
         return text
     remember(text)
@@ -194,7 +187,7 @@ def _resume(value: object) -> object:
     word = str(value).lower()
     if word in ("true", "yes", "on", "auto"):
         return "latest"
-    return None if word in ("false", "no", "off") else _text(value)
+    return None if word in ("false", "no", "off") else value
 
 
 def _interval(value: object) -> object:
@@ -213,11 +206,10 @@ def _schedule(value: object) -> object:
     )
 
 
-def _chat_template(value: object) -> object:
+def _chat_template(name: str | None) -> str | None:
     """Validate the name of a chat template; Axolotl's `tokenizer_default` is None."""
-    if value is None or value == "tokenizer_default":
+    if name is None or name == "tokenizer_default":
         return None
-    name = str(_text(value))
     if (unknown := unknown_template(name)) is not None:
         raise problem(unknown)
     return name
@@ -285,17 +277,19 @@ Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), _NUMBER]
 Bool = Annotated[bool, BeforeValidator(_boolean), Field(strict=True)]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_boolean_or_auto)]
-Text = Annotated[str, BeforeValidator(_text), WithJsonSchema({"type": ["string", "integer"]})]
 #: Text without expansion of variables: `$` may be part of a pattern.
-PlainText = Annotated[str, BeforeValidator(_plain_text)]
+PlainText = Annotated[
+    str, Field(strict=True), BeforeValidator(_digits), AfterValidator(_plain_text)
+]
+Text = Annotated[PlainText, AfterValidator(_text), WithJsonSchema({"type": ["string", "integer"]})]
 TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_text_or_mapping)]
 #: Address of an OpenAI-compatible server.
-Address = Annotated[str, BeforeValidator(_address)]
+Address = Annotated[Text, AfterValidator(_address)]
 #: Name of an environment variable that holds a key.
-VariableName = Annotated[str, BeforeValidator(_variable_name)]
+VariableName = Annotated[Text, AfterValidator(_variable_name)]
 #: None (a new run), "latest" or a path.
 Resume = Annotated[
-    str | None,
+    Text | None,
     BeforeValidator(_resume),
     WithJsonSchema({"type": ["boolean", "string", "integer", "null"]}),
 ]
@@ -307,7 +301,7 @@ OneOrMore = Annotated[list[T], BeforeValidator(as_list)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 #: Name of a chat template, or a .jinja file; None: the tokenizer's own.
 ChatTemplateName = Annotated[
-    str | None, BeforeValidator(_chat_template), WithJsonSchema({"type": ["string", "null"]})
+    Text | None, AfterValidator(_chat_template), WithJsonSchema({"type": ["string", "null"]})
 ]
 #: Roles that a token of the vocabulary can have.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

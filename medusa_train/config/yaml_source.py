@@ -108,9 +108,9 @@ class Source:
                     return self.places[written]
         return Place(self.name)
 
-    def problem(self, path: KeyPath, message: str) -> Problem:
-        """Return the problem of the value at `path`."""
-        return Problem(self.place(path), path, message)
+    def report(self, path: KeyPath, message: str) -> None:
+        """Add the problem of the value at `path`."""
+        self.problems.append(Problem(self.place(path), path, message))
 
     def set(self, path: KeyPath, value: object, place: Place) -> None:
         """Set the value at `path`, creating missing mappings. An error becomes a problem.

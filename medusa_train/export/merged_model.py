@@ -92,7 +92,7 @@ def write_merged(paths: ModelPaths, directory: Path) -> str:
             original = paths.target_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
-        template = paths.chat_template and get_template(paths.chat_template).source
+        template = paths.chat_template and get_template(paths.chat_template)
         _set_tokenizer(directory, paths.special_tokens, template)
     except WRITE_ERRORS as error:
         shutil.rmtree(directory, ignore_errors=True)  # delete before free space is measured

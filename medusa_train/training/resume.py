@@ -143,7 +143,7 @@ def changed_weight_keys(cfg: TrainConfig, before: TrainConfig) -> list[str]:
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     """Return the keys that affect weights and optimizer -> their values."""
     weight_values = {
-        name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys
+        name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys()
     }
     return {**cfg.heads_keys, "base_model": absolute_name(cfg.base_model), **weight_values}
 
@@ -265,7 +265,7 @@ def forget_incomparable_best(
         if before != now:
             reasons.append(f"{name} was {before}, now {now}")
     if patience is not None and state.best_loss is not None:
-        best = distributed.run_on_main(lambda: store.best(state.best_step))
+        best = distributed.run_on_main(store.best, state.best_step)
         if best is None:
             reasons.append(f"its weights are not in {store.root}")
     state.validation = validation

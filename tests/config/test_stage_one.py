@@ -155,18 +155,39 @@ def test_joint_training_is_refused_in_stage_one(file: Path, key: str) -> None:
     assert all("stage_one" in problem for problem in found)
 
 
+def test_joint_training_in_stage_one_hides_no_other_problem(file: Path) -> None:
+    file.write_text(TEXT.replace("num_epochs: 3", "recipe: medusa2\n  num_epochs: many"))
+    assert problems(file) == [
+        "two.yaml:5: stage_one: recipe: stage one trains heads on a frozen target model: medusa1",
+        "two.yaml:6: stage_one: num_epochs: expected a number, got 'many'",
+    ]
+
+
+def test_an_empty_key_means_the_default_of_stage_one(file: Path) -> None:
+    first = load(
+        file, "stage_one.recipe=", "stage_one.adapter=lora", "stage_one.calibration_tokens="
+    )
+    assert (first.recipe, first.calibration_tokens) == ("medusa1", 0)
+
+
 def test_keys_without_effect_in_stage_one_are_listed(file: Path) -> None:
     cfg = load_config(TrainConfig, file, ["stage_one.lora_r=4", "stage_one.train_on_inputs=true"])
     assert cfg.ignored == ("stage_one.lora_r",)
 
 
-@pytest.mark.parametrize(
-    "written",
-    ["stage_one=one.yaml", "stage_one={config: one.yaml}", f"stage_one={'a' * 300}.yaml"],
-)
+@pytest.mark.parametrize("written", ["stage_one=one.yaml", f"stage_one={'a' * 300}.yaml"])
 def test_a_file_is_an_error_that_says_what_to_write(file: Path, written: str) -> None:
     (problem,) = problems(file, written)
     assert problem.startswith(f"override '{written}': stage_one: a second file is no longer read;")
+    assert "write the keys in which stage one differs from the run" in problem
+
+
+@pytest.mark.parametrize("written", ["stage_one.config=one.yaml", "stage_one={config: one.yaml}"])
+def test_the_key_of_a_second_file_is_reported_where_it_was_set(file: Path, written: str) -> None:
+    (problem,) = problems(file, written)
+    assert problem.startswith(
+        f"override '{written}': stage_one: config: a second file is no longer"
+    )
     assert "write the keys in which stage one differs from the run" in problem
 
 
@@ -272,6 +293,6 @@ def test_shipped_first_stages_train_as_the_configurations_of_heads_alone(
     of_the_run = {"output_dir", "calibration_tokens", "wandb_name", "save_total_limit"}
     if name == "vicuna13b_m2":
         of_the_run.add("base_model")
-    compared = set(TrainConfig.model_fields) - of_the_run - set(first.ineffective_keys)
+    compared = set(TrainConfig.model_fields) - of_the_run - set(first.ineffective_keys())
     different = {key for key in compared if getattr(first, key) != getattr(alone, key)}
     assert different == set()

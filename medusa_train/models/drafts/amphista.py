@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from medusa_train.data.batch import shift_labels
-from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.drafts.markov import fill_tree
@@ -117,8 +117,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
             )
             if not position_encoding:
                 self.auto.positions = None
-        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        self.lm_heads = nn.ModuleList(lm_heads)
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.stack_heads()
         self._init_identity()
         self.to(target_model.device)
@@ -172,8 +171,7 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
 
         def run_layer(i: int, x: Tensor) -> Tensor:
             layer: Any = self.layers[i]
-            out: Tensor = layer.extend(x, caches[i])
-            return out
+            return read_prompts(layer, x, caches[i])
 
         self.stages(hidden_states.final, following, run_layer)
 

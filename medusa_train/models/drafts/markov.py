@@ -83,8 +83,7 @@ class MarkovBias(nn.Module):
         tokens = [nodes]
         for k, level in enumerate(levels_of(tree).levels[:-1], start=1):
             # 1. the m nodes of this level that have children
-            if level.inner is not None:
-                nodes = nodes[:, level.inner]
+            nodes = level.at_inner(nodes)
             # 2. head k's candidates, ranked with the bias of each node's token
             embedded = self.embedding(nodes)  # [B, m, r]
             best = rank_candidates(scores[k - 1], candidates[k - 1], self.output.weight, embedded)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.models.drafts.base import DraftStep, Proposal
-from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, check_token_map, copy_lm_head
 from medusa_train.models.drafts.markov import MarkovBias, fill_tree
 from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.lm_head import LMHead
@@ -19,7 +19,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 
 
-class MedusaDraft(StackedDraft):
+class MedusaDraft(StackedDraft, LMHeadsDraft):
     """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
 
     Each head is a residual block and an output matrix on the target model's hidden state. The
@@ -59,7 +59,6 @@ class MedusaDraft(StackedDraft):
     """
 
     independent_heads = True
-    token_map: Tensor | None
 
     def __init__(
         self,
@@ -197,9 +196,7 @@ class MedusaDraft(StackedDraft):
         """Return head k's lm_head without the Markov bias."""
         if self.shared is not None:
             return self.shared
-        head = self.lm_heads[k - 1]
-        assert isinstance(head, nn.Linear)
-        return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
+        return super().lm_head(k)
 
     # Decoding
 
