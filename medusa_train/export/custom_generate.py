@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -353,7 +354,7 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
     inputs: list[Tensor] = []
     hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
-        with sdpa_kernel(KERNELS):
+        with sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext():
             logits = model(tokens, use_cache=True, **arguments).logits
     finally:
         hook.remove()
