@@ -166,7 +166,7 @@ def _is_default(report: Mapping[str, Any]) -> bool:
         return False
     if Path(meta.get("tree_file") or "tree.json").name != "tree.json":
         return False
-    mode = meta.get("decoding") or {}
+    mode = mode_of(meta)
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,21 @@ def test_tensorrt_gets_the_target_model_s_config_and_the_tree(
     assert "has 0 nodes" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
     (run / "tree.json").unlink()
     assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
+
+
+def test_tensorrt_gets_the_config_of_a_target_model_that_is_downloaded_first(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([{}, {"model_type": "llama"}])
+    monkeypatch.setattr(medusa_heads, "find_target_model", lambda name: (name, next(found)))
+    paths = replace(resolve_model(str(make_run()), None, None), target_model="owner/name")
+    downloaded: list[str] = []
+    monkeypatch.setattr(
+        medusa_heads, "resolve_target_model", lambda name, **options: downloaded.append(name)
+    )
+    done = export_run(paths, "trtllm", target_model_name="owner/name")
+    assert downloaded == ["owner/name"]
+    assert json.loads((done.target / "config.json").read_text())["model_type"] == "llama"
 
 
 def heads(
