@@ -63,11 +63,10 @@ def parse_records(
                     raise RecordError(raw.error)
                 conversation = normalize(
                     raw.value,
-                    entry.type,
+                    entry,
                     source=raw.source,
                     tags=tags,
                     variables=variables,
-                    fields=entry,
                     unread=report.unread,
                 )
             except RecordError as error:

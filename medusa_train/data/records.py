@@ -35,6 +35,8 @@ from medusa_train.data.report import COLUMNS, TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
 from medusa_train.data.turns import TurnKeys, has_tool_keys, parse_turns
 
+#: Settings of a data set whose records have the usual keys and roles.
+USUAL = DatasetConfig(path="-")
 #: The columns that identify a format, by its name. The first usually holds the turns.
 Formats = Mapping[str, tuple[str, ...]]
 #: The formats of chats, in the order in which `auto` tries them.
@@ -80,12 +82,11 @@ TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")
 
 def normalize(
     record: object,
-    type: str = "auto",
+    entry: DatasetConfig = USUAL,
     *,
     source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
-    fields: DatasetConfig | None = None,
     unread: Unread | None = None,
     is_prompt: bool = False,
 ) -> Conversation:
@@ -101,12 +102,11 @@ def normalize(
             content. Output of self-distillation may have `token_ids` next to an answer's
             content, and `finish_reasons`. A turn's `train` or `training` tells whether it is
             trained; turns of `weight` 0 are not.
-        type: name of the format, or "auto" to detect it by the keys.
+        entry: the format (`type`), and the keys and roles of turns that differ from the usual ones.
         source: `file:line`, stored in the conversation.
         variables: variables of the chat template. Columns of these names, and the entries of
             `chat_template_kwargs`, become variables of the chat. None if the template is not
             known yet; then any entry is allowed.
-        fields: the keys and roles of turns that differ from the usual ones.
         unread: counts the columns and the keys of turns that are not read.
         is_prompt: the record may have the formats and ids of prompts, see `parse_user_turns`.
 
@@ -115,12 +115,11 @@ def normalize(
     """
     unread_keys = Unread()
     # 1. Parse the turns into messages.
-    formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
-    if fields is not None and fields.field_messages is not None:
-        formats = {"messages": (fields.field_messages,)}
-        type = "auto"
+    formats, type = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS, entry.type
+    if entry.field_messages is not None:
+        formats, type = {"messages": (entry.field_messages,)}, "auto"
     record, record_format = _detect_format(record, type, formats)
-    turns, keys = _turns_of(record, record_format, formats[record_format], fields)
+    turns, keys = _turns_of(record, record_format, formats[record_format], entry)
     if not turns:
         raise RecordError(f"'{formats[record_format][0]}' is an empty list")
     messages = link_results(parse_turns(turns, keys, unread_keys, tags=tags))
@@ -174,7 +173,7 @@ def _detect_format(record: object, type: str, formats: Formats) -> tuple[JsonObj
     # keys with a value come first, since tables have null in the columns of other formats
     filled = {key for key, value in record.items() if value is not None}
     detected = _format_with(filled, formats) or _format_with(set(record), formats)
-    if type == "auto" and detected is not None:
+    if detected is not None:
         return JsonObject(record), detected
     expected = [f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()]
     remedy = ""
@@ -201,7 +200,7 @@ def _is_list_of_turns(record: object) -> bool:
 
 
 def _turns_of(
-    record: JsonObject, name: str, columns: tuple[str, ...], fields: DatasetConfig | None = None
+    record: JsonObject, name: str, columns: tuple[str, ...], entry: DatasetConfig = USUAL
 ) -> tuple[Sequence[Any], TurnKeys]:
     """Return the turns of a record in the format called `name`, which has these `columns`, and the
     keys of the turns.
@@ -225,19 +224,17 @@ def _turns_of(
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
         return turns, TurnKeys()
     # 2. A list of turns. Those of either format may have the keys of the other.
-    listed = turns_under(record, columns[0])
-    first = listed[0] if listed and isinstance(listed[0], Mapping) else {}
+    listed_turns = turns_under(record, columns[0])
+    first = listed_turns[0] if listed_turns and isinstance(listed_turns[0], Mapping) else {}
     has_sharegpt_keys = "from" in first or (name == "sharegpt" and "role" not in first)
     keys = TurnKeys("from", "value") if has_sharegpt_keys else TurnKeys()
-    if fields is None:
-        return listed, keys
     keys = TurnKeys(
-        fields.role_key or keys.role,
-        fields.content_key or keys.content,
-        (fields.message_field_training,) if fields.message_field_training else keys.train,
-        {name: role for role, names in (fields.roles or {}).items() for name in names},
+        entry.role_key or keys.role,
+        entry.content_key or keys.content,
+        (entry.message_field_training,) if entry.message_field_training else keys.train,
+        {name: role for role, names in (entry.roles or {}).items() for name in names},
     )
-    return listed, keys
+    return listed_turns, keys
 
 
 def _said(role: Role, content: object) -> Mapping[str, Any]:
@@ -384,7 +381,8 @@ def parse_tool_chat(
     if isinstance(template_kwargs, Mapping):  # `normalize` rejects anything else
         names.update(template_kwargs)
     variables = names.difference(TOOL_KWARGS[1:])
-    return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
+    entry = USUAL.model_copy(update={"type": type})
+    return normalize(record, entry, variables=variables, unread=unread, is_prompt=True)
 
 
 def _request_of(record: object) -> object:

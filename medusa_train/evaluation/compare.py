@@ -13,6 +13,7 @@ from rich.text import Text
 
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.find_reports import find_reports
+from medusa_train.evaluation.metrics import TREE_RATIOS
 from medusa_train.evaluation.report import cells
 from medusa_train.evaluation.report_page import category_names, speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
@@ -39,17 +40,6 @@ CONDITIONS = {
     "device": "device",
     "threads": "number of threads",
 }
-
-#: Metrics that a run without a tree does not have.
-TREE_METRICS = (
-    "acceleration_rate",
-    "overhead",
-    "speedup",
-    "speedup_over_generate",
-    "speedup_over_fastest",
-    "speedup_without_loops",
-    "tokens_per_s",
-)
 
 #: Columns of `report.cells` that runs are compared by.
 COMPARED = ("tokens per step", "overhead", "speedup", "over generate", "tokens /s", "equal fp32")
@@ -107,7 +97,8 @@ def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
     """
     if _lacks_tree(report["meta"]):
         for group in (report["overall"], *report["categories"].values()):
-            group.update({**dict.fromkeys(TREE_METRICS), "intervals": {}})
+            tree_metrics = (*TREE_RATIOS, "speedup_without_loops")
+            group.update({**dict.fromkeys(tree_metrics), "intervals": {}})
     return report
 
 
@@ -129,8 +120,7 @@ def differences(reports: Mapping[str, Json]) -> list[str]:
 
 def runs_table(reports: Mapping[str, Json]) -> Table:
     """Return one row of metrics per evaluation. Metrics may be missing in older reports."""
-    rows = [_row(name, report) for name, report in reports.items()]
-    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
+    return Table.of_rows([_row(name, report) for name, report in reports.items()])
 
 
 def _row(name: str, report: Json) -> dict[str, str]:

@@ -185,7 +185,7 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
                 weights.append([file.name, status.st_size, status.st_mtime_ns])
     chat_template = paths.chat_template
     if chat_template:
-        chat_template = get_template(chat_template).source
+        chat_template = get_template(chat_template)
     return {
         "model": paths.name,
         "base_model": paths.target_model,

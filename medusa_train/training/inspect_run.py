@@ -111,27 +111,25 @@ def inspect_run(
     """
     stage_one = stage_one_config(cfg)
     configs = [cfg] if stage_one is None else [stage_one, cfg]
-    if processes > 1:
-        for config in configs:
-            check_run(config, processes)
+    for config in configs:
+        check_run(config, processes)
     # 1. Load the data and estimate the cost.
-    if tokens is None:
-        with LoadingProgress(RunProgress(console)) as shown:
-            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
-    else:
-        loaded = [assumed_data(config, tokens, processes, console) for config in configs]
     resolved, model_config = resolve_target_model(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
+    tokenizer = None
+    if tokens is None:
+        with LoadingProgress(RunProgress(console)) as shown:
+            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
+        tokenizer = load_tokenizer(
+            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+        )
+    else:
+        loaded = [assumed_data(config, tokens, model_config, console) for config in configs]
     stages = [
         _StageCosts(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
-    tokenizer = None
-    if tokens is None:
-        tokenizer = load_tokenizer(
-            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
-        )
     # 2. Print a page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
         if stage_one is not None:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -147,7 +146,7 @@ def validate(
     heads_loss = sum(objective.head_weight(k) * mean for k, mean in weighted)
     # 3. Bring the conversations into the order of the batches: batch i is from process i % size.
     ordered: list[RankedConversation] = []
-    for batches_of_turn in zip_longest(*distributed.gather(conversations), fillvalue=[]):
+    for batches_of_turn in zip(*distributed.gather(conversations), strict=True):
         ordered += itertools.chain.from_iterable(batches_of_turn)
     return ValidationResult(
         loss=heads_loss,
@@ -220,10 +219,8 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
             token; it then has no loss and the rank -1.
     """
     loss = 0.0
-    ranks = [torch.zeros(0, dtype=torch.long)]
+    ranks = []
     for states, targets in zip(hidden.split(ROWS), indices.split(ROWS), strict=True):
-        if not len(targets):
-            continue
         logits = head.logits(states).float()  # [ROWS, V]
         loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
         guesses = head.guesses(states, logits, MAX_RANK)  # [ROWS, 10]
@@ -253,16 +250,12 @@ def _share_of(batches: Iterable[Batch], distributed: DistributedContext) -> Iter
     in all of them. In the last round, a process without a batch gets a copy of another batch in
     which all labels are ignored.
     """
-    turn: list[Batch] = []
-    for batch in batches:
-        turn.append(batch)
-        if len(turn) == distributed.size:
+    remaining = iter(batches)
+    while turn := list(itertools.islice(remaining, distributed.size)):
+        if distributed.rank < len(turn):
             yield turn[distributed.rank]
-            turn = []
-    if distributed.rank < len(turn):
-        yield turn[distributed.rank]
-    elif turn:
-        yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
+        else:
+            yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
 
 
 # Simulated acceptance

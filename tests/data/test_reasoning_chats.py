@@ -397,7 +397,7 @@ def test_chats_with_built_in_templates_are_encoded_as_by_their_generation_marks(
     ]:
         expected = tokenizer.apply_chat_template(
             [message.as_dict() for message in conversation.messages],
-            chat_template=BUILTIN_TEMPLATES[name].source if name else None,
+            chat_template=BUILTIN_TEMPLATES[name] if name else None,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
