@@ -66,10 +66,14 @@ def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
 
-    # 2. titles, with the benchmark if there are several
-    several = len({str(report["meta"]["bench"]) for report in reports.values()}) > 1
+    # 2. titles, with the evaluation if there are several: its draft and tree are part of the name
+    evaluations = {}
+    for name, path in zip(names, paths, strict=True):
+        in_run = path.parent.parent.name == "eval"
+        evaluations[name] = path.parent.name if in_run else str(reports[name]["meta"]["bench"])
+    several = len(set(evaluations.values())) > 1
     return {
-        name.rstrip("/") + (f" ({report['meta']['bench']})" if several else ""): report
+        name.rstrip("/") + (f" ({evaluations[name]})" if several else ""): report
         for name, report in reports.items()
     }
 

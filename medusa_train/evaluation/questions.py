@@ -181,11 +181,7 @@ def load_benchmark(
         return Benchmark(name_or_file, path, questions)
     for line in unread.describe(str(path)):  # not for public benchmarks, whose content is known
         note(line)
-    # NAME of `.../NAME/question.jsonl` and of `.../NAME.jsonl`; NAME may contain dots
-    name = re.sub(r"(\.jsonl|\.json|\.parquet)?(\.gz)?$", "", path.name)
-    if path.name in FILES and path.parent.name:
-        name = path.parent.name
-    return Benchmark(name, path, questions)
+    return Benchmark(name_of_file(path), path, questions)
 
 
 def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
@@ -303,6 +299,13 @@ def _missing_benchmark(name: str, public: PublicDataset, reason: str) -> str:
         f" works as well),\nor set {BENCH_DIR_VARIABLE} to a directory that holds"
         f" {name}/question.jsonl or {name}.jsonl.{install}"
     )
+
+
+def name_of_file(path: Path) -> str:
+    """Return NAME for `.../NAME/question.jsonl` and for `.../NAME.jsonl`; NAME may contain dots."""
+    if path.name in FILES and path.parent.name:
+        return path.parent.name
+    return re.sub(r"(\.jsonl|\.json|\.parquet)?(\.gz)?$", "", path.name)
 
 
 def read_questions(
