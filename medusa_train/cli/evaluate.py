@@ -188,18 +188,14 @@ def _measure_servers(cfg: EvalConfig, benchmark: Benchmark, progress: RunProgres
     # 1. Resolve the model. For a running server, base_model and chat_template are the server's
     # names.
     paths = None
+    what = str(cfg.server_url)
     if cfg.serve:
         paths = _resolve_paths(cfg)
+        what = f"vLLM with {cfg.draft or f'the heads of {paths.name or paths.home}'}"
     elif cfg.model is not None:
         server_keys = {"base_model": None, "chat_template": None}
         paths = _resolve_paths(cfg.model_copy(update=server_keys))
     # 2. Print in one line what is measured.
-    what = str(cfg.server_url)
-    if cfg.serve:
-        drafts = str(cfg.draft)
-        if paths is not None and not cfg.draft:
-            drafts = f"the heads of {paths.name or paths.home}"
-        what = f"vLLM with {drafts}"
     if cfg.against:
         what += f" against {cfg.against}"
     counts = ", ".join(map(str, cfg.concurrency))
@@ -221,15 +217,10 @@ def _chat(cfg: EvalConfig, progress: RunProgress) -> None:
         from medusa_train.api import load_resolved
         from medusa_train.cli.chat import Chat
 
-    options: dict[str, Any] = {
-        "typical": cfg.acceptance == "typical",
-        "temperature": cfg.temperature or 0.0,
-    }
-    if cfg.acceptance == "sampling":
-        options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
-    if cfg.acceptance == "typical":
-        options |= {"epsilon": cfg.epsilon, "delta": cfg.delta}
-    if "seed" in cfg.model_fields_set:
+    names = ("temperature", "top_p", "top_k", "epsilon", "delta")
+    options: dict[str, Any] = {name: getattr(cfg, name) for name in names}
+    options["typical"] = cfg.acceptance == "typical"
+    if "seed" in cfg.model_fields_set:  # otherwise each answer has its own
         options["seed"] = cfg.seed
     with progress.phase("loading the model", ticking=True):
         model = load_resolved(paths, cfg.dtype, compiled=cfg.compile is True)

@@ -15,7 +15,7 @@ from medusa_train.cli.common import (
     table_console,
 )
 from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
-from medusa_train.config.docs import TITLE, format_config, schema_text
+from medusa_train.config.docs import format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.console_streams import printed_all
@@ -94,7 +94,7 @@ def app(
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} exclude each other: give one")
     if schema:
-        print(schema_text(TrainConfig, TITLE), end="")
+        print(schema_text(), end="")
         return printed_all()
     if doctor:
         from medusa_train.cli.doctor import describe_machine

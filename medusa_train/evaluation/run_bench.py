@@ -28,6 +28,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError, TargetModelError
 from medusa_train.evaluation.answer_scores import (
+    answered_turns,
     code_samples,
     require_code_execution,
     rouge_means,
@@ -384,16 +385,17 @@ class Evaluation:
 
     def _score(self, tokenizer: Any, scorer: Any) -> None:
         """Score the answers as the benchmark defines, and by ROUGE if there is a `scorer`."""
-        questions, turns, progress = self.benchmark.questions, self.answered, self.progress
-        for name, samples in code_samples(turns, questions, tokenizer).items():
+        questions = self.benchmark.questions
+        answered = answered_turns(self.answered, questions, tokenizer)
+        for name, samples in code_samples(answered).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
             write_files(self.directory, {file: samples})
         if self.cfg.score and any(question.expected is not None for question in questions):
             title = "scoring the answers"
-            with progress.phase(title, len(turns), "turns", ticking=True) as phase:
-                score_answers(turns, questions, tokenizer, phase.advance)
+            with self.progress.phase(title, len(answered), "turns", ticking=True) as phase:
+                score_answers(answered, phase.advance)
         if scorer is not None:
-            self.parts["rouge"] = rouge_means(turns, questions, tokenizer, scorer)
+            self.parts["rouge"] = rouge_means(answered, scorer)
 
     @contextmanager
     def _comparison(self, dtype: str) -> Iterator[None]:

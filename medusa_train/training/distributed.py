@@ -212,12 +212,11 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue
-        keys = sorted(
-            key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
-        )
+        keys = {key for key, _ in expected.items() ^ found.items()}
         if keys:
             lines.append(
-                f"process {rank} on {host} has other values than process 0 of: {', '.join(keys)}."
+                f"process {rank} on {host} has other values than process 0 of:"
+                f" {', '.join(sorted(keys))}."
                 " The configuration file or an environment variable differs between the machines"
             )
     if lines:

@@ -6,7 +6,7 @@ No weights are loaded. With `tokens=60M` no data are read either, so they need n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any
 
@@ -111,27 +111,25 @@ def inspect_run(
     """
     stage_one = stage_one_config(cfg)
     configs = [cfg] if stage_one is None else [stage_one, cfg]
-    if processes > 1:
-        for config in configs:
-            check_run(config, processes)
+    for config in configs:
+        check_run(config, processes)
     # 1. Load the data and estimate the cost.
-    if tokens is None:
-        with LoadingProgress(RunProgress(console)) as shown:
-            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
-    else:
-        loaded = [assumed_data(config, tokens, processes, console) for config in configs]
     resolved, model_config = resolve_target_model(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
+    tokenizer = None
+    if tokens is None:
+        with LoadingProgress(RunProgress(console)) as shown:
+            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
+        tokenizer = load_tokenizer(
+            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+        )
+    else:
+        loaded = [assumed_data(config, tokens, model_config, console) for config in configs]
     stages = [
         _StageCosts(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
-    tokenizer = None
-    if tokens is None:
-        tokenizer = load_tokenizer(
-            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
-        )
     # 2. Print a page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
         if stage_one is not None:
@@ -230,7 +228,8 @@ def _describe_data(stage: _StageCosts, tokenizer: Any) -> Iterator[tuple[str, st
     text_config = stage.model_config.get_text_config()
     vocabulary = _draft_vocabulary(cfg, train, tokenizer, int(text_config.vocab_size))
     if vocabulary is not None:
-        yield from zip(("vocabulary", ""), vocabulary.describe(train, validation), strict=False)
+        lines = vocabulary.describe(train, validation)
+        yield from zip_longest(["vocabulary"], lines, fillvalue="")
     if cfg.cache_hidden_states:  # the size includes states that are already stored
         states = 1 + len(cfg.draft_config.aux_layers(text_config.num_hidden_layers))
         spec = StateFormat(states, text_config.hidden_size, stage.precision.dtype)
@@ -328,7 +327,7 @@ def _time_table(stages: Sequence[_StageCosts]) -> Table:
         times.append(f"{duration(seconds)} ({gpu})")
     lines = [f"{total:.1e} operations. One GPU takes, for small models longer:", ", ".join(times)]
     lines += dict.fromkeys(RATES[stage.cfg.recipe].describe() for stage in stages)
-    return _grid(zip(("time", *[""] * len(lines)), lines, strict=False))
+    return _grid(zip_longest(["time"], lines, fillvalue=""))
 
 
 def _grid(rows: Iterable[Sequence[RenderableType]]) -> Table:

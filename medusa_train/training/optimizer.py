@@ -138,7 +138,7 @@ class Strategy(ABC):
         the schedule on.
 
         Raises:
-            ValueError: the state belongs to other parameters.
+            ValueError: the state belongs to other parameters, or to another optimizer.
         """
         # 1. Restore the moments of the optimizer.
         self._load_optimizer(state["optimizer"])
@@ -180,7 +180,19 @@ class Strategy(ABC):
         return self.optimizer.state_dict()
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        load_optimizer(self.optimizer, saved)
+        """Load the moments of an optimizer's `state_dict`. Weight decay, betas and the like keep the
+        values of this run, and the caller sets the learning rates.
+        """
+        optimizer = self.optimizer
+        entry = next(iter(saved["state"].values()), None)
+        if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
+            raise ValueError("the state of another optimizer")
+        groups = optimizer.param_groups
+        if getattr(optimizer, "is_paged", False):
+            _load_paged(optimizer, saved)
+        else:
+            optimizer.load_state_dict(saved)
+        optimizer.param_groups = groups
 
 
 class LocalStrategy(Strategy):
@@ -240,24 +252,6 @@ class LossScale:
             self.value *= 2.0
             self.good = 0
         return False
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load the moments of a `state_dict`. Weight decay, betas and the like keep the values of this
-    run, and the caller sets the learning rates.
-
-    Raises:
-        ValueError: the moments have other names, so they belong to another optimizer.
-    """
-    entry = next(iter(saved["state"].values()), None)
-    if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
-        raise ValueError("the state of another optimizer")
-    groups = optimizer.param_groups
-    if getattr(optimizer, "is_paged", False):
-        _load_paged(optimizer, saved)
-    else:
-        optimizer.load_state_dict(saved)
-    optimizer.param_groups = groups
 
 
 def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:

@@ -57,16 +57,14 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the target model's config and the number of `processes`; return the
-    target model's path or hub name, and its config.
-    """
+def check_run(cfg: TrainConfig, processes: int) -> None:
+    """Check `cfg` against the target model's config and the number of `processes`."""
     from transformers.integrations import is_deepspeed_available
 
     from medusa_train.models.loading import resolve_target_model
     from medusa_train.training.deepspeed_strategy import check_zero
 
-    resolved, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    _, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     # 1. Check the processes, and the weights to start from.
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
@@ -76,7 +74,6 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     # 2. Check the draft and the recipe on this target model.
     check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
-    return resolved, config
 
 
 def check_shape(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,7 @@ def build_trainer(
     progress: RunProgress,
     distributed: DistributedContext = SINGLE_PROCESS,
     start: ResumePlan = NEW_STAGE,
+    parent_run_dir: Path | None = None,
 ) -> Trainer:
     """Build all parts of a trainer, and restore the checkpoint that the stage resumes.
 
@@ -144,6 +146,8 @@ def build_trainer(
         strategy = build_strategy(stage, models, schedule)
     objective = build_objective(cfg, models.draft)
     state = restore_run(stage, models, loader, schedule, strategy, objective)
+    if models.recipe.target_model.tree_unsupported_reason is not None:
+        cfg = cfg.model_copy(update={"calibration_tokens": 0})
     return Trainer(
         cfg=cfg,
         recipe=models.recipe,
@@ -158,6 +162,7 @@ def build_trainer(
         state=state,
         distributed=distributed,
         progress=progress,
+        parent_run_dir=parent_run_dir,
     )
 
 
@@ -357,9 +362,12 @@ def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> 
     """
     cfg, distributed = stage.cfg, stage.distributed
     draft, recipe = models.draft, models.recipe
-    trained = list(recipe.parameters.values())
     groups = parameter_groups(
-        draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
+        draft.parameters(),
+        cfg.heads_learning_rate,
+        recipe.parameters.values(),
+        cfg.learning_rate,
+        cfg.weight_decay,
     )
     optimizer, notice = build_optimizer(
         cfg.optimizer,
@@ -382,13 +390,12 @@ def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> 
 
     if distributed.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
-    target_model = recipe.target_model
-    config = engine_config(cfg, distributed.size, target_model.hidden_size)
+    config = engine_config(cfg, distributed.size, recipe.target_model.hidden_size)
     default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
     stage.print(f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     return DeepSpeedStrategy(
         draft,
-        target_model.model,
+        recipe.target_model.model,
         optimizer,
         lr_scheduler,
         config,

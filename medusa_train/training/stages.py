@@ -73,9 +73,12 @@ def train_stages(
             progress.title = TITLES[1]
             stage_one = None
 
-        # 2. Load the data of all stages.
+        # 2. Check all stages, and load their data.
         stages = [cfg] if stage_one is None else [stage_one, cfg]
         with LoadingProgress(progress) as shown:
+            with distributed.failing_together():
+                for stage in stages:
+                    check_run(stage, distributed.size)
             data = load_stages(stages, console, distributed, shown)
         schedules = [
             plan_steps(stage, read.train, distributed.rank, distributed.size)[1]
@@ -110,19 +113,15 @@ def load_stages(
     distributed: DistributedContext,
     shown: LoadingProgress,
 ) -> list[TrainingData]:
-    """Load the data of all stages and check each stage as `load_data` does. If both stages read the
-    same data, they are loaded once. Rank 0 loads them, and the other processes receive the result.
+    """Load the data of all stages. If both stages read the same data, they are loaded once. Rank 0
+    loads them, and the other processes receive the result.
     """
     loaded: list[TrainingData] = []
-    for number, cfg in enumerate(stages):
-        if number > 0 and _read_the_same(cfg, stages[0]):
-            with distributed.failing_together():
-                check_run(cfg, distributed.size)
+    for cfg in stages:
+        if loaded and _read_the_same(cfg, stages[0]):
             loaded.append(loaded[0])
         else:
-            loaded.append(
-                distributed.run_on_main(load_data, cfg, console, distributed.size, shown.update)
-            )
+            loaded.append(distributed.run_on_main(load_data, cfg, console, shown.update))
     # print these before hours of training, not only at the export
     for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow")

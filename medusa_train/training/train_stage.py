@@ -67,10 +67,7 @@ def train(
         The exit code, see `stages.train_stages`.
     """
     try:
-        trainer = build_trainer(cfg, data, progress, distributed, start)
-        trainer.parent_run_dir = parent_run_dir
-        if trainer.recipe.target_model.tree_unsupported_reason is not None:
-            trainer.cfg = trainer.cfg.model_copy(update={"calibration_tokens": 0})
+        trainer = build_trainer(cfg, data, progress, distributed, start, parent_run_dir)
         try:
             return _train_and_finish(trainer, data, results)
         except CheckpointError as error:

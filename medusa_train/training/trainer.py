@@ -214,9 +214,6 @@ class Trainer:
         teacher = None
         if self.objective.needs_teacher:
             teacher = self.recipe.teacher(batch, hidden_states)
-        lm_head = None
-        if self.recipe.joint:
-            lm_head = self.recipe.target_model.lm_head()
         # 2. Compute the losses. With `grad_scale` each term runs its own backward pass, which stops
         # at the target model's states.
         cut = GraphCut()
@@ -228,7 +225,7 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.schedule.total_steps,
-                lm_head=lm_head,
+                lm_head=self.recipe.target_model.lm_head(),
                 teacher=teacher,
                 grad_scale=grad_scale,
             )

@@ -1,5 +1,4 @@
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,10 +6,10 @@ import pytest
 from medusa_train.data.records import normalize
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
-from medusa_train.selfdistill.replay import ChatRequest, DropRules, GeneratedAnswer, replay
+from medusa_train.selfdistill.replay import ChatRequest, GeneratedAnswer, build_mode
 from medusa_train.selfdistill.run import RunStats, distill, summary
 from tests.chat_files import read_conversations
-from tests.selfdistill.fakes import FakeEngine, said
+from tests.selfdistill.fakes import FakeEngine, config, said
 from tests.tool_chats import CHAT, TOOL
 
 SEEDS = [
@@ -28,7 +27,7 @@ def run(out: Path, seeds: list[Prompt], engine: FakeEngine) -> RunStats:
             seeds,
             engine,
             writer,
-            mode=partial(replay, random_seed=1, rules=DropRules()),
+            mode=build_mode(config(seed=1)),
             metadata={"model": "m", "sampling": {"temperature": 0.0}},
         )
 

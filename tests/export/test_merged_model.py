@@ -15,8 +15,8 @@ from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.errors import CheckpointError
+from medusa_train.export.medusa_heads import check_vllm_config
 from medusa_train.export.merged_model import untie_config
-from medusa_train.export.targets import check_vllm_config
 from medusa_train.export.write import export_run
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.families import random_target_model
