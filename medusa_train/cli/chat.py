@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
@@ -60,11 +61,9 @@ class Chat:
             self._history.clear()
             return
         if name == "/temperature":
-            try:
+            with suppress(ValueError):
                 self._options["temperature"] = max(0.0, float(value))
                 return
-            except ValueError:
-                pass
         self._note(_HELP)
 
     def _answer(self, line: str) -> None:
@@ -73,15 +72,10 @@ class Chat:
         messages = [*self._history, Message("user", line)]
         try:
             reply = self._model.reply(messages, self._max_new_tokens, **self._options)
-        except MedusaError as error:
-            self._note(f"{error}\n/new starts a new chat")
-            return
-        try:
-            for piece in reply:
-                shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
-                self._console.print(shown, end="", soft_wrap=True)
-        except KeyboardInterrupt:
-            pass  # stop the answer; its part so far stays in the chat
+            with suppress(KeyboardInterrupt):  # stops the answer; its part so far stays in the chat
+                for piece in reply:
+                    shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
+                    self._console.print(shown, end="", soft_wrap=True)
         except MedusaError as error:
             self._note(f"{error}\n/new starts a new chat")
             return
@@ -93,23 +87,16 @@ class Chat:
         self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
+#: Characters that a terminal acts on: control characters except newline, surrogates, and marks of
+#: the writing direction.
+_CONTROLS = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+
+
 def printable(text: str) -> str:
-    """Replace the control characters in a model's output that a terminal would act on."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
-
-
-#: Ranges of characters that mark the writing direction.
-_DIRECTION_MARKS = (("\u200e", "\u200f"), ("\u202a", "\u202e"), ("\u2066", "\u2069"))
-
-
-def _is_control(character: str) -> bool:
-    """Return whether a terminal acts on a character: control characters except newline, and marks
-    of the writing direction.
-    """
-    for first, last in _DIRECTION_MARKS:
-        if first <= character <= last:
-            return True
-    return character != "\n" and category(character) in ("Cc", "Cs")
+    """Replace the characters in a model's output that a terminal would act on."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.expandtabs(4))
 
 
 def _metrics_line(reply: Reply) -> str:

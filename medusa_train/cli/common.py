@@ -216,13 +216,17 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_arguments(
-    cls: type[C], arguments: Iterable[str], *, flags: Mapping[str, object] | None = None
+    cls: type[C],
+    arguments: Iterable[str],
+    *,
+    flags: Mapping[str, object] | None = None,
+    quiet: bool = False,
 ) -> C:
-    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys
-    were ignored.
+    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`. Print which keys were
+    ignored, unless `quiet`.
     """
     path, overrides = split_arguments(arguments)
     cfg = load_config(cls, path, overrides, flags=flags)
-    if cfg.ignored:
+    if cfg.ignored and not quiet:
         error_console().print(f"ignored keys (no effect): {', '.join(cfg.ignored)}", style="dim")
     return cfg

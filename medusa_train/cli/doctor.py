@@ -4,10 +4,12 @@ configuration leads to on it. Loads no model and no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from medusa_train.cli.common import read_arguments
 from medusa_train.config.schema import TrainConfig
+from medusa_train.console_streams import printed_all
 from medusa_train.hide_secrets import excerpt
 from medusa_train.io import installed_version
 
@@ -29,9 +31,10 @@ PACKAGES = (
 )
 
 
-def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
-    """Print torch's and DeepSpeed's reports on this machine, then the choices of a configuration;
-    return 1 if torch or transformers cannot be imported.
+def describe_machine(arguments: Sequence[str] | None) -> int:
+    """Print torch's and DeepSpeed's reports on this machine, then the choices of the configuration
+    in `arguments` if there is one. Return the exit code: 1 if torch or transformers cannot be
+    imported.
     """
     print("packages:", ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES))
     try:
@@ -42,14 +45,14 @@ def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
         return 1
     print(_ask(get_pretty_env_info), flush=True)
     print(_ask(_deepspeed_report), flush=True)
-    if read_config is not None:
-        for name, value in choices(read_config()):
-            print(f"{name}: {value}")
-    return 0
+    if arguments:
+        for line in choices(read_arguments(TrainConfig, arguments)):
+            print(line)
+    return printed_all()
 
 
-def choices(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of a configuration, and what they lead to on this machine."""
+def choices(cfg: TrainConfig) -> Iterator[str]:
+    """Yield a line for each setting of a configuration that this machine can change."""
     import torch
 
     from medusa_train.models.compiled import has_compiler
@@ -59,32 +62,26 @@ def choices(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
 
     device = default_device()
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
-    computes = f"computes in {precision}"
+    setting = "fp16: true" if cfg.fp16 else f"bf16: {str(cfg.bf16).lower()}"
+    why_slow = ""
     if emulates(device, precision.dtype):
-        computes += ", which this device emulates: slow"
-    if cfg.fp16:
-        if device.type == "cpu":
-            computes += ", since a CPU is slow in float16"
-        yield "fp16: true", computes
-    else:
-        yield f"bf16: {str(cfg.bf16).lower()}", computes
+        why_slow = ", which this device emulates: slow"
+    elif cfg.fp16 and device.type == "cpu":
+        why_slow = ", since a CPU is slow in float16"
+    yield f"{setting}: computes in {precision}{why_slow}"
     weight = torch.nn.Parameter(torch.zeros(1, device=device))
     group = {"params": [weight], "lr": 0.0, "weight_decay": 0.0}
-    yield (
-        f"optimizer: {cfg.optimizer}",
-        _ask(lambda: build_optimizer(cfg.optimizer, [group], device)[1] or "as asked"),
-    )
+    notice = _ask(lambda: build_optimizer(cfg.optimizer, [group], device)[1] or "as asked")
+    yield f"optimizer: {cfg.optimizer}: {notice.removeprefix(f'optimizer: {cfg.optimizer} ')}"
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(cfg, key):
-            yield (
-                f"{key}: true",
-                _ask(lambda: bitsandbytes_unsupported_reason(device) or "as asked"),
-            )
+            reason = _ask(lambda: bitsandbytes_unsupported_reason(device) or "as asked")
+            yield f"{key}: true: {reason}"
     if cfg.sample_packing:
-        yield "sample_packing: true", _ask(lambda: _attention(device, precision.dtype))
+        yield f"sample_packing: true: {_ask(lambda: _attention(device, precision.dtype))}"
     if cfg.torch_compile:
         needed = "as asked" if has_compiler(device) else "needs a compiler (C++ or Triton)"
-        yield "torch_compile: true", needed
+        yield f"torch_compile: true: {needed}"
 
 
 def _deepspeed_report() -> str:

@@ -107,61 +107,54 @@ def app(
     if print_config:
         print(format_config(cfg), end="")
         return printed_all()
-    # 2. Load the questions, and check the model and the directory of the results.
-    questions = None
-    if not interactive:
-        questions = _load_benchmark(cfg)
-    if cfg.uses_server:
-        if calibrate or interactive or questions is None:
-            raise ConfigError(
-                "--calibrate and --interactive use no server; remove --serve, or server_url"
-            )
-        _measure_servers(cfg, questions, RunProgress(table_console(), started))
-        return 0
+    if cfg.uses_server and (calibrate or interactive):
+        raise ConfigError(
+            "--calibrate and --interactive use no server; remove --serve, or server_url"
+        )
     if calibrate and cfg.draft is not None:
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
+    # 2. Chat, or load the questions.
+    progress = RunProgress(table_console(), started)
+    if interactive:
+        _chat(cfg, progress)
+        return 0
+    from medusa_train.evaluation.questions import load_benchmark
+
+    benchmark = load_benchmark(cfg.bench, error_console().print, cfg.turns_per_chat)
+    benchmark = benchmark.limited(cfg.limit)
+    # 3. Measure servers, fit a tree, or evaluate a model.
+    if cfg.uses_server:
+        _measure_servers(cfg, benchmark, progress)
+        return 0
     paths = _resolve_paths(cfg)
-    if not interactive:
-        directory = paths.home / "eval"
-        if cfg.output_dir:
-            directory = expand_user(cfg.output_dir)
-        check_writable(directory)
-    # 3. Chat, fit a tree, or evaluate.
-    console = table_console()
-    progress = RunProgress(console, started)
-    progress.print(_first_line(cfg, questions, paths))
-    if questions is None:
-        _chat(cfg, paths, console)
-    elif calibrate:
-        with progress.phase("importing torch and transformers", ticking=True):
+    check_writable(expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
+    progress.print(f"medusa-eval: {_describe_model(cfg, paths)}; {_describe_questions(benchmark)}")
+    importing = progress.phase("importing torch and transformers", ticking=True)
+    if calibrate:
+        with importing:
             from medusa_train.evaluation.refit_tree import calibrate as calibrate_tree
-        _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
-        print_next(after_training(paths.target_model, paths.home), console)
+
+        _print_paths(progress.console, calibrate_tree(cfg, benchmark, paths, progress))
+        print_next(after_training(paths.target_model, paths.home), progress.console)
     else:
-        with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.run_bench import evaluate as run_evaluation
-        command = shlex.join(["medusa-eval", *sys.argv[1:]])
-        _, written = run_evaluation(cfg, questions, paths, command, progress)
-        _print_paths(console, written)
-        print_next(after_evaluation(paths), console)
+        with importing:
+            from medusa_train.evaluation.run_bench import evaluate
+
+        _, written = evaluate(cfg, benchmark, paths, _typed_command(), progress)
+        _print_paths(progress.console, written)
+        print_next(after_evaluation(paths), progress.console)
     return 0
 
 
 def _refuse_other_options(mode: str, flags: dict[str, str | None], read: tuple[str, ...]) -> None:
     """Raise ConfigError if an option is given that a mode does not read."""
-    unread_options = []
-    for name, value in flags.items():
-        if value is not None and name not in read:
-            unread_options.append(EvalConfig.option_of(name).split()[0])
+    unread_options = [
+        EvalConfig.option_of(name).split()[0]
+        for name, value in flags.items()
+        if value is not None and name not in read
+    ]
     if unread_options:
         raise ConfigError(f"{mode} does not read {', '.join(unread_options)}; leave them out")
-
-
-def _load_benchmark(cfg: EvalConfig) -> Benchmark:
-    from medusa_train.evaluation.questions import load_benchmark
-
-    benchmark = load_benchmark(cfg.bench, error_console().print, cfg.turns_per_chat)
-    return benchmark.limited(cfg.limit)
 
 
 def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
@@ -195,56 +188,46 @@ def _measure_servers(cfg: EvalConfig, benchmark: Benchmark, progress: RunProgres
     # 1. Resolve the model. For a running server, base_model and chat_template are the server's
     # names.
     paths = None
+    what = str(cfg.server_url)
     if cfg.serve:
         paths = _resolve_paths(cfg)
+        what = f"vLLM with {cfg.draft or f'the heads of {paths.name or paths.home}'}"
     elif cfg.model is not None:
         server_keys = {"base_model": None, "chat_template": None}
         paths = _resolve_paths(cfg.model_copy(update=server_keys))
     # 2. Print in one line what is measured.
-    what = str(cfg.server_url)
-    if cfg.serve:
-        drafts = str(cfg.draft)
-        if paths is not None and not cfg.draft:
-            drafts = f"the heads of {paths.name or paths.home}"
-        what = f"vLLM with {drafts}"
     if cfg.against:
         what += f" against {cfg.against}"
-    questions = f"bench {benchmark.name}: {len(benchmark.questions)} questions of {benchmark.path}"
     counts = ", ".join(map(str, cfg.concurrency))
-    progress.print(f"medusa-eval: {what}; {questions}; concurrency {counts}")
+    progress.print(f"medusa-eval: {what}; {_describe_questions(benchmark)}; concurrency {counts}")
     # 3. Measure.
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.run import measure_servers
-    command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    files = measure_servers(cfg, benchmark, paths, command, progress)
+    files = measure_servers(cfg, benchmark, paths, _typed_command(), progress)
     _print_paths(progress.console, files)
     if cfg.serve and paths is not None:
         (report,) = (path for path in files if path.name == "served.json")
         print_next(after_serving(paths, parse_json(report.read_text())), progress.console)
 
 
-def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
-    progress = RunProgress(error_console())
+def _chat(cfg: EvalConfig, progress: RunProgress) -> None:
+    paths = _resolve_paths(cfg)
+    progress.print(f"medusa-eval: {_describe_model(cfg, paths)}")
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.api import load_resolved
         from medusa_train.cli.chat import Chat
 
-    options: dict[str, Any] = {
-        "typical": cfg.acceptance == "typical",
-        "temperature": cfg.temperature or 0.0,
-    }
-    if cfg.acceptance == "sampling":
-        options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
-    if cfg.acceptance == "typical":
-        options |= {"epsilon": cfg.epsilon, "delta": cfg.delta}
-    if "seed" in cfg.model_fields_set:
+    names = ("temperature", "top_p", "top_k", "epsilon", "delta")
+    options: dict[str, Any] = {name: getattr(cfg, name) for name in names}
+    options["typical"] = cfg.acceptance == "typical"
+    if "seed" in cfg.model_fields_set:  # otherwise each answer has its own
         options["seed"] = cfg.seed
     with progress.phase("loading the model", ticking=True):
         model = load_resolved(paths, cfg.dtype, compiled=cfg.compile is True)
     if (ends := model.target_model.stop_tokens.describe(model.target_model.tokenizer)) is not None:
-        console.print(ends, markup=False, highlight=False)
+        progress.print(ends)
     with signals_by_default():
-        Chat(model, console, cfg.max_new_tokens, **options).run()
+        Chat(model, progress.console, cfg.max_new_tokens, **options).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
@@ -265,40 +248,31 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
     """Print the page to open, and the names of the files next to it."""
-    pages = [path for path in written if path.suffix == ".html"]
-    page = (pages or list(written))[0]
+    page = min(written, key=lambda path: path.suffix != ".html")
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
-    others = []
-    for path in written:
-        if path == page:
-            continue
-        if path.is_relative_to(page.parent):
-            path = path.relative_to(page.parent)
-        others.append(str(path))
+    others = [str(path).removeprefix(f"{page.parent}/") for path in written if path != page]
     if others:
         console.print(f"next to it: {', '.join(others)}", highlight=False, soft_wrap=True)
 
 
-def _first_line(cfg: EvalConfig, benchmark: Benchmark | None, paths: ModelPaths) -> str:
-    """Describe what is evaluated, including defaults."""
-    questions = ""
-    if benchmark is not None:
-        questions = (
-            f"; bench {benchmark.name}: {len(benchmark.questions)} questions of {benchmark.path}"
-        )
+def _describe_model(cfg: EvalConfig, paths: ModelPaths) -> str:
+    """Describe the model that is evaluated, including defaults."""
     draft = ""
     if paths.lookup is not None:
         draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
-        return (
-            f"medusa-eval: target model {paths.target_model}{draft or ' alone, no heads'}"
-            f"{questions}"
-        )
+        return f"target model {paths.target_model}{draft or ' alone, no heads'}"
     newest = " (the newest run)" if cfg.model is None else ""
-    return (
-        f"medusa-eval: model {paths.name}{newest}, target model {paths.target_model}{draft}"
-        f"{questions}"
-    )
+    return f"model {paths.name}{newest}, target model {paths.target_model}{draft}"
+
+
+def _describe_questions(benchmark: Benchmark) -> str:
+    return f"bench {benchmark.name}: {len(benchmark.questions)} questions of {benchmark.path}"
+
+
+def _typed_command() -> str:
+    """Return the command line as the user typed it, for the report."""
+    return shlex.join(["medusa-eval", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

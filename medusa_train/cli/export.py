@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,13 +18,15 @@ from medusa_train.cli.common import (
     read_arguments,
 )
 from medusa_train.cli.options import command_app
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
+from medusa_train.errors import ConfigError
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
-    from medusa_train.export.write import Exported
+    from medusa_train.checkpoint.resolve import ModelPaths
+    from medusa_train.export.publish import Export
 
 HELP = """
 Export a draft, or a jointly trained target model, for a server or another program.
@@ -103,41 +105,31 @@ def app(
         check_export(paths.heads, cfg.to)
 
     # 2. Export.
-    progress = RunProgress(error_console())
-    with progress.phase("importing torch and transformers", ticking=True):
-        from medusa_train.export.write import (  # only after the paths are checked
-            export_run,
-            local_target_model,
-            path_warning,
-            push,
-        )
-
-    target = None
-    if cfg.output_dir:
-        target = Path(cfg.output_dir).expanduser()
-    with progress.phase(f"exporting to {cfg.to}", ticking=True):
-        exported = export_run(
-            paths,
-            cfg.to,
-            target,
-            target_model_name=cfg.base_model,
-            licence=cfg.license,
-            announce=progress.print,
-        )
     console = output_console(highlight=False, soft_wrap=True)
-    _print_export(exported, str(paths.home), console)
+    with RunProgress(error_console()).phase("importing torch and transformers", ticking=True):
+        # only after the paths are checked
+        from medusa_train.export.medusa_heads import path_warning
+        from medusa_train.export.upload import push
+
+    export = _export(
+        paths,
+        cfg.to,
+        console,
+        target=expand_user(cfg.output_dir) if cfg.output_dir else None,
+        target_model_name=cfg.base_model,
+        licence=cfg.license,
+    )
     # 3. Upload.
     if cfg.push_to_hub is not None:
-        if (path := local_target_model(exported.target)) is not None:
-            error_console().print(
-                f"warning: config.json names the target model by a local path, {path}: set"
-                " base_model=OWNER/NAME",
-                style="yellow",
+        if cfg.to != "merged" and Path(export.target_model_name).is_absolute():
+            _warn(
+                f"config.json names the target model by a local path, {export.target_model_name}:"
+                " set base_model=OWNER/NAME"
             )
         if cfg.to == "vllm" and (warning := path_warning(cfg.push_to_hub)) is not None:
-            error_console().print(f"warning: {warning}", style="yellow")
-        console.print(f"uploaded: {push(exported.target, cfg.push_to_hub, private=cfg.private)}")
-    if target is None:
+            _warn(warning)
+        console.print(f"uploaded: {push(export.target, cfg.push_to_hub, private=cfg.private)}")
+    if not cfg.output_dir:
         print_next(after_export(paths, cfg.to), console)
 
 
@@ -145,15 +137,19 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
     """Read the configuration from the command line. An argument that is neither a YAML file nor
     key=value is the run.
     """
-    run = None
-    other_arguments = []
-    for argument in arguments:
-        is_run = not OVERRIDE.match(argument) and not argument.endswith((".yaml", ".yml"))
-        if is_run and run is None:
-            run = argument
-        else:
-            other_arguments.append(argument)
-    return read_arguments(ExportConfig, other_arguments, flags={"run": run, **flags})
+    runs = [
+        argument
+        for argument in arguments
+        if not OVERRIDE.match(argument) and not argument.endswith((".yaml", ".yml"))
+    ]
+    if len(runs) > 1:
+        raise ConfigError(
+            f"expected one run, got {' and '.join(runs)}; overrides are written key=value, without"
+            " spaces around ="
+        )
+    others = [argument for argument in arguments if argument not in runs]
+    run = runs[0] if runs else None
+    return read_arguments(ExportConfig, others, flags={"run": run, **flags})
 
 
 def export_after_training(
@@ -163,25 +159,35 @@ def export_after_training(
     name the merged target model.
     """
     from medusa_train.checkpoint.resolve import resolve_model
-    from medusa_train.export.write import export_run
 
     paths = resolve_model(
         run, None, None, trust_remote_code=trust_remote_code, needs_target_model=False
     )
     for to in sorted(targets, key=lambda to: to != "merged"):
-        progress = RunProgress(error_console())
-        with progress.phase(f"exporting to {to}", ticking=True):
-            exported = export_run(paths, to, announce=progress.print)
-        _print_export(exported, run, console)
+        _export(paths, to, console)
 
 
-def _print_export(exported: Exported, home: str, console: Console) -> None:
-    """Print where an export was written and what it contains; warnings go to stderr."""
-    for warning in exported.warnings:
-        error_console().print(f"warning: {warning}", style="yellow")
-    console.print(f"{home} -> {exported.target}")
-    for fact in exported.facts:
+def _export(paths: ModelPaths, to: ExportTarget, console: Console, **options: Any) -> Export:
+    """Export, and print where and what was written; warnings go to stderr.
+
+    Args:
+        options: arguments of `export_run`.
+    """
+    from medusa_train.export.write import export_run
+
+    progress = RunProgress(error_console())
+    with progress.phase(f"exporting to {to}", ticking=True):
+        export = export_run(paths, to, announce=progress.print, **options)
+    for warning in export.warnings:
+        _warn(warning)
+    console.print(f"{paths.home} -> {export.target}")
+    for fact in export.facts:
         console.print(f"  {fact}")
+    return export
+
+
+def _warn(warning: str) -> None:
+    error_console().print(f"warning: {warning}", style="yellow")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Start several processes of `medusa-train` with torch's launcher, and train in each of them."""
+"""Start several processes of `medusa-train` on this machine with torch's launcher. What they do is
+in `worker`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
@@ -11,25 +11,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from medusa_train.checkpoint.run_directory import CONFIG, check_output_dir
-from medusa_train.cli.common import (
-    error_console,
-    print_error,
-    report_failed_streams,
-    split_arguments,
-)
-from medusa_train.config.load import load_config
+from medusa_train.cli.common import error_console, print_error, read_arguments
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.progress import RunProgress
 from medusa_train.training.preflight import check_files
-from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.stop_signals import ignore_signals, stop_signals
 
 if TYPE_CHECKING:
@@ -38,15 +28,12 @@ if TYPE_CHECKING:
 MODULE = "medusa_train.cli.train"
 #: Seconds that a process may take to save after a request to stop.
 SAVE_SECONDS = 600
-#: How long a process that cannot train waits for the other processes, to tell them so.
-_TELL_TIMEOUT = timedelta(minutes=1)
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: (
         "; the likely cause is that the machine's memory was full (`dmesg` shows `Out of memory`)"
     ),
     signal.SIGBUS: "; the likely cause is that /dev/shm or a disk was full",
 }
-_PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
 
 def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int) -> int:
@@ -60,10 +47,7 @@ def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int)
         flags: key -> value of its option.
     """
     # 1. Check everything that can be checked before processes are started.
-    if num_gpus < 1:
-        raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
-    path, overrides = split_arguments(arguments)
-    cfg = load_config(TrainConfig, path, overrides, flags=flags)
+    cfg = read_arguments(TrainConfig, arguments, flags=flags, quiet=True)
     check_output_dir(cfg)
     check_files(cfg, num_gpus)
     if importlib.util.find_spec("deepspeed") is None:
@@ -153,99 +137,3 @@ def _report_failure(failures: Mapping[int, ProcessFailure], output_dir: Path, nu
         message += ". No checkpoint was saved yet: start the run again"
     print_error(message)
     return 1
-
-
-def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
-    """Train as a process with rank 1 or above. It prints nothing, except errors that only this
-    process has.
-    """
-    path, overrides = split_arguments(arguments)
-    try:
-        cfg = load_config(TrainConfig, path, overrides, flags=flags)
-    except ConfigError as error:
-        if process.local_rank == 0:  # the configuration may differ on this machine
-            print_error(f"process {process.rank} of {process.size}: {error}")
-        _report_bad_config(process)
-        return error.exit_code
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    quiet = Console(quiet=True)
-    return train_distributed(process, cfg, quiet, quiet)
-
-
-def _report_bad_config(process: ProcessInfo) -> None:
-    """Join the other processes to tell them that this process cannot train, because no launcher
-    ends processes on other machines. If rank 0 cannot read the configuration either, it does not
-    join, and this times out.
-    """
-    from medusa_train.training.distributed import check_same_config, init_distributed
-
-    with contextlib.suppress(MedusaError):
-        check_same_config(init_distributed(process, _TELL_TIMEOUT), None)
-
-
-def train_distributed(
-    process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console
-) -> int:
-    """Join the process group and train; return the exit code.
-
-    If a process fails, it reports the error, and all other processes exit too.
-    """
-    progress = RunProgress(console)
-    with progress.phase("importing torch and transformers", ticking=True):
-        from medusa_train.training.distributed import (
-            PeerError,
-            check_same_config,
-            init_distributed,
-            is_communication_error,
-            is_lost_peer,
-        )
-        from medusa_train.training.stages import train_stages
-
-    try:
-        stop_with_launcher()
-        with progress.phase(f"waiting for {process.size} processes", ticking=True):
-            distributed = init_distributed(process)
-        check_same_config(distributed, cfg.model_dump(mode="json"))
-        code = train_stages(cfg, console, results, distributed)
-        distributed.destroy()
-        if code:
-            exit_now(code)
-        return code
-    except PeerError as error:
-        return error.exit_code
-    except MedusaError as error:
-        if process.rank == 0:
-            raise
-        print_error(f"process {process.rank} of {process.size}: {error}")
-        return error.exit_code
-    except Exception as error:
-        if is_lost_peer(error):
-            if process.rank == 0:
-                print_error("another process exited, so training cannot continue")
-        elif is_communication_error(error):
-            print_error(f"process {process.rank} of {process.size}: {error}")
-        else:
-            raise
-        return 1
-
-
-def stop_with_launcher() -> None:
-    """Let Linux send SIGTERM to this process if torch's launcher is killed, so that it saves and
-    stops. Otherwise it would continue to train and keep its GPU.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-def exit_now(code: int) -> NoReturn:
-    """Exit without Python's cleanup, after a run has written everything.
-
-    There are two reasons. gloo's threads may still hold tensors, because DeepSpeed keeps a
-    reference to the process group; if one is freed while Python shuts down, the process aborts
-    (pytorch issue 190489). And after an interruption, the launcher ends processes that are still
-    cleaning up when the first process has exited.
-    """
-    report_failed_streams()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
-from functools import partial
 from textwrap import indent
 
 import typer
@@ -23,7 +21,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import ConfigError
 from medusa_train.progress import RunProgress
-from medusa_train.training.process_info import process_info_from_env
+from medusa_train.training.process_info import ProcessInfo, process_info_from_env
 
 HELP = """
 Train a draft for speculative decoding: Medusa, Hydra, Amphista, Kangaroo, EAGLE-3 or DFlash.
@@ -72,8 +70,9 @@ def app(
         "Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit.",
     ),
     num_gpus: int = typer.Option(
-        None,
+        1,
         "--num-gpus",
+        min=1,
         metavar="N",
         help="Train in N processes of this machine, one per GPU.",
         show_default=False,
@@ -83,7 +82,8 @@ def app(
         None, "--local_rank", hidden=True, help="Passed by launchers; unused."
     ),
 ) -> int:
-    """Load the configuration, check the inputs, and train."""
+    """Train, or do what another switch asks for."""
+    # 1. Print what needs no configuration.
     actions = {
         "--schema": schema,
         "--doctor": doctor,
@@ -97,22 +97,17 @@ def app(
         print(schema_text(), end="")
         return printed_all()
     if doctor:
-        from medusa_train.cli.doctor import doctor as examine
+        from medusa_train.cli.doctor import describe_machine
 
-        read_config = None
-        if arguments:
-            read_config = partial(read_arguments, TrainConfig, arguments)
-        return examine(read_config) or printed_all()
+        return describe_machine(arguments)
     arguments, tokens = take_tokens(arguments or [])
     if tokens is not None and not inspect:
         raise ConfigError("tokens: only --inspect reads it; max_steps or num_epochs ends training")
-    # 1. Handle several processes: this is one of them, or the one that starts them.
     flags["resume_from_checkpoint"] = resume or None
+    # 2. Start several processes, or train as one of them that prints nothing.
     process = process_info_from_env()
-    only_print = inspect or print_config
-    if process is not None and process.rank > 0 and only_print:
-        return 0
-    if not only_print and num_gpus not in (None, 1):
+    trains = not (print_config or inspect)
+    if trains and num_gpus > 1:
         from medusa_train.cli.launch import launch
 
         if process is not None:
@@ -122,47 +117,57 @@ def app(
             )
         return launch(arguments, flags, num_gpus)
     if process is not None and process.rank > 0:
-        from medusa_train.cli.launch import exit_now, run_worker
+        from medusa_train.cli.worker import exit_now, run_worker
 
-        exit_now(run_worker(process, arguments, flags))
-    # 2. Load the configuration.
+        if trains:
+            exit_now(run_worker(process, arguments, flags))
+        return 0
+    # 3. Read the configuration, and train or print what it leads to.
     cfg = read_arguments(TrainConfig, arguments, flags=flags)
     if print_config:
         print(format_config(cfg), end="")
         if (first := stage_one_config(cfg)) is not None:
             print(f"\n# stage one:\n{indent(format_config(first), '# ')}", end="")
         return printed_all()
-    console = error_console()
     path, _ = split_arguments(arguments)
     for line in headline(cfg, str(path or "command line")):
-        console.print(line)
+        error_console().print(line)
+    if inspect:
+        return _inspect(cfg, num_gpus, tokens)
+    return _train(cfg, process)
 
-    # 3. Check the output directory and the inputs.
-    results = table_console()
-    from medusa_train.checkpoint.run_directory import check_output_dir
+
+def _inspect(cfg: TrainConfig, num_gpus: int, tokens: int | None) -> int:
+    """Show what a run would do; with a number of `tokens`, without reading its data."""
     from medusa_train.training.preflight import check_files
 
-    # with several processes, all of them check after joining; otherwise the others would wait for
-    # one that fails here
-    if process is None or inspect:
-        if not inspect:
-            check_output_dir(cfg)
-        check_files(cfg, num_gpus or 1, reads_data=tokens is None)
-    progress = RunProgress(console)
-    if inspect:
-        with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.training.inspect_run import inspect_run
+    check_files(cfg, num_gpus, reads_data=tokens is None)
+    console = error_console()
+    with RunProgress(console).phase("importing torch and transformers", ticking=True):
+        from medusa_train.training.inspect_run import inspect_run
 
-        return inspect_run(cfg, console, results, num_gpus or 1, tokens) or printed_all()
-    # 4. Train, and export.
-    if process is not None:
-        from medusa_train.cli.launch import exit_now, train_distributed
+    return inspect_run(cfg, console, table_console(), num_gpus, tokens) or printed_all()
+
+
+def _train(cfg: TrainConfig, process: ProcessInfo | None) -> int:
+    """Train in the only process, or as rank 0 of several; then export."""
+    console, results = error_console(), table_console()
+    if process is None:
+        from medusa_train.checkpoint.run_directory import check_output_dir
+        from medusa_train.training.preflight import check_files
+
+        check_output_dir(cfg)
+        check_files(cfg)
+        with RunProgress(console).phase("importing torch and transformers", ticking=True):
+            from medusa_train.training.stages import train_stages
+
+        code = train_stages(cfg, console, results)
+    else:
+        # Several processes check the files after they have joined. If rank 0 failed before that,
+        # the others would wait for it.
+        from medusa_train.cli.worker import exit_now, train_distributed
 
         code = train_distributed(process, cfg, console, results)
-    else:
-        with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.training.stages import train_stages
-        code = train_stages(cfg, console, results)
     if code == 0 and cfg.export:
         from medusa_train.cli.export import export_after_training
 
@@ -185,11 +190,10 @@ def take_tokens(arguments: Sequence[str]) -> tuple[list[str], int | None]:
     if not token_arguments:
         return list(arguments), None
     text = token_arguments[-1].removeprefix("tokens=")
-    match = re.fullmatch(r"([\d.]+)([KMB]?)", text.upper().replace("_", "").replace(",", ""))
+    match = re.fullmatch(r"(\d*\.?\d+)([KMB]?)", text.upper().replace("_", "").replace(",", ""))
     count = 0
-    with contextlib.suppress(ValueError):
-        if match is not None:
-            count = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2]])
+    if match is not None:
+        count = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2]])
     if count < 1:
         raise ConfigError(f"tokens: expected a number such as 60M or 60000000, got {text!r}")
     return [argument for argument in arguments if argument not in token_arguments], count

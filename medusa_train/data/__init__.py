@@ -7,7 +7,7 @@ A record becomes a batch in these steps. docs/development/architecture.md follow
     records                        record_files.read_file   -> `RawRecord`: dict and `file:line`
     messages                       records.normalize        dict -> `Conversation` of `Message`s
       tool calls and results       tool_calls               any form -> `Message.parts`
-    prompt and answer, as text     ChatTemplate.answer      messages -> `RenderedAnswer`
+    prompt and answer, as text     render_answer            messages -> `RenderedAnswer`
       a form for the template      tool_forms               ids, arguments, roles of tool chats
     tokens and loss mask           ChatEncoder.encode       -> `Row(ids, supervised)`
     rows that fit                  examples.encode_examples -> `Example`s, counted in `DataReport`

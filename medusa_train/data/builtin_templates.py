@@ -6,26 +6,12 @@ the assistant's text and its end token, for programs that derive a loss mask fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import unknown_template
 from medusa_train.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltinTemplate:
-    """A chat template and the token that ends its answers.
-
-    Attributes:
-        answer_end: None for the tokenizer's EOS token; '' if the token is unknown.
-    """
-
-    source: str
-    answer_end: str | None = None
-
 
 # The system prompt that Vicuna v1.1 and later were trained with; their answers are worse without
 # it.
@@ -107,19 +93,21 @@ _MISTRAL = (
     "{% endfor %}"
 )
 
-TEMPLATES: dict[str, BuiltinTemplate] = {
-    "vicuna_v1.1": BuiltinTemplate(_VICUNA),
-    "zephyr": BuiltinTemplate(_ZEPHYR),
-    "chatml": BuiltinTemplate(_CHATML, answer_end="<|im_end|>"),
-    "llama-2": BuiltinTemplate(_LLAMA_2),
-    "llama-3": BuiltinTemplate(_LLAMA_3, answer_end="<|eot_id|>"),
-    "mistral": BuiltinTemplate(_MISTRAL),
+TEMPLATES = {
+    "vicuna_v1.1": _VICUNA,
+    "zephyr": _ZEPHYR,
+    "chatml": _CHATML,
+    "llama-2": _LLAMA_2,
+    "llama-3": _LLAMA_3,
+    "mistral": _MISTRAL,
 }
+#: The tokens that end answers. The other built-in templates end them with the tokenizer's EOS token.
+_ANSWER_ENDS = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}
 
 
-def get_template(name: str) -> BuiltinTemplate:
-    """Return a built-in template by name, or read the template in a Jinja file. A relative path is
-    looked up in the working directory and the project.
+def get_template(name: str) -> str:
+    """Return the source of a built-in template by name, or of the template in a Jinja file. A
+    relative path is looked up in the working directory and the project.
     """
     if (unknown := unknown_template(name)) is not None:
         raise ConfigError(unknown)
@@ -131,7 +119,7 @@ def get_template(name: str) -> BuiltinTemplate:
         raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
     if not source.strip():
         raise ConfigError(f"chat template '{name}': the file is empty")
-    return BuiltinTemplate(source, answer_end="")
+    return source
 
 
 def template_source(tokenizer: Any, name: str | None) -> str:
@@ -155,10 +143,10 @@ def template_source(tokenizer: Any, name: str | None) -> str:
                 f"the tokenizer has chat templates of several names ({names}) and none is the"
                 " default; save the one to use as a .jinja file and set chat_template to it"
             ) from None
-    template = get_template(name)
-    if template.answer_end == "":
-        return template.source
-    end = template.answer_end or tokenizer.eos_token
+    source = get_template(name)
+    if name not in TEMPLATES:
+        return source
+    end = _ANSWER_ENDS.get(name, tokenizer.eos_token)
     if end is None:
         raise DataError(
             f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not"
@@ -171,4 +159,4 @@ def template_source(tokenizer: Any, name: str | None) -> str:
             f"chat template '{name}' ends answers with {end}, which is not a single token of this"
             " tokenizer; use the template that the target model was trained with"
         )
-    return template.source
+    return source

@@ -1,4 +1,4 @@
-"""Rendering of chats: prompts, answers as they are generated, and the character spans of message
+"""Rendering of chats and prompts by a chat template, and the character spans of message
 contents.
 """
 
@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
@@ -19,7 +17,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
-from medusa_train.data.marked_text import MARK, Span
+from medusa_train.data.marked_text import Span
 from medusa_train.errors import ConfigError
 
 #: The date for templates that print today's date (`strftime_now`). Llama 3's template falls back to
@@ -29,26 +27,6 @@ DATE = datetime.date(2024, 7, 26)
 
 class ChatTemplateError(ValueError):
     """The template rejects this chat, or its spans cannot be determined; the message says which."""
-
-
-class RenderedAnswer(NamedTuple):
-    """An answer as it is generated.
-
-    For the question "Hi" and the answer "Hello!", the template of data/tiny gives
-
-        prompt   <s><|user|>Hi</s><|assistant|>
-        text     Hello!</s>
-        end      </s>
-
-    Attributes:
-        prompt: the messages before it and the generation prompt, as rendered for decoding.
-        text: what follows the prompt, up to and including the end token.
-        end: the end token; '' if the answer reached the length limit.
-    """
-
-    prompt: str
-    text: str
-    end: str
 
 
 @dataclass(frozen=True)
@@ -86,163 +64,6 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
 
-    # Answers. Each is found in the rendered chat, by these names:
-    #
-    #     prompt     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
-    #     rendered   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
-    #                    <think>\n\n</think>\n\nHello!<|im_end|>\n
-    #                    [lead                 ][content][end   ]
-    #
-    # `start` is the index in `rendered` at which the generated text starts, here that of `lead`.
-    # `fixed_end` is the end of the prefix of `rendered` that does not depend on the answer.
-    #
-    # Templates differ in what they render after the prompt:
-    #
-    #     Llama 3.1, SmolLM2    content and end
-    #     Mistral, Qwen3        a lead as well: a space, an empty reasoning
-    #     gpt-oss               a lead, but earlier turns lack their analysis: `_answer_start`
-    #     DeepSeek-V3           no `<|Assistant|>` after results of tools: `_answer_start`
-    #     DeepSeek-R1           no `<think>`, with which the prompt ends: `_content_after`
-    #     Qwen3, not thinking   another reasoning than the empty one in the prompt: `_content_after`
-    #     Nemotron Nano 2       with calls, two turns: the content, then the calls (rejected)
-
-    def answer(self, messages: Sequence[Message]) -> RenderedAnswer | None:
-        """Return the last message as the model generates it after the prompt; None if the template
-        does not render all of its tool calls in the same turn.
-        """
-        *history, message = messages
-        prompt = self.render(history, prompt=True)
-        if message.calls:
-            return self._answer_with_calls(history, message, prompt)
-        return self._answer_without_calls(history, message, prompt)
-
-    def _answer_without_calls(
-        self, history: Sequence[Message], message: Message, prompt: str
-    ) -> RenderedAnswer:
-        """Return an answer that is only text: lead, content and end. If the template changes more
-        of the content than white space around it, the content is as stored.
-        """
-        # 1. Find the lead and the end. Neither the line break before the next turn nor a token that
-        # closes the whole text (Phi-3) belongs to the answer.
-        rendered = self.render([*history, message])
-        before, after = self._around_content(history)
-        start = self._answer_start(prompt, rendered, _common_length(rendered, before))
-        lead = "" if start is None else before[start:]
-        end = _up_to(self.added_tokens, after)[0]
-        # 2. Put the text together.
-        content = self._content_after(prompt, message)
-        for words in (content, content.strip()):
-            # Llama 3.1 renders " Hello!\n" as "Hello!".
-            if start is not None and rendered.startswith(lead + words + end, start):
-                text = lead + words + end
-                break
-        else:
-            # Qwen3 renders "<think>add</think> four" with line breaks around "add", and R1 only
-            # " four". Qwen3's lead is left out, since the content has its own reasoning. A lead of
-            # white space (Vicuna) stays.
-            text = lead + content + end if lead.isspace() else content + end
-        if not message.is_cut:
-            return RenderedAnswer(prompt, text, end)
-        # 3. An answer that was cut off has no end token. If it was cut within the reasoning, its
-        # content is all that was generated.
-        opened, closed = map((prompt + content).rfind, self.reasoning_tags)
-        text = content if content and opened > closed else text.removesuffix(end)
-        return RenderedAnswer(prompt, text, "")
-
-    def _answer_with_calls(
-        self, history: Sequence[Message], message: Message, prompt: str
-    ) -> RenderedAnswer | None:
-        """Return an answer with tool calls: all that the template writes after the prompt, up to a
-        token at which decoding stops. None if the calls are in another turn.
-
-            prompt     ...<|start|>assistant
-            rendered   ...<|start|>assistant<|channel|>commentary to=...<|call|>
-        """
-        # 1. Render the chat. If the prompt closes the reasoning, none is left to generate.
-        if self._closes_reasoning(prompt):
-            message = replace(message, parts={"tool_calls": message.calls})
-        rendered = self.render([*history, message])
-        before, _ = self._around_content(history)
-        fixed_end = _common_length(rendered, before)
-        # 2. Find the generated text.
-        start = self._answer_start(prompt, rendered, fixed_end)
-        opened = self.opened_reasoning(prompt)
-        before_opened = prompt.removesuffix(opened)
-        if start is not None:
-            text = rendered[start:]
-        elif opened and rendered.startswith(before_opened):
-            text = self._without_opening_tag(rendered[len(before_opened) :])
-        else:
-            start = self._start_after_header(prompt, rendered, fixed_end)
-            if start is None:
-                return None
-            text = rendered[start:]
-        text, end = _up_to(self.stops, text)
-        # 3. Nemotron Nano 2 ends the turn before the calls: `text` is only the content.
-        names = Counter(call["function"]["name"] for call in message.calls)
-        if any(text.count(name) < count for name, count in names.items()):
-            return None
-        if message.is_cut:
-            return RenderedAnswer(prompt, text.removesuffix(end), "")
-        return RenderedAnswer(prompt, text, end)
-
-    def _around_content(self, history: Sequence[Message]) -> tuple[str, str]:
-        """Return what the template writes before and after the content of an answer to `history`:
-        the parts of the rendered chat that do not depend on the answer.
-        """
-        place = placeholder(len(history))
-        outline = self.render([*history, Message("assistant", place)])
-        before, found, after = outline.rpartition(place)
-        if not found:
-            raise ChatTemplateError("the chat template leaves out the content of answers")
-        return before, after
-
-    def _answer_start(self, prompt: str, rendered: str, fixed_end: int) -> int | None:
-        """Return the index in `rendered` at which the generated text starts: after the prompt, or
-        after the header that the prompt ends with, if the template renders earlier turns
-        differently in the whole chat. None if `rendered` has neither.
-
-        gpt-oss drops the analysis next to calls once an answer without calls follows, so `rendered`
-        has only the header:
-
-            prompt     ...analysis<|message|>C<|end|>...R<|end|><|start|>assistant
-            rendered   ...R<|end|><|start|>assistant<|channel|>final<|message|>A<|return|>
-        """
-        if rendered.startswith(prompt):
-            return len(prompt)
-        # The header begins with a token that no content contains, so not with a reasoning tag: R1's
-        # is `<|Assistant|><think>\n`.
-        tokens = _pattern(self.added_tokens - set(self.reasoning_tags))
-        starts = [token.start() for token in tokens.finditer(prompt)]
-        header = prompt[starts[-1] :] if starts else prompt
-        headers = list(_pattern(frozenset([header])).finditer(rendered, 0, fixed_end + len(header)))
-        if not headers:
-            return None
-        # If a turn ends after the last header, it is that of an earlier answer: DeepSeek-V3 writes
-        # none between the results of tools and the answer.
-        start = headers[-1].end()
-        return None if _pattern(self.stops).search(rendered[start:fixed_end]) else start
-
-    def _start_after_header(self, prompt: str, rendered: str, fixed_end: int) -> int | None:
-        r"""Return the index at which an answer with calls starts if the prompt ends with text that
-        `rendered` lacks, such as a closed thought:
-
-            prompt     ...<|turn>model\n<|channel>thought\n<channel|>
-            rendered   ...<|turn>model\n<|tool_call>call:...
-
-        None if the texts differ earlier.
-        """
-        start = _common_length(rendered, prompt)
-        for token in _pattern(self.added_tokens).finditer(rendered):
-            # Both texts may go on with the same characters of two tokens, here `<|`.
-            if token.start() < start < token.end():
-                start = token.start()
-        if prompt[start:] in rendered or rendered[start:fixed_end].strip():
-            return None
-        return start
-
-    # Reasoning that the prompt opens (DeepSeek-R1) or closes (Qwen3 with `enable_thinking: false`)
-
     def opened_reasoning(self, prompt: str) -> str:
         """Return the suffix of a rendered prompt that opens the reasoning, such as `<think>` and a
         line break; '' if it opens none.
@@ -253,63 +74,11 @@ class ChatTemplate:
             return ""
         return prompt[len(words) - len(opening) :]
 
-    def _closes_reasoning(self, prompt: str) -> bool:
-        """Return whether a rendered prompt ends with the tag that closes the reasoning."""
+    def closes_reasoning(self, prompt: str) -> bool:
+        """Return whether a rendered prompt ends with the tag that closes the reasoning, as Qwen3's
+        does with `enable_thinking: false`.
+        """
         return prompt.rstrip().endswith(self.reasoning_tags[1])
-
-    def _content_after(self, prompt: str, message: Message) -> str:
-        r"""Return an answer's content without the part of its reasoning that the prompt already
-        has, or with an empty reasoning if the prompt opens one that the content lacks.
-
-            end of the prompt              content                             returned
-            <think>\n\n</think>\n\n        <think>\nadd\n</think>\n\nfour      four
-            <think>\n                      <think>\nadd\n</think>\n\nfour      add\n</think>\n\nfour
-            <think>\n                      four                                \n</think>\n\nfour
-        """
-        content = message.content
-        opening, closing = self.reasoning_tags
-        if self._closes_reasoning(prompt):
-            if closing not in content:
-                return content
-            return content.rpartition(closing)[2].lstrip("\n")
-        opened = self.opened_reasoning(prompt)
-        if opened and content.lstrip().startswith(opening):
-            return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
-        if opened and closing not in content and not message.is_cut:
-            return f"\n{closing}\n\n{content}"
-        return content
-
-    def _without_opening_tag(self, turn: str) -> str:
-        r"""Return a rendered turn with calls without the tag that opens its reasoning, since the
-        prompt has it. A turn without reasoning begins with an empty one.
-
-            turn                               returned
-            <think>T</think>C<tool_call>...    T</think>C<tool_call>...
-            <think></think>C<tool_call>...     \n</think>\n\nC<tool_call>...
-            C<tool_call>...                    \n</think>\n\nC<tool_call>...
-        """
-        opening, closing = self.reasoning_tags
-        if not turn.startswith(opening):
-            return f"\n{closing}\n\n{turn}"
-        reasoning, _, rest = turn.removeprefix(opening).partition(closing)
-        if reasoning.strip():
-            return reasoning.lstrip("\n") + closing + rest
-        return f"\n{closing}\n\n" + rest.lstrip("\n")
-
-    def end_token(self) -> str | None:
-        """Return the token that the template writes after the content of an answer: the one that
-        answers are trained to end with.
-
-        None if only plain text follows the content, or if the template rejects a chat of one
-        question and one answer.
-        """
-        try:
-            answer = self.answer([Message("user", "Hello"), Message("assistant", "Hi")])
-        except ChatTemplateError:
-            return None
-        end = answer.end if answer is not None else ""
-        tokens = [token for token in self.added_tokens if token.strip() and end.endswith(token)]
-        return max(tokens, key=len, default=None)
 
     def content_spans(
         self, messages: Sequence[Message], prompt: str, indices: Collection[int]
@@ -364,22 +133,10 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=8)
-def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern that matches tokens which the template wrote. Tokens in contents follow a
-    mark, and do not match.
-    """
-    names = sorted(filter(str.strip, tokens), key=len, reverse=True)
-    return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, names)) or '(?!)'})")
-
-
-@lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none if its syntax is invalid."""
+    """Return the variables that a template reads and does not set."""
     environment = _compile_jinja_template("").environment
-    try:
-        names = find_undeclared_variables(environment.parse(source))
-    except TemplateSyntaxError:
-        return frozenset()
+    names = find_undeclared_variables(environment.parse(source))
     return frozenset(names - environment.globals.keys())
 
 
@@ -390,19 +147,6 @@ def _compiled(source: str) -> Template:
     """
     environment = _compile_jinja_template("").environment
     return environment.from_string(source, globals={"strftime_now": DATE.strftime})
-
-
-def _up_to(tokens: frozenset[str], text: str) -> tuple[str, str]:
-    """Return a text up to and including the first of the tokens, and that token. If the text has
-    none of them, return it without trailing white space, and ''.
-    """
-    match = _pattern(tokens).search(text)
-    return (text[: match.end()], match[0]) if match else (text.rstrip(), "")
-
-
-def _common_length(left: str, right: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    return len(commonprefix([left, right]))  # noqa: RUF071  (of texts, not of paths)
 
 
 def placeholder(index: int) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -101,7 +101,7 @@ class Conversation:
 
     def first(self, count: int) -> Conversation:
         """Return the chat truncated to its first `count` messages."""
-        return Conversation(self.id, self.messages[:count], self.source, self.variables)
+        return replace(self, messages=self.messages[:count])
 
 
 def problem_with(messages: tuple[Message, ...]) -> str | None:

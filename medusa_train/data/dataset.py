@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -44,49 +45,44 @@ def load_datasets(
         both have the same report, and the validation set is empty if `val_set_size` is 0 or there
         is only one prompt.
     """
-    # 1. The training data, and the test data, which are read in the same way.
+    # 1. Read the data, and choose the prompts that are not trained on, with all their conversations
+    # and all rows of these.
     encoded = encode_datasets(cfg, encoder, on_progress)
-    report = encoded.report
     test = None
     if cfg.test_datasets is not None:
         test_cfg = cfg.model_copy(update={"datasets": cfg.test_datasets})
         test = encode_datasets(test_cfg, encoder, on_progress)
-    # 2. The prompts to hold out, with all their conversations and all rows of these.
-    if test is not None:
-        validation_prompts = {example.prompt for example in test}
-    elif held_out is not None:
-        validation_prompts = held_out
-    else:
-        validation_prompts = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
-    # 3. Split the examples.
-    train: list[Example] = []
-    validation: list[Example] = []
-    for example in encoded.examples:
-        if example.prompt in validation_prompts:
-            validation.append(example)
-        else:
-            train.append(example)
-    if test is not None and validation:
-        count = sum(example.row == 0 for example in validation)
-        report.notes.append(
-            f"{count} conversations not trained on, since test_datasets have their prompts"
-        )
-    if not train:
-        holder = "the validation set has" if cfg.test_datasets is None else "test_datasets have"
+        held_out = {example.prompt for example in test}
+    elif held_out is None:
+        held_out = select_validation(encoded.examples, cfg.val_set_size, cfg.seed)
+    # 2. Split the examples.
+    report, row_len = encoded.report, encoded.row_len
+    trained = [example for example in encoded.examples if example.prompt not in held_out]
+    others = [example for example in encoded.examples if example.prompt in held_out]
+    train = EncodedDataset(trained, report, row_len)
+    validation = EncodedDataset(others, report, row_len)
+    if not trained:
+        holder = "the validation set has" if test is None else "test_datasets have"
         raise DataError(f"no conversation left to train on: {holder} all of their prompts")
-    if cfg.val_set_size and not validation and encoded.conversations > 1 and test is None:
+    # 3. Test data are the validation set.
+    if test is not None:
+        if others:
+            report.notes.append(
+                f"{validation.conversations} conversations not trained on, since test_datasets have"
+                " their prompts"
+            )
+        return train, test
+    # 4. Otherwise it is what is not trained on.
+    if not others and cfg.early_stopping_patience is not None:
+        raise DataError(
+            "early_stopping_patience: no conversation is left for validation; set test_datasets"
+        )
+    if not others and cfg.val_set_size and encoded.conversations > 1:
         report.notes.append(
             f"no conversation is held out: all {encoded.conversations:,} begin with the same"
             " prompt; set test_datasets"
         )
-    if not (test or validation) and cfg.early_stopping_patience is not None:
-        raise DataError(
-            "early_stopping_patience: no conversation is left for validation; set test_datasets"
-        )
-    row_len = encoded.row_len
-    if test is None:
-        test = EncodedDataset(validation, report, row_len)
-    return EncodedDataset(train, report, row_len), test
+    return train, validation
 
 
 def select_validation(examples: Sequence[Example], share: float, seed: int) -> set[str]:
@@ -164,7 +160,6 @@ class BatchLoader:
         self.epoch = 0  # epoch of the next batch
         self._batch = 0  # index of the next batch in its epoch
         self._batches = self._compose_epoch(0)
-        self._fingerprint: str | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -251,10 +246,12 @@ class BatchLoader:
         self._batch = int(state["batch"])
         self._batches = self._compose_epoch(self.epoch)
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self.dataset.fingerprint()
+
     def _identity(self) -> dict[str, Any]:
         """Return everything that determines the order of batches."""
-        if self._fingerprint is None:
-            self._fingerprint = self.dataset.fingerprint()
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,

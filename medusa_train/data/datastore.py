@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medusa_train.data.read_chats import read_conversations
+from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.read_chats import parse_records, with_some
+from medusa_train.data.sources import LocalFiles
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 
@@ -112,7 +114,9 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     from a text file.
     """
     if path.name.lower().endswith(CHAT_FILES):
-        result = read_conversations(path, skip_bad=True)
+        source = LocalFiles((path,))
+        entry = DatasetConfig(path=source.name)
+        result = with_some(parse_records(source.parts(), entry, skip_bad=True), source.name)
         for note in [
             *(f"{path}: {line}" for line in result.report.describe()),
             *result.report.unread.describe(str(path)),

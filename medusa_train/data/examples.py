@@ -105,10 +105,7 @@ class EncodedDataset(Sequence[Example]):
     def describe_count(self) -> str:
         """Return text on the number of conversations, and of rows if some have several."""
         count = self.conversations
-        if count == len(self):
-            in_rows = ""
-        else:
-            in_rows = f" in {len(self):,} rows"
+        in_rows = "" if count == len(self) else f" in {len(self):,} rows"
         return f"{count:,} conversation{'' if count == 1 else 's'}{in_rows}"
 
     @property
@@ -149,13 +146,14 @@ class EncodedDataset(Sequence[Example]):
     def __reduce__(self) -> Any:
         # Pickled tensors would be far larger: a view is pickled with the whole storage that it
         # shares.
-        return _unpickle, (self.to_bytes(), self.row_len)
+        return EncodedDataset.from_bytes, (self.to_bytes(),)
 
     def to_bytes(self) -> bytes:
-        """Return the examples and the report as a checksum followed by a safetensors file."""
+        """Return the data set as a checksum followed by a safetensors file."""
         examples = self.examples
         report = self.report
         info = {
+            "row_len": self.row_len,
             # `unread` is already described in the notes
             **{name: value for name, value in vars(report).items() if name != "unread"},
             "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
@@ -187,11 +185,6 @@ class EncodedDataset(Sequence[Example]):
             strict=True,
         )
         examples = [Example(tokens, supervised, *names) for tokens, supervised, names in parts]
+        row_len = info.pop("row_len")
         info["counts"] = Counter(info["counts"])
-        return cls(examples, DataReport(**info))
-
-
-def _unpickle(content: bytes, row_len: int | None) -> EncodedDataset:
-    dataset = EncodedDataset.from_bytes(content)
-    dataset.row_len = row_len
-    return dataset
+        return cls(examples, DataReport(**info), row_len)

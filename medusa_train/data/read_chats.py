@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
 from medusa_train.data.json_values import RecordError
-from medusa_train.data.record_files import RawRecord, read_file
+from medusa_train.data.record_files import RawRecord
 from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
 from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
@@ -28,24 +27,6 @@ class ReadResult(NamedTuple):
 
     conversations: list[Conversation]
     report: DataReport
-
-
-def read_conversations(
-    path: Path | str, type: str = "auto", *, skip_bad: bool = False
-) -> ReadResult:
-    """Read every chat of a JSON, JSON Lines or parquet file.
-
-    Args:
-        type: record format, as in `datasets[].type`; "auto" detects it by the keys of each record.
-        skip_bad: skip invalid records and list them in the report instead of raising.
-
-    Raises:
-        DataError: the file does not exist, has no valid record, or has invalid ones (unless
-            `skip_bad`).
-    """
-    parts = [(str(path), read_file(Path(path)))]
-    result = parse_records(parts, DatasetConfig(path=str(path), type=type), skip_bad=skip_bad)
-    return with_some(result, str(path))
 
 
 def parse_records(
@@ -82,11 +63,10 @@ def parse_records(
                     raise RecordError(raw.error)
                 conversation = normalize(
                     raw.value,
-                    entry.type,
+                    entry,
                     source=raw.source,
                     tags=tags,
                     variables=variables,
-                    fields=entry,
                     unread=report.unread,
                 )
             except RecordError as error:
@@ -118,17 +98,17 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
         source = open_source(entry)
         if not isinstance(source, LocalFiles):
             continue
-        num_left = FIRST_RECORDS
+        count = 0
         for name, records in source.parts():
-            first_records = list(islice(records, num_left))
-            num_left -= len(first_records)
+            first_records = list(islice(records, FIRST_RECORDS - count))
+            count += len(first_records)
             parse_records(
-                [(name if num_left else f"{name}, its first records", first_records)],
+                [(name if count < FIRST_RECORDS else f"{name}, its first records", first_records)],
                 entry,
                 skip_bad=skip_bad or source.is_public,
                 variables=None,  # the tokenizer is not loaded yet
             )
-        if num_left == FIRST_RECORDS:
+        if not count:
             raise DataError(f"{entry.path}: no conversation to read: no records")
 
 

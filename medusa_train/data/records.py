@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.config.types import RENDERING
@@ -35,43 +35,34 @@ from medusa_train.data.report import COLUMNS, TURNS, WITHOUT_PROMPT, Unread
 from medusa_train.data.tool_calls import TOOLS, link_results, parse_tools
 from medusa_train.data.turns import TurnKeys, has_tool_keys, parse_turns
 
-
-class Format(NamedTuple):
-    """A record format.
-
-    Attributes:
-        keys: keys that identify the format. The first usually holds the turns.
-        role, content: keys of a turn.
-    """
-
-    keys: tuple[str, ...]
-    role: str = "role"
-    content: str = "content"
-
-
+#: Settings of a data set whose records have the usual keys and roles.
+USUAL = DatasetConfig(path="-")
+#: The columns that identify a format, by its name. The first usually holds the turns.
+Formats = Mapping[str, tuple[str, ...]]
 #: The formats of chats, in the order in which `auto` tries them.
-_CHAT_FORMATS = {
-    "sharegpt": Format(("conversations",), "from", "value"),
-    "messages": Format(("messages",)),
-    "conversation": Format(("conversation",)),  # LMSYS-Chat-1M, WildChat
-    "alpaca": Format(("instruction", "output")),
-    "xlam": Format(("query", "answers")),  # one answer, whose calls are JSON text
+_CHAT_FORMATS: Formats = {
+    "sharegpt": ("conversations",),
+    "messages": ("messages",),
+    "conversation": ("conversation",),  # LMSYS-Chat-1M, WildChat
+    "alpaca": ("instruction", "output"),
+    "xlam": ("query", "answers"),  # one answer, whose calls are JSON text
 }
 #: Columns that hold prompts instead of chats: a text, or a list of texts or messages.
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
-_PROMPT_FORMATS = {
+_PROMPT_FORMATS: Formats = {
     **_CHAT_FORMATS,
-    "alpaca": Format(("instruction",)),
-    "mt_bench": Format(("turns",)),
-    **{key: Format((key,)) for key in _PROMPT_COLUMNS},
+    "alpaca": ("instruction",),
+    "mt_bench": ("turns",),
+    **{column: (column,) for column in _PROMPT_COLUMNS},
 }
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: Keys around the request in a line of a batch file.
 _BATCH_KEYS = ("method", "url", "body")
 #: Only output of self-distillation has this key: a list of the reasons why the answers ended.
 _FINISH_REASONS = "finish_reasons"
-#: Further keys that self-distillation writes, next to the chat and its id.
+#: Keys that self-distillation writes, next to the chat and its id.
 _SELF_DISTILLATION_KEYS = (
+    _FINISH_REASONS,
     "seed_id",
     "model",
     "sampling",
@@ -91,12 +82,11 @@ TOOL_KWARGS = (TOOLS, "xml_tools", "python_tools")
 
 def normalize(
     record: object,
-    type: str = "auto",
+    entry: DatasetConfig = USUAL,
     *,
     source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
-    fields: DatasetConfig | None = None,
     unread: Unread | None = None,
     is_prompt: bool = False,
 ) -> Conversation:
@@ -112,12 +102,11 @@ def normalize(
             content. Output of self-distillation may have `token_ids` next to an answer's
             content, and `finish_reasons`. A turn's `train` or `training` tells whether it is
             trained; turns of `weight` 0 are not.
-        type: name of the format, or "auto" to detect it by the keys.
+        entry: the format (`type`), and the keys and roles of turns that differ from the usual ones.
         source: `file:line`, stored in the conversation.
         variables: variables of the chat template. Columns of these names, and the entries of
             `chat_template_kwargs`, become variables of the chat. None if the template is not
             known yet; then any entry is allowed.
-        fields: the keys and roles of turns that differ from the usual ones.
         unread: counts the columns and the keys of turns that are not read.
         is_prompt: the record may have the formats and ids of prompts, see `parse_user_turns`.
 
@@ -126,19 +115,22 @@ def normalize(
     """
     unread_keys = Unread()
     # 1. Parse the turns into messages.
-    formats = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS
-    if fields is not None and fields.field_messages is not None:
-        formats = {"messages": Format((fields.field_messages,))}
-        type = "auto"
+    formats, type = _PROMPT_FORMATS if is_prompt else _CHAT_FORMATS, entry.type
+    if entry.field_messages is not None:
+        formats, type = {"messages": (entry.field_messages,)}, "auto"
     record, record_format = _detect_format(record, type, formats)
-    turns, keys = _turns_of(record, record_format, formats[record_format], fields)
+    turns, keys = _turns_of(record, record_format, formats[record_format], entry)
     if not turns:
-        raise RecordError(f"'{formats[record_format].keys[0]}' is an empty list")
+        raise RecordError(f"'{formats[record_format][0]}' is an empty list")
     messages = link_results(parse_turns(turns, keys, unread_keys, tags=tags))
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    for index, reason in zip(answers, _finish_reasons(record, len(answers)), strict=False):
-        if reason in ("length", "context", "possibly cut"):
-            messages[index] = replace(messages[index], is_cut=True)
+    reasons = _finish_reasons(record)
+    if len(reasons) == len(answers):
+        for index, reason in zip(answers, reasons, strict=True):
+            if reason in ("length", "context", "possibly cut"):
+                messages[index] = replace(messages[index], is_cut=True)
+    else:  # the reasons belong to another chat
+        record.read.discard(_FINISH_REASONS)
     # 2. A ShareGPT chat may begin with an answer that continues a longer chat. It is left out, as
     # FastChat does. Turns after the last answer are in no row, so they count as unread.
     if record_format == "sharegpt" and messages[0].role == "assistant":
@@ -168,9 +160,7 @@ def normalize(
     return replace(conversation, id=record_id or conversation.content_key[:16])
 
 
-def _detect_format(
-    record: object, type: str, formats: Mapping[str, Format]
-) -> tuple[JsonObject, str]:
+def _detect_format(record: object, type: str, formats: Formats) -> tuple[JsonObject, str]:
     """Return the record, which must be an object, and its format: `type`, or the one whose keys it
     has.
     """
@@ -183,9 +173,9 @@ def _detect_format(
     # keys with a value come first, since tables have null in the columns of other formats
     filled = {key for key, value in record.items() if value is not None}
     detected = _format_with(filled, formats) or _format_with(set(record), formats)
-    if type == "auto" and detected is not None:
+    if detected is not None:
         return JsonObject(record), detected
-    expected = [f"{' and '.join(map(repr, f.keys))} ({name})" for name, f in formats.items()]
+    expected = [f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()]
     remedy = ""
     if "chat" in record or "trajectory" in record:  # glaive v2, nebius
         remedy = "; docs/reference/data-formats.md says how to convert it"
@@ -197,9 +187,9 @@ def _detect_format(
     )
 
 
-def _format_with(keys: set[str], formats: Mapping[str, Format]) -> str | None:
-    """Return the first format whose keys are all in `keys`; None if there is none."""
-    return next((name for name, f in formats.items() if keys.issuperset(f.keys)), None)
+def _format_with(columns: set[str], formats: Formats) -> str | None:
+    """Return the first format whose keys are all in `columns`; None if there is none."""
+    return next((name for name, keys in formats.items() if columns.issuperset(keys)), None)
 
 
 def _is_list_of_turns(record: object) -> bool:
@@ -210,17 +200,18 @@ def _is_list_of_turns(record: object) -> bool:
 
 
 def _turns_of(
-    record: JsonObject, name: str, format: Format, fields: DatasetConfig | None = None
+    record: JsonObject, name: str, columns: tuple[str, ...], entry: DatasetConfig = USUAL
 ) -> tuple[Sequence[Any], TurnKeys]:
-    """Return the turns of a record in the format called `name`, and their keys."""
+    """Return the turns of a record in the format called `name`, which has these `columns`, and the
+    keys of the turns.
+    """
     # 1. Questions and answers that are columns, not turns.
-    column = format.keys[0]
     if name == "alpaca":
         if record.get("history"):
             raise RecordError("'history' is not supported; write the chat as 'messages'")
         parts = [_text(record, "instruction"), optional_text(record, "input")]
         turns = [_said("user", "\n\n".join(part for part in parts if part.strip()))]
-        if "output" in format.keys:
+        if "output" in columns:
             turns.append(_said("assistant", _text(record, "output")))
         record.read.add("output")  # counts as read: prompts do not use it
         return turns, TurnKeys()
@@ -229,24 +220,19 @@ def _turns_of(
         return [_said("user", _text(record, "query")), answer], TurnKeys()
     if name in (*_PROMPT_COLUMNS, "mt_bench"):
         is_list = name == "mt_bench" or isinstance(record[name], (list, tuple))
-        prompts = turns_under(record, column) if is_list else [_text(record, name)]
+        prompts = turns_under(record, columns[0]) if is_list else [_text(record, name)]
         turns = [turn if isinstance(turn, Mapping) else _said("user", turn) for turn in prompts]
         return turns, TurnKeys()
-    listed_turns = turns_under(record, column)
-    # 2. A list of turns, which may have the keys of another format.
-    if listed_turns and isinstance(listed_turns[0], Mapping):
-        format = next(
-            (other for other in _CHAT_FORMATS.values() if other.role in listed_turns[0]), format
-        )
-    keys = TurnKeys(format.role, format.content)
-    if fields is None:
-        return listed_turns, keys
-    names = {name: role for role, names in (fields.roles or {}).items() for name in names}
+    # 2. A list of turns. Those of either format may have the keys of the other.
+    listed_turns = turns_under(record, columns[0])
+    first = listed_turns[0] if listed_turns and isinstance(listed_turns[0], Mapping) else {}
+    has_sharegpt_keys = "from" in first or (name == "sharegpt" and "role" not in first)
+    keys = TurnKeys("from", "value") if has_sharegpt_keys else TurnKeys()
     keys = TurnKeys(
-        fields.role_key or keys.role,
-        fields.content_key or keys.content,
-        (fields.message_field_training,) if fields.message_field_training else keys.train,
-        names,
+        entry.role_key or keys.role,
+        entry.content_key or keys.content,
+        (entry.message_field_training,) if entry.message_field_training else keys.train,
+        {name: role for role, names in (entry.roles or {}).items() for name in names},
     )
     return listed_turns, keys
 
@@ -262,20 +248,14 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return str(record[key])
 
 
-def _finish_reasons(record: JsonObject, answers: int | None = None) -> Sequence[Any]:
+def _finish_reasons(record: JsonObject) -> Sequence[Any]:
     """Return why the answers of a record ended, if self-distillation wrote it; all keys that it
     writes then count as read.
-
-    If the number of reasons is not that of the `answers`, they belong to another chat and are not
-    read.
     """
     reasons = dict.get(record, _FINISH_REASONS)  # dict.get does not count as reading
     if not isinstance(reasons, (list, tuple)):
         return ()
     record.read.update(_SELF_DISTILLATION_KEYS)
-    if answers is not None and len(reasons) != answers:
-        return ()
-    record.read.add(_FINISH_REASONS)
     return reasons
 
 
@@ -401,7 +381,8 @@ def parse_tool_chat(
     if isinstance(template_kwargs, Mapping):  # `normalize` rejects anything else
         names.update(template_kwargs)
     variables = names.difference(TOOL_KWARGS[1:])
-    return normalize(record, type, variables=variables, unread=unread, is_prompt=True)
+    entry = USUAL.model_copy(update={"type": type})
+    return normalize(record, entry, variables=variables, unread=unread, is_prompt=True)
 
 
 def _request_of(record: object) -> object:

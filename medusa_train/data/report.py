@@ -14,18 +14,35 @@ from medusa_train.data.record_files import shown_name
 
 #: At most this many reasons for skipped records are listed.
 _MAX_KINDS = 5
-#: The sentence for each count that concerns chats with tool calls.
-_TOOL_WORDS = {
+#: The sentence for each count, in the order in which they are reported.
+_SENTENCES = {
+    "truncated": "{count} truncated at the end of a turn to fit sequence_len {limit}",
+    "too_long": "{count} skipped: their first answer ends beyond sequence_len {limit}",
+    "unsupervised": "{count} skipped: no answer to train on",
+    "split": (
+        "{count} conversation{s} became {rows} rows: their later prompts do not begin with the"
+        " tokens of the row before"
+    ),
+    "ignored_token_ids": (
+        "answers whose token_ids were not used, since they are another text in this tokenizer:"
+        " {count}"
+    ),
     "results_of_user": (
-        "the chat template does not know the role tool: results of tools are turns of the user"
+        "chats with tools ({count}): the chat template does not know the role tool: results of"
+        " tools are turns of the user"
     ),
     "text_arguments": (
-        "the chat template rejects arguments of tool calls as objects: it gets them as JSON text"
+        "chats with tools ({count}): the chat template rejects arguments of tool calls as objects:"
+        " it gets them as JSON text"
     ),
-    "dropped_content": "the chat template leaves out the text next to tool calls",
+    "dropped_content": (
+        "chats with tools ({count}): the chat template leaves out the text next to tool calls"
+    ),
     "cut_before_turn": (
-        "cut before a turn that the chat template renders differently after a prompt"
+        "chats with tools ({count}): cut before a turn that the chat template renders differently"
+        " after a prompt"
     ),
+    "dropped_rows": "{count} rows of long chats with tools left out (max_rows_per_chat)",
 }
 
 #: At most this many unread columns and keys in a note.
@@ -89,7 +106,7 @@ class DataReport:
             looping, cut: answers that loop, and answers that a length limit cut off.
             ignored_token_ids: answers whose given tokens were not used.
             dropped_rows: rows of long chats with tools that were left out.
-            The names in `_TOOL_WORDS` count chats with tools.
+            The others concern chats with tools, see `_SENTENCES`.
         notes: further sentences: first those on files and unread parts, which are stored with the
             examples, then those on this run.
     """
@@ -136,30 +153,9 @@ class DataReport:
                 reasons = [f"{kind} ({count})" for kind, count in kinds.most_common(_MAX_KINDS)]
                 more = f"; {len(kinds) - _MAX_KINDS} more" if len(kinds) > _MAX_KINDS else ""
                 sentences.append(f"invalid records by reason: {'; '.join(reasons)}{more}")
-        limit = f"sequence_len {self.sequence_len}"
-        outcomes = {
-            "truncated": f"truncated at the end of a turn to fit {limit}",
-            "too_long": f"skipped: their first answer ends beyond {limit}",
-            "unsupervised": "skipped: no answer to train on",
-        }
-        for outcome, words in outcomes.items():
-            count = self.counts[outcome]
-            if count:
-                sentences.append(f"{count} {words}")
-        if count := self.counts["split"]:
-            conversations = "conversation" if count == 1 else "conversations"
-            sentences.append(
-                f"{count} {conversations} became {self.counts['rows']} rows: their later prompts do"
-                " not begin with the tokens of the row before"
-            )
-        if self.counts["ignored_token_ids"]:
-            sentences.append(
-                "answers whose token_ids were not used, since they are another text in this"
-                f" tokenizer: {self.counts['ignored_token_ids']}"
-            )
-        for name, words in _TOOL_WORDS.items():
+        for name, sentence in _SENTENCES.items():
             if count := self.counts[name]:
-                sentences.append(f"chats with tools ({count}): {words}")
-        if count := self.counts["dropped_rows"]:
-            sentences.append(f"{count} rows of long chats with tools left out (max_rows_per_chat)")
+                s = "" if count == 1 else "s"
+                rows, limit = self.counts["rows"], self.sequence_len
+                sentences.append(sentence.format(count=count, s=s, rows=rows, limit=limit))
         return sentences + self.notes

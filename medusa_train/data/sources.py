@@ -64,7 +64,10 @@ _SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "train": ("train", "training"),
 }
-_UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
+_UNSUPPORTED_SUFFIXES = (
+    *(".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".feather", ".pkl"),
+    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"),
+)
 
 #: Called with the name of the work, the amount that is done and the total. Both are 0 if the total
 #: is unknown.
@@ -188,7 +191,7 @@ def _open_named_files(entry: DatasetConfig, root: Path | None = None) -> LocalFi
         if path is not None and path.exists():
             files = [path]
         else:
-            files = _matching_files(root or Path(), str(expand_user(name)))
+            files = _matching_files((root or Path()) / expand_user(name))
         if not files:
             place = "" if root is None else f" in {root}"
             raise DataError(f"data_files: {name}: no such file{place}")
@@ -199,15 +202,15 @@ def _open_named_files(entry: DatasetConfig, root: Path | None = None) -> LocalFi
     return _local_files(dict.fromkeys(chosen), entry.path if root is None else entry.ds_type)
 
 
-def _matching_files(root: Path, pattern: str) -> list[Path]:
-    """Return the files below `root` that match a pattern such as `*.jsonl`, sorted.
+def _matching_files(pattern: Path) -> list[Path]:
+    """Return the files that match a pattern such as `*.jsonl`, sorted.
 
     Brackets may be part of names: directories that exist are not read as patterns, and if a pattern
     finds no file, its `[` is taken literally.
     """
-    parts = list(Path(pattern).parts)
+    root, *parts = Path(), *pattern.parts
     while len(parts) > 1 and os.path.isdir(root / parts[0]):
-        root = root / parts.pop(0)
+        root /= parts.pop(0)
     rest = os.path.join(*parts)
     for inner in (rest, rest.replace("[", "[[]")):
         matches = sorted(glob.glob(inner, root_dir=root, recursive=True))
@@ -431,11 +434,9 @@ def _open_saved(entry: DatasetConfig, path: Path) -> HubSplit:
     split = entry.split or "train"
     if split not in saved:
         raise ConfigError(f"{path} has no split {split}; set `split` to one of {', '.join(saved)}")
-    notes: tuple[str, ...] = ()
     other_splits = [name for name in saved if name != split]
-    if other_splits:
-        notes = (f"{path}: splits not read: {', '.join(other_splits)}",)
-    return HubSplit(f"{path}[{split}]", saved[split], notes)
+    notes = [f"{path}: splits not read: {', '.join(other_splits)}"] if other_splits else []
+    return HubSplit(f"{path}[{split}]", saved[split], tuple(notes))
 
 
 def open_prompts(
@@ -495,10 +496,9 @@ def _load_split(entry: DatasetConfig, on_progress: OnProgress | None) -> HubSpli
             on_progress(f"{FETCHING} {entry.path}", 0, 0)
     split = entry.split or "train"
     try:
-        files: dict[str, Any] = {}
-        if entry.data_files is not None:
-            files["data_files"] = entry.data_files
-        rows: Any = datasets.load_dataset(entry.path, entry.name, split=split, **files)
+        rows: Any = datasets.load_dataset(
+            entry.path, entry.name, split=split, data_files=entry.data_files
+        )
     except Exception as error:  # exceptions of HTTP clients have no common base
         known_errors = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
         is_known = isinstance(error, known_errors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from medusa_train.data.builtin_templates import template_source
-from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, RenderedAnswer
+from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import (
     REASONING_TAGS,
     Conversation,
@@ -21,6 +21,7 @@ from medusa_train.data.conversation import (
     Role,
 )
 from medusa_train.data.marked_text import MarkedTextTokenizer
+from medusa_train.data.rendered_answers import RenderedAnswer, end_token, render_answer
 from medusa_train.data.tool_calls import TOOLS
 from medusa_train.data.tool_forms import fit_to_template, map_strings
 from medusa_train.errors import DataError
@@ -125,7 +126,7 @@ class ChatEncoder:
             dict(template_kwargs or {}),
             (reasoning_tags[0], reasoning_tags[1]),
         )
-        ends = {*stops, self.template.end_token(), tokenizer.eos_token} - {None, ""}
+        ends = {*stops, end_token(self.template), tokenizer.eos_token} - {None, ""}
         self.template = replace(self.template, stops=frozenset(ends))
         self.max_tool_rows = max_tool_rows
         self._text = MarkedTextTokenizer(tokenizer, reasoning_tags)
@@ -196,7 +197,7 @@ class ChatEncoder:
             if message.role != "assistant":
                 continue
             # 1. Render the prompt and the answer.
-            answer = template.answer(messages[: index + 1])
+            answer = render_answer(template, messages[: index + 1])
             if answer is None:
                 if not rows:
                     raise ChatTemplateError(
@@ -339,9 +340,9 @@ class ChatEncoder:
 
     def end_token_id(self) -> int | None:
         """Return the token that ends an answer, as the template writes it; see
-        `ChatTemplate.end_token`.
+        `rendered_answers.end_token`.
         """
-        token = self.template.end_token()
+        token = end_token(self.template)
         if token is None:
             return None
         return int(self.tokenizer.convert_tokens_to_ids(token))

@@ -15,14 +15,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,11 +55,15 @@ def encode_datasets(
 ) -> EncodedDataset:
     """Read and tokenize the `datasets` of a configuration, or take their tokens from the cache."""
     readers = open_datasets(cfg, encoder, on_progress)
-    options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
+
+    def encode() -> EncodedDataset:
+        return read_and_encode(readers, cfg.sequence_len, cfg.dataset_processes, on_progress)
+
     if cfg.prepared_dir is None:
-        encoded = read_and_encode(readers, cfg.sequence_len, **options)
+        encoded = encode()
     else:
-        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
+        key = cache_key(readers, cfg.sequence_len)
+        encoded = load_or_encode(cfg.prepared_dir / f"{key[:32]}.bin", encode)
     encoded.row_len = cfg.sequence_len if cfg.sample_packing else None
     report = encoded.report
     for reader in readers:
@@ -103,7 +106,7 @@ def open_datasets(
 @dataclass(frozen=True)
 class DatasetReader:
     """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
-    `read_conversations`.
+    `parse_records`.
     """
 
     entry: DatasetConfig
@@ -127,14 +130,11 @@ class DatasetReader:
         return with_some(result, self.source.name)
 
 
-def load_or_encode(
-    readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
-) -> EncodedDataset:
-    """Load the examples from the cache in `directory`, or encode and store them there. A note in
-    the report tells which.
+def load_or_encode(path: Path, encode: Callable[[], EncodedDataset]) -> EncodedDataset:
+    """Load the examples from the cache file `path`, or `encode` them and store them there. A note
+    in the report tells which.
     """
-    path = directory / f"{cache_key(readers, max_length)[:32]}.bin"
-    note = None
+    notes = []
     try:
         encoded = EncodedDataset.from_bytes(path.read_bytes())
         encoded.report.notes.append(f"loaded tokenized data from {path}")
@@ -142,17 +142,13 @@ def load_or_encode(
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, CorruptDataError) as error:
-        note = f"{path} is corrupt ({error}), tokenizing again"
-    encoded = read_and_encode(readers, max_length, **options)
-    content = encoded.to_bytes()  # before the notes that concern only this run
-    if note is not None:
-        encoded.report.notes.append(note)
+        notes.append(f"{path} is corrupt ({error}), tokenizing again")
+    encoded = encode()
     try:
-        replace_bytes(path, [content])
+        replace_bytes(path, [encoded.to_bytes()])
     except OSError as error:
-        encoded.report.notes.append(
-            f"dataset_prepared_path: {write_failure(path.name, directory, error)}"
-        )
+        notes.append(f"dataset_prepared_path: {write_failure(path.name, path.parent, error)}")
+    encoded.report.notes += notes  # they concern only this run, so they are not stored
     return encoded
 
 
@@ -163,16 +159,15 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     The source text of this package is part of the key, so that a changed tokenization never uses an
     old cache.
     """
-    sources = []
-    for reader in readers:
-        sources.append(
-            [
-                reader.entry.model_dump(mode="json", exclude=_PLACES),
-                reader.skip_bad,
-                reader.source.fingerprint(),
-                reader.encoder.fingerprint(),
-            ]
-        )
+    sources = [
+        [
+            reader.entry.model_dump(mode="json", exclude=_PLACES),
+            reader.skip_bad,
+            reader.source.fingerprint(),
+            reader.encoder.fingerprint(),
+        ]
+        for reader in readers
+    ]
     code = sorted(Path(__file__).parent.glob("*.py"))
     inputs = {
         "sequence_len": max_length,

@@ -42,7 +42,8 @@ def parse_calls(value: object, name: str) -> list[dict[str, Any]]:
 
 
 def _parse_call(value: object) -> dict[str, Any]:
-    function = value.get("function", value) if isinstance(value, Mapping) else None
+    call = value if isinstance(value, Mapping) else {}
+    function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RecordError("a tool call has no name")
     name, arguments = function["name"], function.get("arguments")
@@ -58,9 +59,9 @@ def _parse_call(value: object) -> dict[str, Any]:
         json.dumps(arguments)
     except (TypeError, ValueError) as error:  # a table may hold bytes and dates
         raise RecordError(f"{what} are not JSON: {error}") from None
-    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-    call_id = value.get("id") if isinstance(value, Mapping) else None
-    return call if call_id is None else {"id": str(call_id), **call}
+    call_id = {} if call.get("id") is None else {"id": str(call["id"])}
+    function = {"name": name, "arguments": dict(arguments)}
+    return {**call_id, "type": "function", "function": function}
 
 
 def result_parts(turn: Mapping[str, Any]) -> dict[str, str]:

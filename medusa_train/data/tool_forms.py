@@ -60,7 +60,7 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
     outline = []
     names: list[str] = []
     results: list[str] = []
-    texts_next_to_calls: list[tuple[int, str]] = []
+    last_text = None  # the last text next to calls
     for number, message in enumerate(messages):
         content = f"{placeholder(number)}text"
         calls = []
@@ -70,7 +70,7 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
         if calls:
             message = replace(message, parts={**message.parts, "tool_calls": calls})
         if calls and message.content.strip():
-            texts_next_to_calls.append((number, content))
+            last_text = number, content
             message = replace(message, content=content)
         elif message.role == "tool":
             results.append(content)
@@ -83,9 +83,9 @@ def _keeps_content(messages: Sequence[Message], template: ChatTemplate) -> bool:
     if results and not any(result in text for result in results):
         raise ChatTemplateError("the chat template leaves out results of tools")
     # A template may drop such a text once later turns follow, so render up to the last one.
-    if not texts_next_to_calls:
+    if last_text is None:
         return True
-    number, content = texts_next_to_calls[-1]
+    number, content = last_text
     return content in template.render(outline[: number + 1])
 
 

@@ -140,10 +140,9 @@ def _parse_turn(
             calls = parse_calls(content, keys.content)
             content = ""
         names = (*REASONING_KEYS, "thinking") if calls else REASONING_KEYS
-        for key in names:
-            optional_text(turn, key)
-        reasoning = reasoning_part(turn, names)
-        turn.read -= {key for key in names if key in turn and turn[key] not in ("", reasoning)}
+        texts = {key: optional_text(turn, key) for key in names}
+        reasoning = reasoning_part(texts, names)
+        turn.read -= {key for key, text in texts.items() if text not in ("", reasoning)}
         if calls:
             parts["tool_calls"] = calls
             if reasoning:  # templates read one of the two keys

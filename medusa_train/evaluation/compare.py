@@ -13,6 +13,7 @@ from rich.text import Text
 
 from medusa_train.errors import CheckpointError
 from medusa_train.evaluation.find_reports import find_reports
+from medusa_train.evaluation.metrics import TREE_RATIOS
 from medusa_train.evaluation.report import cells
 from medusa_train.evaluation.report_page import category_names, speedup_chart
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
@@ -40,17 +41,6 @@ CONDITIONS = {
     "threads": "number of threads",
 }
 
-#: Metrics that a run without a tree does not have.
-TREE_METRICS = (
-    "acceleration_rate",
-    "overhead",
-    "speedup",
-    "speedup_over_generate",
-    "speedup_over_fastest",
-    "speedup_without_loops",
-    "tokens_per_s",
-)
-
 #: Columns of `report.cells` that runs are compared by.
 COMPARED = ("tokens per step", "overhead", "speedup", "over generate", "tokens /s", "equal fp32")
 
@@ -76,10 +66,14 @@ def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
 
-    # 2. titles, with the benchmark if there are several
-    several = len({str(report["meta"]["bench"]) for report in reports.values()}) > 1
+    # 2. titles, with the evaluation if there are several: its draft and tree are part of the name
+    evaluations = {}
+    for name, path in zip(names, paths, strict=True):
+        in_run = path.parent.parent.name == "eval"
+        evaluations[name] = path.parent.name if in_run else str(reports[name]["meta"]["bench"])
+    several = len(set(evaluations.values())) > 1
     return {
-        name.rstrip("/") + (f" ({report['meta']['bench']})" if several else ""): report
+        name.rstrip("/") + (f" ({evaluations[name]})" if several else ""): report
         for name, report in reports.items()
     }
 
@@ -107,7 +101,8 @@ def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
     """
     if _lacks_tree(report["meta"]):
         for group in (report["overall"], *report["categories"].values()):
-            group.update({**dict.fromkeys(TREE_METRICS), "intervals": {}})
+            tree_metrics = (*TREE_RATIOS, "speedup_without_loops")
+            group.update({**dict.fromkeys(tree_metrics), "intervals": {}})
     return report
 
 
@@ -129,8 +124,7 @@ def differences(reports: Mapping[str, Json]) -> list[str]:
 
 def runs_table(reports: Mapping[str, Json]) -> Table:
     """Return one row of metrics per evaluation. Metrics may be missing in older reports."""
-    rows = [_row(name, report) for name, report in reports.items()]
-    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
+    return Table.of_rows([_row(name, report) for name, report in reports.items()])
 
 
 def _row(name: str, report: Json) -> dict[str, str]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -128,7 +128,6 @@ def grade(
         without a reply (`failed`), with the `reason` of the last failure.
     """
     prompts = _prompts(records, questions)
-    texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
     judgements: dict[Key, dict[str, Any]] = {}
     reason = ""
 
@@ -143,7 +142,7 @@ def grade(
                 "question_id": key[0],
                 "model": model_id,
                 "judge": [judge.model, PROMPT_NAME],
-                "user_prompt": texts[key],
+                "user_prompt": json.dumps(prompts[key]),
                 "judgment": reply,
                 "score": parse_grade(reply),
                 "turn": key[1],
@@ -167,7 +166,8 @@ def grade(
                     "user_prompt": asked,
                     "score": _,
                 }:
-                    if by == [judge.model, PROMPT_NAME] and texts.get((name, turn)) == asked:
+                    prompt = json.dumps(prompts.get((name, turn)))
+                    if by == [judge.model, PROMPT_NAME] and asked == prompt:
                         judgements[name, turn] = line
         # 2. ask for the remaining judgments
         try:
@@ -178,20 +178,22 @@ def grade(
     # 3. compute means, and count failed answers
     categories = {record.question_id: record.category for record in records}
     judged = [judgements[key] for key in prompts if key in judgements]
-    scores_by_turn: dict[str, list[float]] = {}
-    scores_by_category: dict[str, list[float]] = {}
-    graded: list[float] = []
-    for line in sorted(judged, key=lambda line: line["turn"]):
-        if line["score"] != NO_SCORE:
-            graded.append(line["score"])
-            scores_by_turn.setdefault(str(line["turn"]), []).append(line["score"])
-            scores_by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
+    graded = [line for line in judged if line["score"] != NO_SCORE]
+    graded.sort(key=lambda line: line["turn"])
+
+    def means(groups: Iterable[str]) -> dict[str, float]:
+        """Return the mean grade of each group; `groups` has the group of each graded answer."""
+        scores: dict[str, list[float]] = {}
+        for name, line in zip(groups, graded, strict=True):
+            scores.setdefault(name, []).append(line["score"])
+        return {name: fmean(grades) for name, grades in scores.items()}
+
     result = {
         "model": judge.model,
         "prompt": PROMPT_NAME,
-        "score": fmean(graded) if graded else None,
-        "turns": {name: fmean(scores) for name, scores in scores_by_turn.items()},
-        "categories": {name: fmean(scores) for name, scores in scores_by_category.items()},
+        "score": fmean(line["score"] for line in graded) if graded else None,
+        "turns": means(str(line["turn"]) for line in graded),
+        "categories": means(categories[line["question_id"]] for line in graded),
         "graded": len(graded),
         "without_grade": len(judged) - len(graded),
         "failed": len(prompts) - len(judged),

@@ -9,7 +9,7 @@ a benchmark.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +52,15 @@ def by_category(turns: Sequence[Turn]) -> dict[str, Metrics]:
 def metrics(turns: Sequence[Turn]) -> Metrics:
     """Compute all metrics of one group of answered turns (a category, or the whole benchmark)."""
     # 1. rates of each decoder, and the tree's ratios to the others
-    sums = _sums(turns)
-    ratios = _ratios(sums)
+    totals = _totals(turns)
+    ratios = _ratios(totals)
     intervals = speed_intervals(turns)
     baselines: dict[str, Metrics] = {}
-    for name, rates in _rates(sums).items():
+    for name, sums in totals.items():
         if name != TREE:
             baselines[name] = {
-                "tokens_per_s": _number(rates.tokens_per_s),
-                "tokens_per_step": _number(rates.tokens_per_step),
+                "tokens_per_s": _number(sums.tokens_per_s),
+                "tokens_per_step": _number(sums.tokens_per_step),
                 "speedup": _number(ratios.get(f"tree_over_{name}")),
                 "speedup_interval": intervals.get(f"tree_over_{name}"),
                 "over_plain": _number(ratios.get(f"{name}_over_plain")),
@@ -99,7 +99,7 @@ def metrics(turns: Sequence[Turn]) -> Metrics:
         "compared_answers_bf16": len(exact["bfloat16"]),
         "scores": summarize_scores(turns),
         "looping_answers": len(turns) - len(without_loops),
-        "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
+        "speedup_without_loops": _number(_ratios(_totals(without_loops)).get("speedup")),
         "time_to_first_token_s": sum(waits) / len(waits) if any(waits) else None,
         "accepted_lengths": accepted_lengths(answers),
         "ctar": ctar(answers),
@@ -110,24 +110,9 @@ def metrics(turns: Sequence[Turn]) -> Metrics:
     }
 
 
-class Rates(NamedTuple):
-    """Rates of a decoder [...], each a ratio of sums over answers.
-
-    Attributes:
-        tokens_per_s: tokens per second, prefill included.
-        tokens_per_step: tokens per decoding step, prefill excluded; 1.0 for plain decoding.
-        pass_seconds: time of a decoding pass (in a batch: of a pass over all rows), prefill
-            excluded.
-    """
-
-    tokens_per_s: Tensor
-    tokens_per_step: Tensor
-    pass_seconds: Tensor
-
-
-class _Addends(NamedTuple):
-    """What an answer adds to its decoder's sums: numbers; or the columns of sums [..., 6], which are
-    tensors [...].
+class Totals(NamedTuple):
+    """What an answer adds to its decoder's sums (numbers), or these sums (tensors: [] for all
+    answers, [R] for R samples of them). A rate is a ratio of two sums.
 
     Attributes:
         tokens, seconds: of the whole answer, prefill included.
@@ -141,14 +126,29 @@ class _Addends(NamedTuple):
     decode_seconds: Any
     passes: Any
 
+    @property
+    def tokens_per_s(self) -> Any:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.seconds
 
-def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
-    """Return the sums of `_Addends` over the answers of each decoder, [6]."""
-    addends: dict[str, list[_Addends]] = {}
+    @property
+    def tokens_per_step(self) -> Any:
+        """Tokens per decoding step, prefill excluded; 1.0 for plain decoding."""
+        return self.step_tokens / self.steps
+
+    @property
+    def pass_seconds(self) -> Any:
+        """Time of a decoding pass (in a batch: of a pass over all rows), prefill excluded."""
+        return self.decode_seconds / self.passes
+
+
+def _totals(turns: Iterable[Turn]) -> dict[str, Totals]:
+    """Sum up the answers of each decoder."""
+    addends: dict[str, list[Totals]] = {}
     for turn in turns:
         for name, answer in turn.answers.items():
             tokens = len(answer.tokens)
-            one = _Addends(
+            one = Totals(
                 tokens=tokens,
                 seconds=answer.seconds,
                 step_tokens=tokens - answer.prefill_tokens,
@@ -157,46 +157,32 @@ def _sums(turns: Sequence[Turn]) -> dict[str, Tensor]:
                 passes=answer.passes,
             )
             addends.setdefault(name, []).append(one)
-    # [answers, 6] -> [6]
     return {
-        name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
+        name: Totals(*torch.tensor(rows, dtype=torch.float64).sum(dim=0))  # [answers, 6] -> [6]
+        for name, rows in addends.items()
     }
 
 
-def _rates(sums: Mapping[str, Tensor]) -> dict[str, Rates]:
-    """Compute rates [...] from the sums [..., 6] of every decoder."""
-    rates = {}
-    for name, decoder_sums in sums.items():
-        columns = _Addends(*decoder_sums.unbind(-1))  # [...] each
-        rates[name] = Rates(
-            tokens_per_s=columns.tokens / columns.seconds,
-            tokens_per_step=columns.step_tokens / columns.steps,
-            pass_seconds=columns.decode_seconds / columns.passes,
-        )
-    return rates
-
-
-def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute `TREE_RATIOS` [...] from the sums [..., 6] of every decoder. For each baseline also
-    compute two ratios of tokens per second, `tree_over_NAME` and `NAME_over_plain`.
+def _ratios(totals: Mapping[str, Totals]) -> dict[str, Tensor]:
+    """Compute `TREE_RATIOS`, [] or [R] each. For each baseline also compute two ratios of tokens
+    per second, `tree_over_NAME` and `NAME_over_plain`.
 
     Empty without a tree.
     """
-    rates = _rates(sums)
-    if TREE not in rates:
+    if TREE not in totals:
         return {}
-    tree = rates.pop(TREE)
-    plain = rates[PLAIN]
+    tree, plain = totals[TREE], totals[PLAIN]
     ratios = {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
         "tokens_per_s": tree.tokens_per_s,
     }
-    for name, baseline in rates.items():
-        ratios[f"tree_over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
-        ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
+    for name, baseline in totals.items():
+        if name != TREE:
+            ratios[f"tree_over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
+            ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
     ratios["speedup"] = ratios["speedup_over_fastest"] = ratios["tree_over_plain"]
-    if GENERATE in rates:
+    if GENERATE in totals:
         ratios["speedup_over_generate"] = ratios["tree_over_generate"]
         ratios["speedup_over_fastest"] = torch.minimum(
             ratios["tree_over_plain"], ratios["tree_over_generate"]
@@ -242,14 +228,14 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
 # Intervals
 
 
-def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
-    """Return the central interval that contains `share` of the samples [R]; None if more than a
-    tenth of them are not finite.
+def interval(samples: Tensor) -> Interval | None:
+    """Return the central interval that contains 95 % of the samples [R]; None if more than a tenth
+    of them are not finite.
     """
     finite = samples[torch.isfinite(samples)]
     if len(finite) < 0.9 * len(samples):
         return None
-    tail = (1 - share) / 2
+    tail = (1 - 0.95) / 2
     shares = torch.tensor([tail, 1 - tail], dtype=finite.dtype)
     low, high = torch.quantile(finite, shares).tolist()
     return low, high
@@ -275,35 +261,33 @@ def speed_intervals(turns: Sequence[Turn]) -> dict[str, Interval | None]:
         An empty dictionary without a tree, or with fewer than `LEAST_QUESTIONS` questions.
         Only `acceleration_rate` if there are fewer than `LEAST_QUESTIONS` batches.
     """
-    questions: dict[int | str, list[Turn]] = {}
-    for turn in turns:
-        questions.setdefault(turn.question_id, []).append(turn)
-    if len(questions) < LEAST_QUESTIONS or turns[0].tree is None:
+    if not turns or turns[0].tree is None:
         return {}
-    question_intervals = _bootstrap(questions.values())
-    if all(turn.plain.rows == 1 for turn in turns):
-        return question_intervals
-
-    batches: dict[float, list[Turn]] = {}
-    for group in questions.values():
-        # the questions of a batch have exactly equal shares of its time, so the time identifies it
-        batches.setdefault(group[0].plain.seconds, []).extend(group)
-    intervals = _bootstrap(batches.values()) if len(batches) >= LEAST_QUESTIONS else {}
-    # this ratio does not depend on time, so the questions of a batch are independent
-    intervals["acceleration_rate"] = question_intervals["acceleration_rate"]
+    intervals = _bootstrap(turns, lambda turn: turn.question_id)
+    if any(turn.plain.rows > 1 for turn in turns):
+        # only this ratio does not depend on time, so that the questions of a batch are independent
+        by_question = {name: intervals[name] for name in intervals if name == "acceleration_rate"}
+        intervals = _bootstrap(turns, lambda turn: turn.batch) | by_question
     return intervals
 
 
-def _bootstrap(units: Iterable[Sequence[Turn]]) -> dict[str, Interval | None]:
-    """Resample whole units of turns; return the interval of every ratio."""
-    sums = [_sums(turns) for turns in units]
-    decoders = list(sums[0])
-    # one row holds the sums of all decoders, so each sample draws the same units for all of them
-    rows = torch.stack([torch.cat([unit[name] for name in decoders]) for unit in sums])
-    # [units, 6 * decoders] -> [R, 6] for each decoder
-    drawn = resample(rows).split(len(_Addends._fields), dim=1)
-    ratios = _ratios(dict(zip(decoders, drawn, strict=True)))
-    return {name: interval(samples) for name, samples in ratios.items()}
+def _bootstrap(
+    turns: Sequence[Turn], unit_of: Callable[[Turn], int | str]
+) -> dict[str, Interval | None]:
+    """Resample whole units of turns; return the interval of every ratio. Empty with fewer than
+    `LEAST_QUESTIONS` units.
+    """
+    units: dict[int | str, list[Turn]] = {}
+    for turn in turns:
+        units.setdefault(unit_of(turn), []).append(turn)
+    if len(units) < LEAST_QUESTIONS:
+        return {}
+    totals = [_totals(unit) for unit in units.values()]
+    rows = torch.tensor([list(one.values()) for one in totals], dtype=torch.float64)
+    # [units, decoders, 6] -> [R, decoders, 6]: each sample draws the same units for all decoders
+    drawn = resample(rows.flatten(1)).unflatten(1, rows.shape[1:]).unbind(1)
+    samples = {name: Totals(*sums.unbind(1)) for name, sums in zip(totals[0], drawn, strict=True)}
+    return {name: interval(ratio) for name, ratio in _ratios(samples).items()}
 
 
 class Counts(NamedTuple):
@@ -319,19 +303,6 @@ class Counts(NamedTuple):
     cost: float
 
 
-def pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
-    """Return [pairs, 4]: tokens and cost of the first run, then tokens and cost of the second."""
-    return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
-
-
-def ratio_of_rates(sums: Tensor) -> Tensor:
-    """Return the second run's rate divided by the first's [...], from sums [..., 4] of pairs."""
-    first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
-    first_rate = first_tokens / first_cost
-    second_rate = second_tokens / second_cost
-    return second_rate / first_rate
-
-
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
     """Return the 95 % interval of the ratio of two runs' rates (tokens over cost), from the same
     blocks of both runs. None with fewer than `LEAST_BLOCKS` blocks.
@@ -343,14 +314,22 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     count = len(first)
     if count < LEAST_BLOCKS:
         return None
-    rows = pair_rows(zip(first, second, strict=True))
-    total = rows.sum(dim=0)
-    log_ratio = ratio_of_rates(total).log()
-    # the jackknife: the same ratio with each block left out in turn
-    ratios_without_block = ratio_of_rates(total - rows).log()  # [blocks]
-    error = ((count - 1) * ratios_without_block.var(correction=0)).sqrt()
+    # the log ratio of all blocks, and for the jackknife those with each block left out in turn
+    sums = torch.tensor([first, second], dtype=torch.float64)  # [runs, blocks, (tokens, cost)]
+    total = sums.sum(dim=1, keepdim=True)
+    (log_ratio,) = _log_ratio(total)
+    error = ((count - 1) * _log_ratio(total - sums).var(correction=0)).sqrt()
     margin = student_quantile(count - 1) * error
     return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())
+
+
+def _log_ratio(sums: Tensor) -> Tensor:
+    """Return the logarithm of the second run's rate divided by the first's [blocks], from sums
+    [runs, blocks, (tokens, cost)].
+    """
+    tokens, cost = sums.unbind(dim=2)
+    first_rate, second_rate = tokens / cost
+    return (second_rate / first_rate).log()
 
 
 def student_quantile(freedom: int) -> float:

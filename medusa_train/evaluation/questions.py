@@ -118,13 +118,12 @@ class Benchmark:
         """
         if limit is None or limit >= len(self.questions):
             return self
-        rounds: Counter[str] = Counter()  # number of questions of each category so far
-        round_of: list[int] = []
-        for question in self.questions:
-            round_of.append(rounds[question.category])
-            rounds[question.category] += 1
-        by_round = sorted(range(len(round_of)), key=round_of.__getitem__)
-        chosen = sorted(by_round[:limit])
+        counts: Counter[str] = Counter()  # number of questions of each category so far
+        ranked: list[tuple[int, int]] = []
+        for index, question in enumerate(self.questions):
+            ranked.append((counts[question.category], index))
+            counts[question.category] += 1
+        chosen = sorted(index for _, index in sorted(ranked)[:limit])
         return replace(self, questions=tuple(self.questions[index] for index in chosen))
 
 
@@ -173,16 +172,16 @@ def load_benchmark(
     path = find_benchmark(name_or_file, note)
     unread = Unread()
     skipped: list[str] = []
-    if name_or_file in NAMED_BENCHMARKS:
-        questions = read_questions(path, unread, skipped, turns_per_chat)
-        if skipped:
-            lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
-            note("\n  ".join([*lines, *first_problems(skipped)]))
+    is_public = name_or_file in NAMED_BENCHMARKS
+    questions = read_questions(path, unread, skipped if is_public else None, turns_per_chat)
+    if skipped:
+        head = f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"
+        note("\n  ".join([head, *first_problems(skipped)]))
+    if is_public:
         return Benchmark(name_or_file, path, questions)
-    questions = read_questions(path, unread, None, turns_per_chat)
     for line in unread.describe(str(path)):  # not for public benchmarks, whose content is known
         note(line)
-    return Benchmark(_name_of_file(path), path, questions)
+    return Benchmark(name_of_file(path), path, questions)
 
 
 def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
@@ -193,20 +192,18 @@ def find_benchmark(name_or_file: str, note: Callable[[str], None] = lambda line:
     if path is not None:
         return path
     candidates = _candidates(name_or_file)
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    found = next(filter(Path.is_file, candidates), None)
+    if found is not None:
+        return found
     public = NAMED_BENCHMARKS.get(name_or_file)
     if public is None:
-        lines = [
+        head = (
             f"bench {name_or_file!r}: no such file, and no benchmark of that name"
             f" ({', '.join(NAMED_BENCHMARKS)}). Looked for:"
-        ]
+        )
         # show only the first of the possible file names, as an example
-        for path_tried in (Path(name_or_file), *candidates):
-            if path_tried.name in (name_or_file, FILES[0]):
-                lines.append(str(path_tried))
-        raise DataError("\n  ".join(lines))
+        tried = [str(candidate) for candidate in candidates if candidate.name == FILES[0]]
+        raise DataError("\n  ".join([head, name_or_file, *tried]))
     try:
         return _download(name_or_file, public, note)
     except FetchError as error:
@@ -226,14 +223,14 @@ def _file_of_user(name_or_file: str) -> Path | None:
     # folder `code`
     if Path(name_or_file).name == name_or_file:
         return None
-    return next((path / name for name in FILES if (path / name).is_file()), None)
+    return next(filter(Path.is_file, (path / name for name in FILES)), None)
 
 
 def _candidates(name: str) -> list[Path]:
     """List the paths where a benchmark's question file may be; the first that exists is used."""
     public = NAMED_BENCHMARKS.get(name)
     folders = (name,) if public is None else public.local_paths
-    roots = [PROJECT_ROOT / "data" / "bench", _download_directory()]
+    roots = [PROJECT_ROOT / "data" / "bench", user_cache_dir() / "bench"]
     if bench_dir := os.environ.get(BENCH_DIR_VARIABLE):
         roots.insert(0, Path(bench_dir).expanduser())
     paths: list[Path] = []
@@ -255,10 +252,6 @@ def _installed_humaneval() -> list[Path]:
     return [Path(str(file.locate())) for file in files if file.name == "HumanEval.jsonl.gz"]
 
 
-def _download_directory() -> Path:
-    return user_cache_dir() / "bench"
-
-
 def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> Path:
     """Return the file from the hub or its cache, or from the benchmark's URL.
 
@@ -275,7 +268,7 @@ def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> 
         raise FetchError("no network, or HF_HUB_OFFLINE is set")
     check_network()
     note(f"bench {name}: not on this machine, downloading {url} ...")
-    target = _download_directory() / name / FILES[0]
+    target = user_cache_dir() / "bench" / name / FILES[0]
 
     def write(temporary: Path) -> None:
         with (
@@ -308,7 +301,7 @@ def _missing_benchmark(name: str, public: PublicDataset, reason: str) -> str:
     )
 
 
-def _name_of_file(path: Path) -> str:
+def name_of_file(path: Path) -> str:
     """Return NAME for `.../NAME/question.jsonl` and for `.../NAME.jsonl`; NAME may contain dots."""
     if path.name in FILES and path.parent.name:
         return path.parent.name

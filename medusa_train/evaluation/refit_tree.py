@@ -154,11 +154,13 @@ def _prompts(
 
 
 def _sizes_table(choice: TreeChoice) -> Table:
-    sizes = choice.record()["sizes"]
-    columns = {
-        "nodes": [str(one["nodes"]) for one in sizes],
-        "tokens per step": [number(one["tokens_per_step"], 3) for one in sizes],
-        "ms per step": [number(one["step_ms"]) for one in sizes],
-        "tokens /s": [number(one["tokens_per_s"], 1) for one in sizes],
-    }
-    return Table.of_columns(columns)
+    rows = [
+        {
+            "nodes": str(size["nodes"]),
+            "tokens per step": number(size["tokens_per_step"], 3),
+            "ms per step": number(size["step_ms"]),
+            "tokens /s": number(size["tokens_per_s"], 1),
+        }
+        for size in choice.record()["sizes"]
+    ]
+    return Table.of_rows(rows)

@@ -71,7 +71,8 @@ def write_report(report: Json, turns: Sequence[Turn], directory: Path) -> list[P
     `Trace.ranks`.
     """
     answered = [turn for turn in turns if not turn.skipped]
-    answers = [_answer_line(turn) for turn in sorted(turns, key=lambda turn: turn.skipped)]
+    skipped = [turn for turn in turns if turn.skipped]
+    answers = [_answer_line(turn) for turn in answered + skipped]
     tables = [metrics_table(report), decoders_table(report)]
     sections = sections_of(report, answers, tables, summary_of(report))
     name = model_id(report["meta"])
@@ -138,11 +139,7 @@ def terminal_report(report: Json) -> Group:
     lines = summary_of(report)
     if report["overall"]["overhead"] is not None:
         lines.append("Overhead: time of a step with the tree divided by time of a plain step.")
-    return Group(
-        Text(title_of(report), style="bold"),
-        *tables,
-        Text("\n".join(lines)),
-    )
+    return Group(Text(title_of(report), style="bold"), *tables, Text("\n".join(lines)))
 
 
 # Tables
@@ -163,9 +160,11 @@ def metrics_table(report: Json, left_out: Collection[str] = ()) -> Table:
     several = len(groups) != 1
     if several:
         groups["overall"] = report["overall"]
-    rows = [{"category": name, **cells(group)} for name, group in groups.items()]
-    columns = {title: [row[title] for row in rows] for title in rows[0] if title not in left_out}
-    return Table.of_columns(columns, overall=several)
+    rows = []
+    for name, group in groups.items():
+        shown = {title: cell for title, cell in cells(group).items() if title not in left_out}
+        rows.append({"category": name, **shown})
+    return Table.of_rows(rows, overall=several)
 
 
 def cells(group: Json, intervals: Json | None = None) -> dict[str, str]:
@@ -229,19 +228,21 @@ def decoders_table(report: Json) -> Table:
         per_step = overall["acceleration_rate"]
         decoders["tree"] = {**overall, "tokens_per_step": per_step, "speedup": None}
     decoders |= report["baselines"]
-    rows = decoders.values()
-    columns = {
-        "decoder": [name.replace("_", " ") for name in decoders],
-        "tokens/s": [number(row["tokens_per_s"], 0) for row in rows],
-        "tokens per step": [number(row["tokens_per_step"]) for row in rows],
-        "tree's speedup over it": [
-            number(row["speedup"], 2, "x", row.get("speedup_interval")) for row in rows
-        ],
-        "answers equal to plain ones": [number(row.get("equal_to_plain"), 0) for row in rows],
-    }
-    if mode_of(report["meta"])["acceptance"] != "greedy":  # sampled answers differ anyway
-        del columns["answers equal to plain ones"]
-    return Table.of_columns(columns)
+    is_greedy = mode_of(report["meta"])["acceptance"] == "greedy"
+    rows = [
+        {
+            "decoder": name.replace("_", " "),
+            "tokens/s": number(row["tokens_per_s"], 0),
+            "tokens per step": number(row["tokens_per_step"]),
+            "tree's speedup over it": number(row["speedup"], 2, "x", row.get("speedup_interval")),
+            # sampled answers differ anyway
+            "answers equal to plain ones": number(
+                row.get("equal_to_plain") if is_greedy else None, 0
+            ),
+        }
+        for name, row in decoders.items()
+    ]
+    return Table.of_rows(rows)
 
 
 def _has_tree(report: Json) -> bool:
@@ -317,11 +318,11 @@ def _draft(meta: Json) -> str:
     parts = []
     dynamic = meta.get("dynamic_trees")
     if dynamic is not None:
-        nodes = _counted(dynamic["size"], "node")
-        parts.append(f"dynamic trees of {nodes}, up to {dynamic['depth']} deep")
+        size, depth = _counted(dynamic["size"], "node"), dynamic["depth"]
+        parts.append(f"dynamic trees of {size}, up to {depth} deep")
     elif meta["heads"] is not None:
-        nodes = _counted(meta["tree_nodes"], "node")
-        parts.append(f"tree of {nodes}, {_counted(meta['heads'], 'head')}")
+        nodes, heads = _counted(meta["tree_nodes"], "node"), _counted(meta["heads"], "head")
+        parts.append(f"tree of {nodes}, {heads}")
     if meta.get("draft") is not None:
         parts.append(f"draft {meta['draft']}")
     return ", ".join(parts)

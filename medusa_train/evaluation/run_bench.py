@@ -28,6 +28,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError, TargetModelError
 from medusa_train.evaluation.answer_scores import (
+    answered_turns,
     code_samples,
     require_code_execution,
     rouge_means,
@@ -172,9 +173,7 @@ class Evaluation:
         self.meta["machine_load"] = load
         resumed = completed_turns(log.entries, self.benchmark.questions)
         self.meta["resumed_turns"] = sum(map(len, resumed.values()))
-        calibration = _calibration(self.paths)
-        if calibration is not None:
-            self.parts["calibration"] = calibration
+        self.parts |= _calibration(self.paths)
         self.write()
         try:
             # 3. measurements that need the tokenizer or the timed model
@@ -271,14 +270,14 @@ class Evaluation:
     def _load(self, dtype: str) -> LoadedModel:
         """Load the model, and compile its passes if the configuration or the tree asks for it."""
         cfg, paths, progress = self.cfg, self.paths, self.progress
-        compiled = is_compiled(cfg, paths)
-        asked = compiled and bool(cfg.compile)
-        model = load_with_progress(paths, dtype, progress, compiled=asked, rows=cfg.batch_size)
+        model = load_with_progress(
+            paths, dtype, progress, compiled=cfg.compile, rows=cfg.batch_size
+        )
         ends = model.target_model.stop_tokens.describe(model.target_model.tokenizer)
         if ends is not None:
             progress.print(ends)
         # if only the tree asks for compilation, a failure is no error: the model decodes uncompiled
-        if compiled and not asked:
+        if is_compiled(cfg, paths) and not cfg.compile:
             with progress.phase("compiling the decoding passes", ticking=True):
                 compile_or_report(
                     model.target_model,
@@ -298,25 +297,21 @@ class Evaluation:
         """Remove questions from chats with tools that the chat template cannot render; return the
         prompt of the first remaining question.
         """
-        prompts_by_question: list[tuple[Question, list[int]]] = []
+        prompts: dict[Question, list[int]] = {}
         reasons: list[str] = []
         for question in self.benchmark.questions:
             try:
-                prompts_by_question.append(
-                    (question, chat.prompt(question.opening, question.variables))
-                )
+                prompts[question] = chat.prompt(question.opening, question.variables)
             except DataError as error:
                 if not question.messages:
                     raise
                 reasons.append(str(error))
-        if not prompts_by_question:
+        if not prompts:
             raise DataError(f"bench {self.benchmark.name}: no question can be asked: {reasons[0]}")
         if reasons:
             self.progress.print(f"{len(reasons)} questions are left out; the first: {reasons[0]}")
-        questions, prompts = zip(*prompts_by_question, strict=True)
-        self.benchmark = dataclasses.replace(self.benchmark, questions=questions)
-        first_prompt: list[int] = prompts[0]
-        return first_prompt
+        self.benchmark = dataclasses.replace(self.benchmark, questions=tuple(prompts))
+        return next(iter(prompts.values()))
 
     def _time_benchmark(
         self, model: LoadedModel, chat: ChatEncoder, dtype: str, log: MeasurementLog[Turn]
@@ -390,16 +385,17 @@ class Evaluation:
 
     def _score(self, tokenizer: Any, scorer: Any) -> None:
         """Score the answers as the benchmark defines, and by ROUGE if there is a `scorer`."""
-        questions, turns, progress = self.benchmark.questions, self.answered, self.progress
-        for name, samples in code_samples(turns, questions, tokenizer).items():
+        questions = self.benchmark.questions
+        answered = answered_turns(self.answered, questions, tokenizer)
+        for name, samples in code_samples(answered).items():
             file = "samples.jsonl" if name == TREE else f"samples_{name}.jsonl"
             write_files(self.directory, {file: samples})
         if self.cfg.score and any(question.expected is not None for question in questions):
-            count = len(turns)
-            with progress.phase("scoring the answers", count, "turns", ticking=True) as phase:
-                score_answers(turns, questions, tokenizer, phase.advance)
+            title = "scoring the answers"
+            with self.progress.phase(title, len(answered), "turns", ticking=True) as phase:
+                score_answers(answered, phase.advance)
         if scorer is not None:
-            self.parts["rouge"] = rouge_means(turns, questions, tokenizer, scorer)
+            self.parts["rouge"] = rouge_means(answered, scorer)
 
     @contextmanager
     def _comparison(self, dtype: str) -> Iterator[None]:
@@ -454,11 +450,10 @@ class Evaluation:
 
     def _grade(self, judge: Judge) -> dict[str, Any]:
         """Let the judge grade the answers."""
-        turns, name = self.answered, re.sub(r"[^\w.-]+", "_", judge.model)
+        turns, title = self.answered, f"grading by {judge.model}"
+        name = re.sub(r"[^\w.-]+", "_", judge.model)
         path = self.directory / "model_judgment" / f"{name}_single.jsonl"
-        with self.progress.phase(
-            f"grading by {judge.model}", len(turns), "turns", ticking=True
-        ) as phase:
+        with self.progress.phase(title, len(turns), "turns", ticking=True) as phase:
             model = model_id(self.meta)
             return grade(turns, self.benchmark.questions, model, judge, path, phase.advance)
 
@@ -518,13 +513,15 @@ def trace_turns(turns: Sequence[Turn], model: LoadedModel, progress: RunProgress
             turn.trace = None
 
 
-def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
-    """Return from tree.json how the tree was chosen; None if this is missing or damaged."""
+def _calibration(paths: ModelPaths) -> dict[str, Any]:
+    """Return the report's entry about how the tree was chosen, from tree.json; no entry if this is
+    missing or damaged.
+    """
     if paths.tree is None:
-        return None
+        return {}
     record = parse_json(paths.tree.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "sizes" not in record:
-        return None
+        return {}
     # leave out trees: the report has the tree that was used in its own entry
     left_out = ("medusa_choices", "head_accuracy")
     try:
@@ -538,8 +535,9 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
                 number(size[key])
     except (ValueError, LookupError, TypeError):
         warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
-        return None
-    return {key: record[key] for key in record if key not in left_out} | {"sizes": sizes}
+        return {}
+    kept = {key: record[key] for key in record if key not in left_out}
+    return {"calibration": {**kept, "sizes": sizes}}
 
 
 def _target_model_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:

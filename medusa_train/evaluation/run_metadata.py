@@ -139,7 +139,7 @@ def measurement_settings(
     mode = DecodingMode.from_config(cfg)
     keys = {"max_new_tokens", "dtype", "compile", "generate", "prompt_lookup", "assistant_model"}
     settings: dict[str, Any] = {
-        "format": 3,  # version of the log's line format
+        "format": 4,  # version of the log's line format
         **benchmark_settings(benchmark),
         **model_settings(paths),
         **cfg.model_dump(include=keys),
@@ -185,7 +185,7 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
                 weights.append([file.name, status.st_size, status.st_mtime_ns])
     chat_template = paths.chat_template
     if chat_template:
-        chat_template = get_template(chat_template).source
+        chat_template = get_template(chat_template)
     return {
         "model": paths.name,
         "base_model": paths.target_model,

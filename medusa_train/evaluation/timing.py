@@ -107,7 +107,17 @@ class SpeedTest:
                 for question in wave:
                     if number > len(question.turns) or question.question_id not in chats:
                         continue
-                    turn = self._ask(question, number, chats[question.question_id])
+                    chat = chats[question.question_id]
+                    chat += question.asked(number)
+                    turn = Turn(
+                        question.question_id,
+                        question.category,
+                        number,
+                        tuple(self._chat.prompt(chat, question.variables)),
+                        asked=question.turns[number - 1],
+                        opened=self._chat.opened_reasoning(chat, question.variables),
+                        batch=wave[0].question_id,
+                    )
                     if self._fits(turn.prompt_ids):
                         asked.append(turn)
                         continue
@@ -128,18 +138,6 @@ class SpeedTest:
 
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) + self._max_new_tokens <= self._target_model.max_context
-
-    def _ask(self, question: Question, number: int, chat: list[Message]) -> Turn:
-        """Add a turn's messages to the conversation `chat`; return the turn without answers."""
-        chat += question.asked(number)
-        return Turn(
-            question.question_id,
-            question.category,
-            number,
-            tuple(self._chat.prompt(chat, question.variables)),
-            asked=question.turns[number - 1],
-            opened=self._chat.opened_reasoning(chat, question.variables),
-        )
 
     def _measure(
         self, asked: Sequence[Turn], rotation: int, on_answer: Callable[[TimedAnswer], None]

@@ -82,6 +82,7 @@ class Turn:
         text: text of the reported answer, beginning with the reasoning tag that the prompt opened.
         history: text of the plain answer, which is the history of later turns.
         opened: the reasoning tag at the end of the prompt.
+        batch: id of the first question in the batch of questions that were asked together.
         exact: verdict of comparing the tree's answer with the plain one, by dtype.
         scores: scores of `TREE` and `PLAIN`, for questions that define a correct answer.
         pieces: text of each token of the reported answer.
@@ -97,6 +98,7 @@ class Turn:
     text: str = ""
     history: str = ""
     opened: str = ""
+    batch: int | str = ""
     # computed from the tokens when the report is written, and not logged
     exact: Annotated[dict[str, Verdict], Field(exclude=True)] = field(default_factory=dict)
     scores: Annotated[dict[str, Score], Field(exclude=True)] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
-from medusa_train.config.types import ExportTarget
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.data.sources import PUBLIC_DATASETS
+from medusa_train.export.publish import MERGED, Export
 from medusa_train.inference.decoding_mode import mode_of
 from medusa_train.pages.page import Table, number
 
@@ -62,61 +63,42 @@ SETTINGS = (
 _DIRECTORY = re.compile(r"(?<![^\s'\"])~?/\S*/(?=[^\s/])")
 
 
-def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
+def model_card(export: Export, heads: HeadTensors) -> str:
     """Return the card of Medusa heads, or of the target model that was trained with them; see
     `card`.
     """
-    is_merged = to == "merged"
-    target_model = heads.target_model_name
-    trained_together = paths.trained_target_model and not is_merged
-    if trained_together and target_model == paths.target_model:
-        target_model = None
+    is_merged = export.to == MERGED
+    trained_together = export.paths.trained_target_model and not is_merged
+    target_model: str | None = export.target_model_name
+    if trained_together and target_model == export.paths.target_model:
+        target_model = None  # the heads are served with the merged one, which has no name yet
     return card(
-        paths,
-        to,
-        target_model,
-        licence,
-        title=f"Target model {MERGED_CARD}" if is_merged else "Medusa heads",
+        export,
         tag="medusa",
+        target_model=target_model,
+        title=f"Target model {MERGED_CARD}" if is_merged else "Medusa heads",
         heads=heads,
         trained_together=trained_together,
-        served_by_vllm=to == "vllm",
+        served_by_vllm=export.to == "vllm",
     )
 
 
-def card(
-    paths: ModelPaths,
-    to: ExportTarget,
-    target_model: str | None,
-    licence: str | None,
-    *,
-    tag: str,
-    **facts: Any,
-) -> str:
+def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) -> str:
     """Return a card as Markdown with the hub's YAML header. Local paths are reduced to their last
     part.
 
     Args:
+        tag: kind of the draft, also a tag on the hub.
         target_model: the target model to serve. It is only named if it is a hub repository.
-        licence: the licence to name; None: the target model's licence.
         facts: variables of card.md.jinja that describe the draft.
     """
-    # 1. Read the reports that measured these heads. If a run was trained further, it still has the
-    # reports of its earlier heads; older reports do not say which heads they measured.
-    weights = None
-    if paths.heads is not None:
-        weights = digest_files(find_heads(paths.heads).files)[:16]
-
-    def measured(pattern: str, is_shown: Callable[[Json], bool]) -> list[Json]:
-        reports: list[Json] = []
-        for path in sorted(paths.home.glob(pattern)):
-            report = read_mapping(path)
-            if is_shown(report) and report["meta"].get("weights", weights) == weights:
-                reports.append(report)
-        return reports
-
-    reports = measured("eval/*/report.json", _is_default)
-    # earlier versions reported a speedup even without a tree: the same loop compared with itself
+    # 1. Read the reports that measured this draft. Those without a recommendation did not compare a
+    # server with and without it.
+    paths = export.paths
+    weights = digest_files(find_heads(export.draft).files)[:16]
+    reports = list(filter(_is_default, _reports(paths, weights, "eval/*/report.json")))
+    served = _reports(paths, weights, "eval/served-*/served.json")
+    # Earlier versions reported a speedup even without a tree: the same loop compared with itself.
     treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
     tree_reports = [report for report in reports if report not in treeless]
     # 2. Read the run's configuration, and build the hub's header.
@@ -124,14 +106,15 @@ def card(
     trained_on = str(run.get("base_model") or paths.target_model)
     data = [str(entry["path"]) for entry in run.get("datasets") or ()]
     header = ModelCardData(
-        license=licence or _licence_of(trained_on) or "other",
+        license=export.licence or _licence_of(trained_on) or "other",
         tags=[tag, "speculative-decoding"],
-        base_model=trained_on if _is_hub_name(trained_on) else None,
+        base_model=_hub_repository(trained_on),
         datasets=[repo for repo in map(_hub_repository, data) if repo is not None] or None,
     )
-    used_settings = {key: run[key] for key in SETTINGS if run.get(key) not in (None, False)}
     settings = [
-        [f"`{key}`", _without_directory(str(value))] for key, value in used_settings.items()
+        [f"`{key}`", _without_directory(str(run[key]))]
+        for key in SETTINGS
+        if run.get(key) not in (None, False)
     ]
     # 3. Render the page.
     template = Template(
@@ -146,47 +129,57 @@ def card(
         joined=lambda arguments: shlex.join(map(_without_directory, arguments)),
         without_directories=partial(_DIRECTORY.sub, ""),
         tag=tag,
-        to=to,
+        to=export.to,
         header=header.to_yaml(),
         trained_on=_public(trained_on),
-        target_model=target_model if _is_hub_name(target_model or "") else "TARGET_MODEL",
+        target_model=_hub_repository(target_model or "") or "TARGET_MODEL",
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
         chains=[report for report in reports if report["overall"].get("chain_rates")],
         shown=[report for report in tree_reports if report["overall"].get("speedup") is not None],
         treeless=treeless,
-        # reports without a recommendation did not compare a server with and without the draft
-        served=measured("eval/served-*/served.json", lambda r: bool(r.get("recommendation"))),
-        licence=licence,
+        served=[report for report in served if report.get("recommendation")],
+        licence=export.licence,
     )
     return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _reports(paths: ModelPaths, weights: str, pattern: str) -> list[Json]:
+    """Read the reports of a run that measured heads with these weights. If a run was trained
+    further, it still has the reports of its earlier heads. Older reports do not say which heads
+    they measured.
+    """
+    reports = [read_mapping(path) for path in sorted(paths.home.glob(pattern))]
+    return [
+        report
+        for report in reports
+        if "meta" in report and report["meta"].get("weights", weights) == weights
+    ]
 
 
 def _is_default(report: Mapping[str, Any]) -> bool:
     """Return whether an evaluation decodes greedily, one answer at a time, with the heads and the
     tree in tree.json.
     """
-    meta = report.get("meta") or {}
+    meta = report["meta"]
     if not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees"):
         return False
     if Path(meta.get("tree_file") or "tree.json").name != "tree.json":
         return False
-    mode = meta.get("decoding") or {}
+    mode = mode_of(meta)
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 
 
-def _is_hub_name(name: str) -> bool:
-    """Return whether a name is a hub repository (`owner/name`) and not a local path."""
-    if name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")):
-        return False
-    return name.count("/") == 1 and not Path(name).exists()
-
-
 def _hub_repository(name: str) -> str | None:
-    """Return the hub repository of a data set (also for our short names); None for local ones."""
+    """Return the hub repository of a model or data set, also for our short names; None for a local
+    path.
+    """
     if name in PUBLIC_DATASETS:
         return PUBLIC_DATASETS[name].hub_repo
-    return name if _is_hub_name(name) else None
+    is_file = name.endswith((".jsonl", ".json", ".parquet"))
+    if "/" not in name or is_file or looks_like_path(name) or resolve_path(name) is not None:
+        return None
+    return name
 
 
 def _public(name: str) -> str:

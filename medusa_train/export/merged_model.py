@@ -11,19 +11,21 @@ from pathlib import Path
 
 import torch
 
+from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.load_model import load_trained_target_model
-from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import CheckpointError
+from medusa_train.export.card import model_card
+from medusa_train.export.publish import CARD, Export
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.loading import resolve_target_model
 from medusa_train.models.model_files import model_directory
 from medusa_train.models.target_model import TargetModel
 
-MERGED = "merged"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -58,13 +60,29 @@ def load_for_export(paths: ModelPaths) -> TargetModel:
     return target_model
 
 
-def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) -> str:
-    """Write the trained target model with its adapter merged, its tokenizer and its card; return a
+def write_merged_export(export: Export) -> None:
+    """Write the trained target model with a card.
+
+    Raises:
+        CheckpointError: the run did not train its target model.
+    """
+    is_full = find_heads(export.draft).layout == "model"
+    if not export.paths.trained_target_model and not is_full:
+        raise CheckpointError(
+            f"{export.paths.home}: this run did not train the target model, so there is nothing to"
+            f" merge: use {export.paths.target_model}"
+        )
+    heads = read_heads(export.draft)
+    export.facts.append(write_merged(export.paths, export.files))
+    replace_text(export.files / CARD, model_card(export, heads))
+
+
+def write_merged(paths: ModelPaths, directory: Path) -> str:
+    """Write the trained target model with its adapter merged, and its tokenizer; return a
     description of what was written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # 1. Write the model and its tokenizer.
         if (model := paths.trained_model) is not None:
             shutil.copytree(model, directory, dirs_exist_ok=True)
             content = f"copy of {model}: the target model itself was trained"
@@ -74,11 +92,8 @@ def write_merged(paths: ModelPaths, directory: Path, card: str | None = None) ->
             original = paths.target_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
-        template = paths.chat_template and get_template(paths.chat_template).source
+        template = paths.chat_template and get_template(paths.chat_template)
         _set_tokenizer(directory, paths.special_tokens, template)
-        # 2. Write the card.
-        if card is not None:
-            replace_text(directory / "README.md", card)
     except WRITE_ERRORS as error:
         shutil.rmtree(directory, ignore_errors=True)  # delete before free space is measured
         raise CheckpointError(write_failure("the merged target model", directory, error)) from error

@@ -135,7 +135,7 @@ class BatchDecoder:
         steps.reset()
         steps.make_room(rows, positions)
         if isinstance(steps, FixedShapeSteps):
-            steps.capture(rows, positions, keep_logits=not isinstance(rule, Greedy))
+            steps.capture(rows, positions, rule)
 
     @property
     def can_batch(self) -> bool:

@@ -33,14 +33,17 @@ from medusa_train.inference.accept import (
     next_tokens_of,
 )
 from medusa_train.inference.cuda_graphs import FixedShapeRunner, Replayable, weight_addresses
-from medusa_train.inference.step import RowState, Steps, power_of_two, proposal_limits
+from medusa_train.inference.step import (
+    RowState,
+    Steps,
+    StepShape,
+    power_of_two,
+    proposal_limits,
+)
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.target_model import TargetModel
 from medusa_train.rounding import round_up
 from medusa_train.trees.kv_cache import COLUMNS, KVCache
-from medusa_train.trees.lookahead_branch import TreeAndBranch
-from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeInputs
 from medusa_train.trees.tree import Tree
 
 _log = logging.getLogger(__name__)
@@ -73,8 +76,6 @@ class FixedShapeSteps(Steps):
         runner: runs the steps.
     """
 
-    _may_stop = False
-
     def __init__(
         self,
         target_model: TargetModel,
@@ -99,77 +100,71 @@ class FixedShapeSteps(Steps):
         self._choices = torch.zeros(rows, 2, self.limits.size + 1, dtype=torch.long, device=device)
         self._logits: Tensor | None = None  # allocated once a rule reads them
 
-    # The hooks of `Steps`: nothing depends on the rows
-
-    def _pass_shape(self) -> tuple[int, int]:
+    def _shape(self) -> StepShape:
         # at least 2 rows, as in compiled passes, unless memory is allocated for one row
-        count = min(max(power_of_two(len(self._rows)), 2), self._allocated_rows)
-        return count, self.limits.depth + 1
+        rows = min(max(power_of_two(len(self._rows)), 2), self._allocated_rows)
+        depth = self.limits.depth
+        return StepShape(
+            rows=rows,
+            path_length=depth + 1,
+            num_columns=self._columns_for(self.limits.size),
+            has_gaps=depth > 0,  # some path may have
+            first_column=None,  # the host would choose the column of the captured step
+            may_stop=False,
+        )
 
     def _key_length(self, positions: int) -> int:
         return round_up(positions, self.kv_cache.block)
 
-    def _paths_have_gaps(self) -> bool:
-        return self.limits.depth > 0  # some path may have
-
-    def _place_nodes(
-        self,
-        tree: Tree | RowTrees | TreeAndBranch,
-        lengths: Tensor,
-        storage: Tensor,
-        key_length: int,
-    ) -> NodeInputs:
-        # the host must not choose columns: it would choose those of the captured step
-        return self._target_model.place_nodes(
-            tree.depths, self._masks, lengths, storage, key_length
-        )
-
     def _run(
         self,
         packed: list[list[int]],
-        num_columns: int,
+        shape: StepShape,
         last_tokens: Sequence[int],
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
         skip_draft: bool,
     ) -> list[Accepted]:
-        # 1.-4. The greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of
-        # 64 nodes and a vocabulary of 152,000 tokens
-        keep_logits = not isinstance(rule, Greedy)
-        self._replay(packed, num_columns, keep_logits=keep_logits)
+        # 1.-4.
+        self._replay(packed, shape, rule)
         # 5. accept; a pass may have more rows after the active ones
         active = len(self._rows)
         choices = self._choices[:active]  # [active, 2, n + 1]
-        if self._logits is None or not keep_logits:
+        if self._logits is None or isinstance(rule, Greedy):
             return accept_matching(choices, self._tree)
         return accept(rule, choices[:, NODE_TOKEN], self._logits[:active], self._tree, generators)
 
-    def _replay(self, packed_rows: list[list[int]], num_columns: int, *, keep_logits: bool) -> None:
+    def _replay(self, packed_rows: list[list[int]], shape: StepShape, rule: AcceptanceRule) -> None:
         """Run the stages 1 to 4, by replaying them if they were captured, and leave the results in
         the first rows of the buffers for choices and logits.
         """
-        count = len(packed_rows)  # B
+        count = shape.rows  # B
+        # the greedy rule needs no logits. Copying them costs 311 MB per step for 16 rows of 64 nodes
+        # and a vocabulary of 152,000 tokens
+        keep_logits = not isinstance(rule, Greedy)
         if keep_logits and self._logits is None:
-            shape = (*self._tokens.shape, self._target_model.vocab_size)
-            self._logits = self._hidden.new_zeros(shape)
+            self._logits = self._states.final.new_zeros(
+                *self._tokens.shape, self._target_model.vocab_size
+            )
         # 1. the upload, by way of pinned memory. The previous upload from it is complete, because
         # accepting that step waited for the device
         self._pinned[:count].copy_(torch.tensor(packed_rows))
         packed = self._packed[:count]  # [B, 3 + D + 1]
         packed.copy_(self._pinned[:count], non_blocking=True)
         # 2. give the KV caches enough columns now, because a captured step must not enlarge them
-        buffers = [cache.storage(num_columns) for cache in self._all_caches]
+        buffers = [cache.storage(shape.num_columns) for cache in self._all_caches]
 
         # 3. the step. A graph is bound to addresses, which change with the columns of a buffer
         def step() -> None:
-            proposal, logits = self._device_step(packed, num_columns)
+            proposal, logits = self._device_step(packed, shape)
             if keep_logits and self._logits is not None:
                 self._logits[:count] = logits
             self._choices[:count, TARGET_ARGMAX] = next_tokens_of(logits)
             self._choices[:count, NODE_TOKEN] = proposal.tokens
 
         columns = [buffer.shape[COLUMNS] for buffer in buffers]
-        self._runner.run(self._graphs, (count, num_columns, *columns, keep_logits), step)
+        key = (shape.rows, shape.num_columns, *columns, keep_logits)
+        self._runner.run(self._graphs, key, step)
 
     # What was captured
 
@@ -193,7 +188,7 @@ class FixedShapeSteps(Steps):
         self._weights = weights
         return super().prefill(prompts, rule, generators, num_cached)
 
-    def capture(self, rows: int, positions: int, *, keep_logits: bool = False) -> None:
+    def capture(self, rows: int, positions: int, rule: AcceptanceRule) -> None:
         """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer
         waits for it.
 
@@ -202,7 +197,7 @@ class FixedShapeSteps(Steps):
         Args:
             rows: largest number of rows.
             positions: largest number of positions of a row.
-            keep_logits: copy the logits out of the graph, for all rules except the greedy one.
+            rule: acceptance rule.
         """
         if not all(cache.is_allocated for cache in self._all_caches):
             return
@@ -213,11 +208,12 @@ class FixedShapeSteps(Steps):
         self._graphs.clear()
         # 2. a step of each size, with the trees in the last columns. The largest comes first,
         # because a smaller step fits into the memory of a larger one
-        nodes = self._tree.size + 1
+        nodes = self.limits.size + 1
         key_lengths = range(self._key_length(nodes + 1), end + 1, self.kv_cache.block)
         counts = {min(power_of_two(max(count, 2)), rows) for count in range(1, rows + 1)}
         for count in sorted(counts, reverse=True):
             for key_length in reversed(key_lengths):
                 self._rows = [RowState(key_length - nodes - 1, [0]) for _ in range(count)]
-                self._replay(self._pack([0] * count), key_length, keep_logits=keep_logits)
+                shape = self._shape()
+                self._replay(self._pack([0] * count, shape), shape, rule)
         self.reset()

@@ -235,7 +235,7 @@ class Decoder:
             self._cached_text = []
             self._steps.reset()
             end = positions + self.tree.size + 1
-            self._steps.capture(1, end, keep_logits=not isinstance(rule, Greedy))
+            self._steps.capture(1, end, rule)
 
 
 def step_single(

@@ -22,8 +22,9 @@ the next tree:
 Plain decoding uses the empty tree. The column of the last token is also the number of positions
 before it, the row's *length*.
 
-The sizes here follow from what the host knows about the rows, so the device does no needless work.
-`inference.fixed_steps` has steps whose sizes do not depend on the rows, for CUDA graphs.
+The shape of a step (`StepShape`) follows from what the host knows about the rows, so the device
+does no needless work. `inference.fixed_steps` has steps whose shape does not depend on the rows,
+for CUDA graphs.
 
 Shapes:
     B: rows of a pass.
@@ -58,10 +59,9 @@ from medusa_train.models.drafts.base import (
 )
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates
-from medusa_train.trees.kv_cache import ROWS, KVCache, compact
+from medusa_train.trees.kv_cache import KVCache, compact
 from medusa_train.trees.levels import levels_of
-from medusa_train.trees.lookahead_branch import TreeAndBranch
-from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.lookahead_branch import AnyTree
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
@@ -91,6 +91,26 @@ class RowState:
         return self.start + len(self.path)
 
 
+class StepShape(NamedTuple):
+    """What the host decides about a step before the device runs it. A CUDA graph fixes all of it.
+
+    Attributes:
+        rows: rows of the pass, B. Those after the active rows compute on dummy data.
+        path_length: number of nodes that paths are padded to, P.
+        num_columns: number of columns for the rows and the largest tree that may be proposed.
+        has_gaps: whether an accepted node may not be right after the previous one.
+        first_column: column of the last token of a single row that writes slices; else None.
+        may_stop: whether a draft may stop early, which makes the host wait for the device.
+    """
+
+    rows: int
+    path_length: int
+    num_columns: int
+    has_gaps: bool
+    first_column: int | None
+    may_stop: bool
+
+
 class _Prefilled(NamedTuple):
     """Prompts that the target model has read but the draft has not, see `Steps.add_rows`."""
 
@@ -116,9 +136,6 @@ class Steps:
         limits: largest size and depth of what the draft proposes.
     """
 
-    #: Whether a draft may stop early, which makes the host wait for the device. A hook, see `_run`.
-    _may_stop = True
-
     def __init__(
         self, target_model: TargetModel, draft: Proposer | None, tree: Tree, kv_cache: KVCache
     ) -> None:
@@ -139,7 +156,7 @@ class Steps:
         self._resets = kv_cache.resets  # another owner may reset a shared cache, see `committed`
         # 3. compute here what copies from the host, because a CUDA graph can't do that
         levels_of(tree)  # the tree keeps them
-        self._masks = target_model.node_masks(tree.ancestors, tree.depths)
+        self._masks = target_model.node_masks(tree)
         # 4. the active rows, and what a step keeps on the device for the next step
         self._rows: list[RowState] = []
         self._prefilled: _Prefilled | None = None
@@ -154,19 +171,17 @@ class Steps:
         width = target_model.hidden_size  # d
         device = target_model.device
         self._allocated_rows = rows
-        self._hidden = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
-        self._aux: Tensor | None = None
-        if self._aux_layers:
-            self._aux = self._hidden.new_zeros(rows, nodes, width * len(self._aux_layers))
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+        final = torch.zeros(rows, nodes, width, dtype=target_model.dtype, device=device)
+        aux: Tensor | None = None
+        if self._aux_layers:
+            aux = final.new_zeros(rows, nodes, width * len(self._aux_layers))
+        self._states = HiddenStates(final, aux)
 
     @property
     def _kept_tensors(self) -> list[Tensor]:
         """Tensors that a step reads from the step before; the first dimension is the row."""
-        kept = [self._hidden, self._tokens]
-        if self._aux is not None:
-            kept.append(self._aux)
-        return kept
+        return [self._tokens, *self._states.tensors]
 
     # A step
 
@@ -192,11 +207,11 @@ class Steps:
             followed by the target model's next token, which is the new last token.
         """
         self._add_prefilled_rows()
-        # on the host: the inputs, and how many columns the rows and their largest trees need
-        packed = self._pack(last_tokens)
-        num_columns = self._key_length(self._longest + self.limits.size + 1)
+        # on the host: the inputs
+        shape = self._shape()
+        packed = self._pack(last_tokens, shape)
         # on the device
-        accepted = self._run(packed, num_columns, last_tokens, rule, generators, skip_draft)
+        accepted = self._run(packed, shape, last_tokens, rule, generators, skip_draft)
         # on the host again: what the next step compacts and reads
         for row, (path, tokens) in zip(self._rows, accepted, strict=True):
             # the new tree's root is right after the old path, whose end is `row.length`
@@ -208,7 +223,7 @@ class Steps:
     def _device_step(
         self,
         packed: Tensor,
-        num_columns: int,
+        shape: StepShape,
         last_token_list: Sequence[int] = (),
         *,
         skip_draft: bool = False,
@@ -217,7 +232,7 @@ class Steps:
 
         Args:
             packed: inputs, long [B, 3 + P], see `_pack`.
-            num_columns: number of columns for the rows and the largest tree that may be proposed.
+            shape: shape of the step.
             last_token_list: the last tokens on the host; not in steps of fixed shape.
             skip_draft: verify no draft tokens.
 
@@ -227,12 +242,12 @@ class Steps:
         last_tokens, starts, counts = packed[:, :3].unbind(1)  # [B] each
         path = packed[:, 3:]  # [B, P]
         lengths = starts + counts  # [B], positions of the last tokens
-        storage = self.kv_cache.storage(num_columns)
+        storage = self.kv_cache.storage(shape.num_columns)
         draft = self._draft
 
         # 1. compact. Padded path entries are written after the accepted ones; this pass overwrites
         # them or masks them out. Draft caches need no compaction, because `extend` rewrites them
-        if self._paths_have_gaps():
+        if shape.has_gaps:
             compact(storage, starts, path)
 
         # 2. draft. A draft with a fixed tree may run the target model's first layers over its
@@ -242,9 +257,10 @@ class Steps:
             proposal = Proposal(last_tokens[:, None], self._empty_tree)  # tokens [B, 1]
         else:
             if draft.fixed_shape and not skip_draft:
-                nodes = self._place_nodes(self._tree, lengths, storage, num_columns)
-            accepted = self._accepted_path(path, counts, starts)
-            step = self._draft_step(accepted, last_tokens, last_token_list, num_columns, nodes)
+                nodes = self._place_nodes(self._tree, lengths, storage, shape, shape.num_columns)
+            step = self._draft_step(
+                last_tokens, last_token_list, path, counts, starts, shape, nodes
+            )
             states = draft.extend(step)
             if skip_draft:
                 draft.skip_proposal(step, states)
@@ -252,93 +268,93 @@ class Steps:
             else:
                 proposal = draft.propose(step, states)
 
-        # 3. verify
+        # 3. verify, and 4. keep
         tokens, tree = proposal.pass_inputs()  # [B, n + 1], with branch tokens [B, n + 1 + m]
         if nodes is None:  # now the tree is known; it may be smaller than the largest one
-            key_length = self._key_length(self._longest + tree.size + 1)
-            nodes = self._place_nodes(tree, lengths, storage, key_length)
+            key_length = self._columns_for(tree.size)
+            nodes = self._place_nodes(tree, lengths, storage, shape, key_length)
         elif tree.size < self._tree.size:  # the draft stopped early, at a level above the last
             nodes = nodes.first_nodes(tree.size + 1)
-        hidden_states, logits = self._target_model.run_nodes(
-            tokens, nodes, self._aux_layers, proposal.aux
-        )
+        return proposal, self._verify(proposal, tokens, nodes)
 
-        # 4. keep
-        if draft is None:
-            return proposal, logits
-        rows, count = proposal.tokens.shape
-        if proposal.branch is not None:
-            logits = proposal.at_outputs(logits)  # [B, n + 1 + outputs, V]
-            draft.observe(self._request_states, proposal, logits[:, count:])
-            logits = logits[:, :count]
-            hidden_states = hidden_states.first(count)
-        self._tokens[:rows, :count] = proposal.tokens
-        self._hidden[:rows, :count] = hidden_states.final
-        if self._aux is not None and hidden_states.aux is not None:
-            self._aux[:rows, :count] = hidden_states.aux
-        return proposal, logits
-
-    def _pack(self, last_tokens: Sequence[int]) -> list[list[int]]:
-        """Return the inputs of each row of a pass, [B][3 + P]: its last token, the position of the
-        root of its last tree, the number of accepted nodes of that tree, and these nodes,
-        right-padded. They are one upload.
-        """
-        count, path_length = self._pass_shape()
-        packed: list[list[int]] = []
-        for token, row in zip(last_tokens, self._rows, strict=True):
-            padding = [0] * (path_length - len(row.path))
-            packed.append([token, row.start, len(row.path), *row.path, *padding])
-        # inactive rows compute on dummy data in their own rows of the KV cache
-        while len(packed) < count:
-            packed.append([0, 0, 1] + [0] * path_length)
-        return packed
-
-    @property
-    def _longest(self) -> int:
-        """Largest length of a row."""
-        return max(row.length for row in self._rows)
-
-    def _accepted_path(self, path: Tensor, counts: Tensor, starts: Tensor) -> AcceptedPath:
-        """Return the accepted nodes of B rows with their states and tokens, which the last step
-        kept.
+    def _draft_step(
+        self,
+        last_tokens: Tensor,
+        last_token_list: Sequence[int],
+        path: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        shape: StepShape,
+        nodes: NodeInputs | None,
+    ) -> DraftStep:
+        """Return the inputs of the draft, with the states and tokens that the last step kept; see
+        `DraftStep` and `AcceptedPath`.
         """
         rows = len(path)  # B
-        aux = self._aux
-        if aux is not None:
-            aux = aux[:rows]  # [B, n + 1, d * number of auxiliary layers]
-        return AcceptedPath(
-            hidden_states=HiddenStates(self._hidden[:rows], aux),  # [B, n + 1, d]
+        accepted = AcceptedPath(
+            hidden_states=self._states.map(lambda states: states[:rows]),  # [B, n + 1, d]
             tokens=self._tokens[:rows],  # [B, n + 1]
             path=path,
             counts=counts,
             starts=starts,
         )
-
-    def _draft_step(
-        self,
-        accepted: AcceptedPath,
-        last_tokens: Tensor,
-        last_token_list: Sequence[int],
-        num_columns: int,
-        nodes: NodeInputs | None,
-    ) -> DraftStep:
-        """Return the inputs of the draft, see `DraftStep`; its caches
-        have `num_columns` columns.
-        """
-        last = self._target_model.max_context - 1
+        columns = shape.num_columns
+        last_position = self._target_model.max_context - 1
         return DraftStep(
             accepted=accepted,
             last_tokens=last_tokens,
             last_token_list=last_token_list,
             caches=[
-                DraftCache(cache.storage(num_columns), num_columns, last)
+                DraftCache(cache.storage(columns), columns, last_position)
                 for cache in self._draft_caches
             ],
             request_states=self._request_states,
             tree=self._tree,
             nodes=nodes,
-            may_stop=self._may_stop,
+            may_stop=shape.may_stop,
         )
+
+    def _verify(self, proposal: Proposal, tokens: Tensor, nodes: NodeInputs) -> Tensor:
+        """Run the stages 3 and 4: run the target model over all tokens of the pass, and keep what
+        the draft reads in the next step. Return the logits of the proposal's nodes, [B, n + 1, V].
+        """
+        hidden_states, logits = self._target_model.run_nodes(
+            tokens, nodes, self._aux_layers, proposal.aux
+        )
+        if self._draft is None:
+            return logits
+        rows, count = proposal.tokens.shape
+        if proposal.branch is not None:
+            outputs = logits[:, -proposal.branch.layout.outputs :]  # [B, outputs, V]
+            self._draft.observe(self._request_states, proposal, outputs)
+            logits = logits[:, :count]
+            hidden_states = hidden_states.map(lambda states: states[:, :count])
+        # compiled passes may return auxiliary states that this draft does not read
+        new = [proposal.tokens, *hidden_states.tensors]
+        for kept, values in zip(self._kept_tensors, new, strict=False):
+            kept[:rows, :count] = values
+        return logits
+
+    def _pack(self, last_tokens: Sequence[int], shape: StepShape) -> list[list[int]]:
+        """Return the inputs of each row of a pass, [B][3 + P]: its last token, the position of the
+        root of its last tree, the number of accepted nodes of that tree, and these nodes,
+        right-padded. They are one upload.
+        """
+        packed: list[list[int]] = []
+        for token, row in zip(last_tokens, self._rows, strict=True):
+            padding = [0] * (shape.path_length - len(row.path))
+            packed.append([token, row.start, len(row.path), *row.path, *padding])
+        # inactive rows compute on dummy data in their own rows of the KV cache
+        while len(packed) < shape.rows:
+            packed.append([0, 0, 1] + [0] * shape.path_length)
+        return packed
+
+    def _columns_for(self, nodes: int) -> int:
+        """Return how many columns attention reads for all rows with a tree of up to `nodes` nodes
+        below the root.
+        """
+        longest = max(row.length for row in self._rows)
+        return self._key_length(longest + nodes + 1)
 
     @property
     def _request_states(self) -> list[Any]:
@@ -349,14 +365,56 @@ class Steps:
     def _is_compiled(self) -> bool:
         return self._target_model.compiled is not None
 
-    # Hooks: the methods that `FixedShapeSteps` overrides, together with `_may_stop`. Here the sizes
-    # of a step follow from its rows, which only the host knows. There all steps have the same sizes
-    # and addresses, because a CUDA graph replays the kernels that it captured.
+    def _place_nodes(
+        self,
+        tree: AnyTree,
+        lengths: Tensor,
+        storage: Tensor,
+        shape: StepShape,
+        key_length: int,
+    ) -> NodeInputs:
+        """Return the inputs of a pass over the nodes of a tree, see `TargetModel.place_nodes`."""
+        target_model = self._target_model
+        first_column = shape.first_column
+        # 1. a single row's root that sees all columns needs no mask
+        in_window = target_model.window is None or key_length <= target_model.window
+        if first_column is not None and tree.size == 0 and in_window and not self._is_compiled:
+            column = lengths[:, None]  # [1, 1]; also its position, within the context
+            return NodeInputs(column, None, column, first_column, storage, key_length)
+        # 2. all other passes get the mask of their tree
+        masks = self._masks if tree is self._tree else target_model.node_masks(tree)
+        return target_model.place_nodes(tree, masks, lengths, storage, key_length, first_column)
+
+    # What `FixedShapeSteps` overrides
+
+    def _shape(self) -> StepShape:
+        """Return the shape of the next step."""
+        rows = len(self._rows)
+        if self._is_compiled and (self._draft is None or self._draft.fixed_shape):
+            # compiled programs run at least 2 rows, unless memory is allocated for one row
+            rows = min(max(rows, 2), self._allocated_rows)
+        # a single row in a single-row cache writes a slice, at a column that the host knows
+        is_single = rows == 1 and self.kv_cache.rows == 1
+        return StepShape(
+            rows=rows,
+            path_length=max(len(row.path) for row in self._rows),
+            num_columns=self._columns_for(self.limits.size),
+            # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
+            has_gaps=any(row.path[-1] != len(row.path) - 1 for row in self._rows),
+            first_column=self._rows[0].length if is_single else None,
+            may_stop=True,
+        )
+
+    def _key_length(self, positions: int) -> int:
+        """Return how many columns attention reads if `positions` columns are needed. Compiled
+        passes read whole blocks.
+        """
+        return round_up_to_block(positions) if self._is_compiled else positions
 
     def _run(
         self,
         packed: list[list[int]],
-        num_columns: int,
+        shape: StepShape,
         last_tokens: Sequence[int],
         rule: AcceptanceRule,
         generators: Sequence[torch.Generator] | None,
@@ -367,57 +425,12 @@ class Steps:
         """
         proposal, logits = self._device_step(
             torch.tensor(packed, device=self._target_model.device),
-            num_columns,
+            shape,
             last_tokens,
             skip_draft=skip_draft,
         )
         active = len(self._rows)  # a compiled pass may have more rows
         return accept(rule, proposal.tokens[:active], logits[:active], proposal.tree, generators)
-
-    def _pass_shape(self) -> tuple[int, int]:
-        """Return the number of rows of a pass, B, and of nodes that paths are padded to, P."""
-        count = len(self._rows)
-        if self._is_compiled and (self._draft is None or self._draft.fixed_shape):
-            # compiled programs run at least 2 rows, unless memory is allocated for one row
-            count = min(max(count, 2), self._allocated_rows)
-        return count, max(len(row.path) for row in self._rows)
-
-    def _key_length(self, positions: int) -> int:
-        """Return how many columns attention reads if `positions` columns are needed. Compiled
-        passes read whole blocks.
-        """
-        return round_up_to_block(positions) if self._is_compiled else positions
-
-    def _paths_have_gaps(self) -> bool:
-        """Return whether an accepted node may not be right after the previous one."""
-        # paths begin with 0 and increase: a path without gaps is 0, 1, ..., len - 1
-        return any(row.path[-1] != len(row.path) - 1 for row in self._rows)
-
-    def _place_nodes(
-        self,
-        tree: Tree | RowTrees | TreeAndBranch,
-        lengths: Tensor,
-        storage: Tensor,
-        key_length: int,
-    ) -> NodeInputs:
-        """Return the inputs of a pass over the nodes of a tree, see `TargetModel.place_nodes`."""
-        target_model = self._target_model
-        # 1. a single row in a single-row cache writes a slice, at a column that the host knows. A
-        # root that sees all columns needs no mask
-        first_column: int | None = None
-        if len(lengths) == 1 and storage.shape[ROWS] == 1:
-            first_column = self._rows[0].length
-            in_window = target_model.window is None or key_length <= target_model.window
-            if tree.size == 0 and in_window and not self._is_compiled:
-                column = lengths[:, None]  # [1, 1]; also its position, within the context
-                return NodeInputs(column, None, column, first_column, storage, key_length)
-        # 2. all other passes get the mask of their tree
-        masks = self._masks
-        if tree is not self._tree:
-            masks = target_model.node_masks(tree.ancestors, tree.depths)
-        return target_model.place_nodes(
-            tree.depths, masks, lengths, storage, key_length, first_column
-        )
 
     # Rows join and leave
 
@@ -521,10 +534,9 @@ class Steps:
             draft.prefill(hidden_states, tokens, caches)
         last = [len(prompt) - num_cached - 1 for prompt in prompts]
         rows = slice(first, first + count)
-        self._hidden[rows, 0] = at_positions(hidden_states.final, last)
-        self._tokens[rows, 0] = at_positions(tokens, last)
-        if self._aux is not None and hidden_states.aux is not None:
-            self._aux[rows, 0] = at_positions(hidden_states.aux, last)
+        new = [tokens, *hidden_states.tensors]
+        for kept, values in zip(self._kept_tensors, new, strict=False):
+            kept[rows, 0] = at_positions(values, last)
         for prompt in prompts:
             state = None if draft is None else draft.new_request_state(prompt)
             self._rows.append(RowState(len(prompt) - 1, [0], state))

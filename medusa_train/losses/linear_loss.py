@@ -99,7 +99,7 @@ def linear_loss(
     grad_scale: float | None = None,
 ) -> LossSums:
     """Sum the cross-entropy (or divergence) between the target distribution and the student's over
-    all positions with a target.
+    all positions with a target; with `grad_scale`, also run the backward pass.
 
     Positions with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and
     low-rank matrices get gradients in their own dtype if they require them; the teacher gets none.

@@ -106,7 +106,7 @@ class Objective:
         self.draft = draft
         self.decay = decay
         self.lm = lm
-        self.teacher_weight = _teacher_weight(lm, rho)
+        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[lm]
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_targets = soft_targets
@@ -224,7 +224,8 @@ class Objective:
         teacher: tuple[Tensor, LMHead] | None,
         scales: Sequence[float | None],
     ) -> list[LossSums]:
-        """Return the sums of each head, and accumulate gradients if `scales` are numbers.
+        """Return the sums of each head. If `scales` are numbers, also run the backward pass of each
+        head, which accumulates its gradients.
 
         Args:
             hidden_states, batch, teacher: see `loss_and_gradients`.
@@ -314,15 +315,6 @@ def lambda0(schedule: str, progress: float) -> float:
     if end:
         rise = float(end)
     return math.sin(math.pi / 2 * min(s / rise, 1.0))
-
-
-def _teacher_weight(lm: Literal["ce", "kl"] | None, rho: float) -> float:
-    """Return the teacher's weight in the language model's target."""
-    if lm == "kl":
-        return 1.0
-    if lm == "ce":
-        return rho
-    return 0.0
 
 
 def _scaled(factor: float, grad_scale: float | None) -> float | None:

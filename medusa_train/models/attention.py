@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,7 +72,9 @@ def folded_head_forward(
     Decoding passes use `folded_head_attention`; all other passes (prompts, training, a mask per
     head) use transformers' "sdpa".
     """
-    unsupported = _is_unsupported(kwargs)
+    unsupported = any(
+        kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache")
+    )
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -116,7 +117,7 @@ def folded_head_attention(
     rows = folded.shape[2]
     # 2. two matrix products, if they are faster
     if not dropout and _use_products(folded, key, mask):
-        scale = _score_scale(query, scaling)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if query.is_cuda and mask is not None:
             out = _attention_in_float32(folded, key, value, mask, scale)
         else:
@@ -134,14 +135,6 @@ def folded_head_attention(
         folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
-
-
-def _score_scale(query: Tensor, scaling: float | None) -> float:
-    """Return the factor on the scores: `scaling`, by default 1 / sqrt(d)."""
-    if scaling is not None:
-        return scaling
-    default: float = query.shape[3] ** -0.5
-    return default
 
 
 def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -234,13 +227,6 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
         width = round_up(keys, _MASK_ALIGNMENT)
     repeated = mask.new_empty(batch, times, q, width)[..., :keys]
     return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
-
-
-def _is_unsupported(options: Mapping[str, Any]) -> bool:
-    """Return whether a layer asks for something that these functions do not compute."""
-    if options.get("position_bias") is not None or options.get("softcap") is not None:
-        return True
-    return options.get("cache") is not None
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

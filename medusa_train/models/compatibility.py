@@ -14,7 +14,6 @@ from medusa_train.models.hf_config import has_experts
 from medusa_train.models.precision import is_out_of_memory
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import Rows
-from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 #: Sizes by config key. A mixture of experts is probed with a small copy of these sizes.
@@ -36,12 +35,11 @@ def check_model(target_model: TargetModel) -> None:
     be wrong, or its weights are not finite.
     """
     try:
-        reason = _forward_problem(target_model)
-        if reason is None:
-            problem = _not_finite(target_model)
-            if problem is not None:
-                raise TargetModelError(f"base_model {target_model.name}: {problem}")
-            reason = _model_problem(target_model)
+        reason = (
+            _forward_problem(target_model)
+            or _logits_problem(target_model)
+            or _tree_problem(target_model)
+        )
     except Exception as error:  # an untested model family can fail anywhere
         if isinstance(error, MedusaError) or is_out_of_memory(error):
             raise
@@ -62,13 +60,10 @@ def _forward_problem(target_model: TargetModel) -> str | None:
     return f"its forward takes no {', '.join(missing)}" if missing else None
 
 
-def _model_problem(target_model: TargetModel) -> str | None:
-    """Describe what a model computes differently from what drafts and trees need; None: nothing."""
-    if not _reproduces_logits(target_model):
-        return (
-            "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
-            " would be wrong"
-        )
+def _tree_problem(target_model: TargetModel) -> str | None:
+    """Describe what a model computes differently from what trees need, or packed rows if its trees
+    cannot be verified; None: nothing.
+    """
     if target_model.tree_unsupported_reason is not None:
         return _padding_problem(target_model)
     # in half precision, rounding may route a token to another expert, so compare a small float32
@@ -87,27 +82,34 @@ def _model_problem(target_model: TargetModel) -> str | None:
 
 
 @torch.no_grad()
-def _not_finite(target_model: TargetModel) -> str | None:
-    """Describe why a model's logits are NaN or infinite; None if they are finite."""
+def _logits_problem(target_model: TargetModel) -> str | None:
+    """Describe how a model's logits differ from those that drafts compute; None: they do not.
+
+    Raises:
+        TargetModelError: they are not finite.
+    """
     probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
-    if bool(torch.isfinite(target_model.logits(target_model.run(probe).final)).all()):
+    logits = target_model.logits(target_model.run(probe).final)
+    if not bool(torch.isfinite(logits).all()):
+        raise TargetModelError(f"base_model {target_model.name}: {_why_not_finite(target_model)}")
+    expected = target_model.model(input_ids=probe, use_cache=False).logits.float()
+    tolerance = 1e-3 * float(expected.abs().max().clamp(min=1.0))
+    if torch.allclose(logits.float(), expected, rtol=1e-3, atol=tolerance):
         return None
+    return (
+        "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
+        " would be wrong"
+    )
+
+
+def _why_not_finite(target_model: TargetModel) -> str:
+    """Describe why a model's logits are NaN or infinite."""
     problem = describe_not_finite(target_model.model.named_parameters())
     if problem is not None:
         return f"{problem}: the file is damaged; fetch or copy it again"
     return (
         f"its logits are not finite in {str(target_model.dtype).removeprefix('torch.')}, though its"
         " weights are: load it in bfloat16 or float32"
-    )
-
-
-@torch.no_grad()
-def _reproduces_logits(target_model: TargetModel) -> bool:
-    probe = torch.arange(min(4, target_model.vocab_size), device=target_model.device)[None]
-    expected = target_model.model(input_ids=probe, use_cache=False).logits.float()
-    logits = target_model.logits(target_model.run(probe).final).float()
-    return torch.allclose(
-        logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max().clamp(min=1.0))
     )
 
 
@@ -158,18 +160,8 @@ def _verifies_trees(target_model: TargetModel) -> bool:
     """
     if target_model.max_context < 8:
         return True
-    tree = Tree.from_paths([(0,), (1,), (1, 0)])
-    tokens = (
-        torch.arange(7, device=target_model.device)
-        * max(1, target_model.vocab_size // 8)
-        % target_model.vocab_size
-    )
-    expected = target_model.run(tokens[[0, 1, 2, 3, 5, 6]][None]).final[0, -1]
-    kv_cache = target_model.new_kv_cache()
-    target_model.run(tokens[None, :3], cache=PromptCache(kv_cache, 0, 1))
-    depths = tree.depths.to(target_model.device)
-    masks = target_model.node_masks(tree.ancestors.to(target_model.device), depths)
-    lengths = torch.tensor([3], device=target_model.device)
-    nodes = target_model.place_nodes(depths, masks, lengths, kv_cache.storage(7), 7)
-    hidden = target_model.run_nodes(tokens[None, 3:], nodes)[0].final[0, -1]
+    tokens = target_model.spread_tokens(7)
+    expected = target_model.run(tokens[:, [0, 1, 2, 3, 5, 6]]).final[0, -1]
+    nodes = target_model.place_tree(tokens[:, :3], Tree.from_paths([(0,), (1,), (1, 0)]))
+    hidden = target_model.run_nodes(tokens[:, 3:], nodes)[0].final[0, -1]
     return target_model.agrees(hidden, expected)

@@ -4,7 +4,8 @@ of the documents instead of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,6 +133,21 @@ def flash_unsupported_reason(
     if not supported:
         return "this architecture does not support flash attention"
     return None
+
+
+@contextmanager
+def use_attention(config: Any, implementation: str) -> Iterator[None]:
+    """Within this context, layers with this transformers config attend by `implementation`.
+
+    It is set on the config, which the layers read at each call: the model's own method visits all
+    modules, too slow for every step.
+    """
+    before = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def register_document_attention() -> str:

@@ -143,11 +143,7 @@ class LMHead:
 
     def transform(self, logits: Tensor) -> Tensor:
         """Apply scale and soft cap to raw logits of any shape [..., V]."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+        return transform_logits(logits, self.scale, self.softcap)
 
     @torch.no_grad()
     def restrict_to(self, tokens: Tensor) -> LMHead:
@@ -157,22 +153,16 @@ class LMHead:
         Its softmax is the original one restricted to `tokens`: `exp(l_i) / sum_j exp(l_j)`.
         """
         kept = tokens.to(self.weight.device)
-        bias = self.bias
-        if bias is not None:
-            bias = bias[kept]
         low_rank = self.low_rank
         if low_rank is not None:
             low_rank = replace(low_rank, b=low_rank.b[kept])
-        token_bias = self.token_bias
-        if token_bias is not None:
-            token_bias = token_bias[kept]
         return replace(
             self,
             weight=self.weight[kept],
-            bias=bias,
+            bias=None if self.bias is None else self.bias[kept],
             low_rank=low_rank,
             token_map=self.tokens_of(kept),
-            token_bias=token_bias,
+            token_bias=None if self.token_bias is None else self.token_bias[kept],
         )
 
     def indices_of(self, tokens: Tensor) -> Tensor:
@@ -190,6 +180,15 @@ class LMHead:
         if self.token_map is None:
             return indices
         return self.token_map[indices]
+
+
+def transform_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Apply scale and soft cap to raw logits of any shape [..., V]."""
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits
 
 
 def rank_candidates(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -484,8 +484,29 @@ def choose_attention(
             " mask)"
         )
     which = "packed rows" if packed else "rows with sliding windows"
-    reasons: list[str] = []  # why faster kernels are not used
-    for implementation, kernel in _varlen_attentions(target_model, wanted, reasons):
+    # 1. the kernels to try, the fastest first, and why others are left out
+    kernels: list[tuple[str, str]] = []
+    reasons: list[str] = []
+    capped = target_model.attention == "eager"
+    unsupported_reason: str | None = "flash_attention: false"
+    if wanted:
+        unsupported_reason = flash_unsupported_reason(
+            target_model.device.type,
+            target_model.dtype,
+            capped=capped,
+            supported=bool(getattr(target_model.model, "_supports_flash_attn", False)),
+            installed=is_flash_attn_2_available(),
+        )
+    if unsupported_reason is None:
+        kernels.append((FLASH, "flash-attn varlen kernel"))
+    else:
+        reasons.append(unsupported_reason)
+    if capped:
+        reasons.append("soft-capped scores or sinks need a mask")
+    else:
+        kernels.append((register_document_attention(), "torch sdpa, one call per document,"))
+    # 2. the first that keeps conversations separate
+    for implementation, kernel in kernels:
         try:
             target_model.use_varlen(implementation)
         except (TargetModelError, ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -498,29 +519,3 @@ def choose_attention(
     return (
         f"attention: torch {target_model.attention} with a mask for {which} ({'; '.join(reasons)})"
     )
-
-
-def _varlen_attentions(
-    target_model: TargetModel, wanted: bool | Literal["auto"], reasons: list[str]
-) -> Iterator[tuple[str, str]]:
-    """Yield the attention implementations to try, with descriptions, fastest first; append to
-    `reasons` why others are left out.
-    """
-    capped = target_model.attention == "eager"
-    unsupported_reason: str | None = "flash_attention: false"
-    if wanted:
-        unsupported_reason = flash_unsupported_reason(
-            target_model.device.type,
-            target_model.dtype,
-            capped=capped,
-            supported=bool(getattr(target_model.model, "_supports_flash_attn", False)),
-            installed=is_flash_attn_2_available(),
-        )
-    if unsupported_reason is None:
-        yield FLASH, "flash-attn varlen kernel"
-    else:
-        reasons.append(unsupported_reason)
-    if capped:
-        reasons.append("soft-capped scores or sinks need a mask")
-    else:
-        yield register_document_attention(), "torch sdpa, one call per document,"

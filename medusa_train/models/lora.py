@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from medusa_train import checksums
 from medusa_train.errors import CheckpointError, TargetModelError
@@ -45,13 +45,6 @@ class LoraSpec:
 
 #: PEFT's file name for the weights of an adapter.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-
-def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and parameters that an adapter adds to a model."""
-    for name, parameter in peft.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            yield name, parameter
 
 
 class Adapter:
@@ -132,7 +125,12 @@ class Adapter:
             raise CheckpointError(
                 f"{directory}: cannot load this adapter into {target_model.name}: {error}"
             ) from error
-        problem = describe_not_finite(_adapter_weights(peft))
+        added = [
+            (name, parameter)
+            for name, parameter in peft.named_parameters()
+            if "lora_" in name or "modules_to_save" in name
+        ]
+        problem = describe_not_finite(added)
         if problem is not None:
             raise CheckpointError(
                 f"{weights}: {problem}: the file is damaged, or training failed; use an earlier"
@@ -211,16 +209,11 @@ def linear_names(model: Any) -> list[str]:
     """Return the last name components of all linear layers, including quantized ones and excluding
     routers; lm_head comes last.
     """
-    lm_head = model.get_output_embeddings()
     names: set[str] = set()
-    lm_head_names: set[str] = set()
     for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
         if isinstance(module, nn.Linear) and "Router" not in str(type(module)):
-            names.add(name)
-        if module is lm_head:
-            lm_head_names.add(name)
-    return [*sorted(names - lm_head_names), *sorted(names & lm_head_names)]
+            names.add(path.rpartition(".")[2])
+    return sorted(names, key=lambda name: (name == LM_HEAD, name))
 
 
 def default_targets(model: Any) -> list[str]:
@@ -275,10 +268,7 @@ def _check_modules(target_model: TargetModel, names: Sequence[str]) -> None:
     other names.
     """
     paths = [path for path, _ in target_model.model.named_modules()]
-    unknown = []
-    for name in names:
-        if not any(path.endswith(name) for path in paths):
-            unknown.append(name)
+    unknown = [name for name in names if not any(path.endswith(name) for path in paths)]
     if unknown:
         raise TargetModelError(
             f"lora_modules_to_save: {', '.join(unknown)}: this target model has no module of that"

@@ -28,8 +28,8 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
         model that must be downloaded from the hub.
 
     Raises:
-        TargetModelError: there is no such directory, or no readable config.json in it; or the hub
-            cannot be reached and the model is not in its cache.
+        TargetModelError: there is no such directory, no readable config.json in it, or only an
+            adapter; or the hub cannot be reached and the model is not in its cache.
     """
     local = resolve_path(name)
     if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):
@@ -37,14 +37,22 @@ def find_target_model(name: str) -> tuple[str, dict[str, Any]]:
         advice = f"; did you mean {similar}?" if similar else ""
         raise TargetModelError(f"base_model {name}: no such directory{advice}")
     source = str(local or name)
-    path = model_directory(source) / "config.json"
+    directory = model_directory(source)
+    weights = {*directory.glob("model*.safetensors"), *directory.glob("pytorch_model*.bin")}
+    # Axolotl writes the model's config.json next to an adapter
+    if not weights and (directory / ADAPTER_CONFIG).is_file():
+        raise TargetModelError(
+            f"base_model {name}: an adapter without its model; merge it, for example by"
+            " `axolotl merge-lora`, and set base_model to the directory that this writes"
+        )
+    path = directory / "config.json"
     if not path.is_file():
         if local is not None:
             raise TargetModelError(f"base_model {name}: not a model directory: no config.json")
         if hub_is_unreachable():
-            directory = f"models/{Path(name).name}"
-            reason = offline_advice(name, "model", directory)
-            raise missing_from_hub(name, f"{reason}, then set base_model={directory}")
+            target = f"models/{Path(name).name}"
+            reason = offline_advice(name, "model", target)
+            raise missing_from_hub(name, f"{reason}, then set base_model={target}")
         return source, {}
     try:
         config = parse_json(path.read_text(encoding="utf-8"))

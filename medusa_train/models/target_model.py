@@ -5,9 +5,8 @@ and KV cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from medusa_train.models.document_attention import (
     document_bounds,
     document_mask,
     separates_documents,
+    use_attention,
 )
 from medusa_train.models.hf_config import (
     check_exit_layer,
@@ -34,7 +34,7 @@ from medusa_train.models.hf_config import (
     rope_switch,
 )
 from medusa_train.models.layer_split import LayerRunner, LayerSplit
-from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
+from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of, transform_logits
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
 from medusa_train.models.prepack import copies_fit
@@ -50,7 +50,8 @@ from medusa_train.models.target_states import (
     capture_outputs,
 )
 from medusa_train.trees.kv_cache import KEY_BLOCK, ROWS, KVCache
-from medusa_train.trees.masks import NodeMasks, layer_masks
+from medusa_train.trees.lookahead_branch import AnyTree
+from medusa_train.trees.masks import NodeMasks, apply_sliding_window
 from medusa_train.trees.transformers_adapters import NodeInputs, PromptCache
 from medusa_train.trees.tree import Tree
 
@@ -77,12 +78,17 @@ class TargetModel:
             `architecture.tree_unsupported_reason`; None if they can.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
-        varlen: whether packed documents are separated by their bounds, see `use_varlen`.
+
+    The remaining attributes change how passes run, not what they compute. They are set at most
+    once, after loading:
+
+        varlen: whether packed documents are separated by their bounds, in training; by
+            `use_varlen`.
+        step_runner: replays decoding steps; by `inference.cuda_graphs.use_cuda_graphs`. None: they
+            run eagerly, with exact sizes.
         decoding_aux_layers: layers whose hidden states compiled passes return; set it before
             `compile_passes`.
-        compiled: the compiled decoding passes; None before `compile_passes`.
-        step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run
-            eagerly, with exact sizes.
+        compiled: the compiled decoding passes; by `compile_passes`. None: passes are not compiled.
 
     Raises:
         TargetModelError: the model has no lm_head.
@@ -145,7 +151,6 @@ class TargetModel:
         tokens: Tensor,
         *,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
         cache: PromptCache | None = None,
         segments: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
@@ -155,39 +160,30 @@ class TargetModel:
         Args:
             tokens: token ids [B, T].
             positions: position ids [B, T]; by default they continue after the cache.
-            mask: additive mask [1 or B, 1, T, T], 0 or -inf, in the model's dtype; by default
-                causal. Sliding windows are applied to it here. Excludes `cache`.
             cache: keys and values before `tokens`; the T new ones are added.
             segments: [B, T], index of the document in a packed row; -1: padding. Each document is
-                computed as in a separate row, with `positions` that restart. Excludes `mask` and
-                `cache`. A model with a `tree_unsupported_reason` takes one document per row.
+                computed as in a separate row, with `positions` that restart. Excludes `cache`. A
+                model with a `tree_unsupported_reason` takes one document per row.
             aux_layers: layers whose outputs are returned as auxiliary hidden states.
 
         Returns:
             Hidden states after the final norm, and after the layers of `aux_layers`.
-
-        Raises:
-            ValueError: `mask` without position ids.
         """
-        if mask is not None and positions is None:
-            raise ValueError("an explicit mask needs position ids")
+        mask: Any = None  # causal
         bounds: dict[str, Any] = {}
         if segments is not None and self.tree_unsupported_reason is not None:
             positions = None  # rows are right-padded, and no layer reads later positions
         elif segments is not None and self.varlen:
             bounds = document_bounds(segments)
         elif segments is not None:
-            mask = document_mask(segments, self.dtype)
-        attention_mask: Any = mask
-        if mask is not None and positions is not None:
-            attention_mask = self._with_windows(mask, positions)
+            mask = self._document_masks(segments, positions)
         with (
-            self.masked_attention(enabled=not bounds),
+            nullcontext() if bounds else self.masked_attention(),
             self.capture_aux_states(aux_layers) as captured,
         ):
             out = self.body(
                 input_ids=tokens,
-                attention_mask=attention_mask,
+                attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -232,7 +228,7 @@ class TargetModel:
             mask = dict(nodes.masks)
             if self._has_one_mask(nodes):
                 mask = next(iter(nodes.masks.values()))
-        with self.masked_attention(enabled=True), self.capture_aux_states(aux_layers) as captured:
+        with self.masked_attention(), self.capture_aux_states(aux_layers) as captured:
             out = self.body(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -290,17 +286,17 @@ class TargetModel:
         tokens = tokens.clone(memory_format=torch.contiguous_format)
         return compiled(tokens, nodes.positions, mask, columns, nodes.storage)
 
-    def node_masks(self, ancestors: Tensor, depths: Tensor) -> dict[str, NodeMasks]:
+    def node_masks(self, tree: AnyTree) -> dict[str, NodeMasks]:
         """Return the masks of a tree by layer type, see `NodeMasks`."""
         masks = {}
         for kind in sorted(set(self.layer_types)):
             window = self.window if kind == "sliding_attention" else None
-            masks[kind] = NodeMasks(ancestors, depths, window, self.dtype)
+            masks[kind] = NodeMasks(tree.ancestors, tree.depths, window, self.dtype)
         return masks
 
     def place_nodes(
         self,
-        depths: Tensor,
+        tree: AnyTree,
         masks: Mapping[str, NodeMasks],
         lengths: Tensor,
         storage: Tensor,
@@ -311,13 +307,13 @@ class TargetModel:
         length + i.
 
         Args:
-            depths: depths of the nodes, long [n + 1], or [B, n + 1] if rows differ.
+            tree: the tree, or one per row.
             masks: masks of the tree, from `node_masks`.
             lengths: positions of the roots, long [B].
             storage, key_length, first_column: see `NodeInputs`.
         """
         starts = lengths[:, None]  # [B, 1]
-        positions = starts + torch.atleast_2d(depths)  # [B, n + 1]
+        positions = starts + torch.atleast_2d(tree.depths)  # [B, n + 1]
         columns = starts + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
         # compiled passes and GPU kernels want masks with aligned rows; the slice for a known length
         # is not aligned
@@ -341,6 +337,23 @@ class TargetModel:
             key_length=key_length,
         )
 
+    def place_tree(self, prefix: Tensor, tree: Tree) -> NodeInputs:
+        """Return the inputs of a pass over a tree right after the tokens `prefix`, [1, T], which
+        run first. For checks of a model.
+        """
+        tree = tree.to(self.device)
+        length = prefix.shape[1]
+        key_length = length + tree.size + 1
+        kv_cache = self.new_kv_cache()
+        self.run(prefix, cache=PromptCache(kv_cache, 0, 1))
+        return self.place_nodes(
+            tree,
+            self.node_masks(tree),
+            torch.tensor([length], device=self.device),
+            kv_cache.storage(key_length),
+            key_length,
+        )
+
     def capture_aux_states(
         self, aux_layers: tuple[int, ...]
     ) -> AbstractContextManager[list[Tensor]]:
@@ -349,16 +362,23 @@ class TargetModel:
         """
         return capture_outputs([self.layer(count - 1) for count in aux_layers])
 
-    def _with_windows(self, mask: Tensor, positions: Tensor) -> Any:
-        """Apply sliding windows to a mask; models with several layer types take a dict of masks."""
-        masks = layer_masks(mask, positions, 0, self.layer_types, self.window)
-        return masks if len(masks) > 1 and self.window is not None else masks.popitem()[1]
+    def _document_masks(self, segments: Tensor, positions: Tensor | None) -> Any:
+        """Return the mask of packed rows, see `document_mask`. It replaces the mask that the model
+        builds itself, so sliding windows are applied here. Models with several layer types take a
+        dict of masks.
+        """
+        mask = document_mask(segments, self.dtype)
+        if mask is None or self.window is None:
+            return mask
+        assert positions is not None
+        masks = dict.fromkeys(self.layer_types, mask)
+        if "sliding_attention" in masks:
+            masks["sliding_attention"] = apply_sliding_window(mask, positions, self.window)
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the target model's next-token logits, [..., d] -> [..., V]."""
-        if self.softcap is None and self.scale == 1.0:
-            return self.output_embeddings(hidden)
-        return self.lm_head().transform(self.output_embeddings(hidden))
+        return transform_logits(self.output_embeddings(hidden), self.scale, self.softcap)
 
     def lm_head(self) -> LMHead:
         """Return the weights of lm_head, with an active LoRA branch and the transforms of its
@@ -403,7 +423,8 @@ class TargetModel:
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise TargetModelError(
-                f"{type(self.body).__name__} has no list of decoder layers named `layers`"
+                f"{type(self.body).__name__} has no list of decoder layers named `layers`,"
+                " which torch_compile and all drafts but medusa need"
             )
         return layers
 
@@ -443,6 +464,11 @@ class TargetModel:
         converted.eos_ids = self.eos_ids
         return converted
 
+    def spread_tokens(self, count: int) -> Tensor:
+        """Return different tokens from all of the vocabulary to check a model with, [1, count]."""
+        tokens = torch.arange(count, device=self.device)[None]
+        return tokens * max(1, self.vocab_size // 8) % self.vocab_size
+
     def agrees(self, states: Tensor, expected: Tensor) -> bool:
         """Return whether two results of the same computation agree up to rounding.
 
@@ -475,8 +501,7 @@ class TargetModel:
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the target model")
             runner = LayerRunner(self.body, self.layer_types)
-            attention = partial(self.masked_attention, enabled=True)
-            split = LayerSplit(runner, exit_layer, self.embedding(), attention)
+            split = LayerSplit(runner, exit_layer, self.embedding(), self.masked_attention)
             if self.device.type != "meta":
                 self._check_split(split)
             self._splits[exit_layer] = split
@@ -487,18 +512,8 @@ class TargetModel:
         """Run a small tree through both parts of the layers, the first part in two passes, and
         compare with the whole model.
         """
-        tree = Tree.cartesian([2])
-        tokens = (
-            torch.arange(5, device=self.device)[None]
-            * max(1, self.vocab_size // 8)
-            % self.vocab_size
-        )
-        kv_cache = self.new_kv_cache()
-        self.run(tokens[:, :2], cache=PromptCache(kv_cache, 0, 1))
-        depths = tree.depths.to(self.device)
-        masks = self.node_masks(tree.ancestors.to(self.device), depths)
-        lengths = torch.tensor([2], device=self.device)
-        nodes = self.place_nodes(depths, masks, lengths, kv_cache.storage(5), 5)
+        tokens = self.spread_tokens(5)
+        nodes = self.place_tree(tokens[:, :2], Tree.cartesian([2]))
         expected = self.run_nodes(tokens[:, 2:], nodes)[0].final
         name = f"base_model {self.name}: {type(self.model).__name__}"
         try:
@@ -547,20 +562,9 @@ class TargetModel:
                 f"{type(self.model).__name__} with {implementation} mixes packed documents"
             )
 
-    @contextmanager
-    def masked_attention(self, *, enabled: bool) -> Iterator[None]:
-        """Switch from varlen attention to the implementation that takes masks, if `enabled`."""
-        varlen = self.config._attn_implementation
-        if not (enabled and self.varlen):
-            yield
-            return
-        # set it on the config, which the layers read: the model's own method visits all modules,
-        # too slow for every step
-        self.config._attn_implementation = self.attention
-        try:
-            yield
-        finally:
-            self.config._attn_implementation = varlen
+    def masked_attention(self) -> AbstractContextManager[None]:
+        """Switch from varlen attention, if it is used, to the implementation that takes masks."""
+        return use_attention(self.config, self.attention) if self.varlen else nullcontext()
 
     def save(self, directory: Path) -> None:
         """Save the model, its tokenizer and its generation config.

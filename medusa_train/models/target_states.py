@@ -4,7 +4,7 @@ that capture them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,12 +28,14 @@ class HiddenStates:
     final: Tensor
     aux: Tensor | None = None
 
-    def first(self, count: int) -> HiddenStates:
-        """Return the states at the first `count` positions."""
-        aux = self.aux
-        if aux is not None:
-            aux = aux[:, :count]
-        return HiddenStates(self.final[:, :count], aux)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states, and the auxiliary hidden states if there are any."""
+        return [self.final] if self.aux is None else [self.final, self.aux]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> HiddenStates:
+        """Apply a function to each of `tensors`."""
+        return HiddenStates(*map(function, self.tensors))
 
 
 class TokenRows(Protocol):

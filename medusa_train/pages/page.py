@@ -36,14 +36,12 @@ class Table:
     overall: bool = False
 
     @classmethod
-    def of_columns(cls, columns: Mapping[str, Sequence[str]], *, overall: bool = False) -> Table:
-        """Return a table of columns by title. Columns with nothing but "" or "-" are left out."""
-        shown = {}
-        for title, cells in columns.items():
-            if any(cell not in ("", "-") for cell in cells):
-                shown[title] = cells
-        rows = [list(row) for row in zip(*shown.values(), strict=True)]
-        return cls(list(shown), rows, overall)
+    def of_rows(cls, rows: Sequence[Mapping[str, str]], *, overall: bool = False) -> Table:
+        """Return a table of rows, whose cells are given by title. Columns with nothing but "" or
+        "-" are left out.
+        """
+        titles = [title for title in rows[0] if {row[title] for row in rows} - {"", "-"}]
+        return cls(titles, [[row[title] for title in titles] for row in rows], overall)
 
     def markdown(self) -> str:
         """Return the lines of a Markdown table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from medusa_train.data.chat_template import ChatTemplateError
@@ -60,23 +61,23 @@ class ChatPrompting:
         If the prompt opened the reasoning part, its tag is added to the answer, as if the model had
         written it.
         """
-        ends_with_eos = finish == "eos"
-        answer_tokens = tokens[:-1] if ends_with_eos else tokens
+        answer_tokens = tokens[:-1] if finish == "eos" else tokens
         reason: AnswerFinishReason = "stop" if finish == "eos" else finish
+        parsed = partial(
+            GeneratedAnswer, prompt_tokens=prompt_tokens, completion_tokens=len(tokens)
+        )
         # 1. a user message ends at the text that the template writes after it
         if request.speaker == "user":
             written_text = self.tokenizer.decode(answer_tokens, clean_up_tokenization_spaces=False)
             text, has_ended = self._split_user_message(request, written_text)
-            if has_ended:
-                reason = "stop"
-            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
+            return parsed(text, "stop" if has_ended else reason)
         # 2. the text of an answer
         text = answer_text(self.tokenizer, answer_tokens, self.encoder.template.reasoning_tags)
         if not text.strip():
-            return GeneratedAnswer(text, reason, prompt_tokens, len(tokens))
+            return parsed(text, reason)
         text = self.encoder.opened_reasoning(request.messages, request.variables) + text
         # 3. its tokens, if training would tokenize the text differently
-        message = Message("assistant", text, is_cut=not ends_with_eos)
+        message = Message("assistant", text, is_cut=finish != "eos")
         chat = Conversation("", (*request.messages, message), "", request.variables)
         try:
             row = self.encoder.encode(chat)[-1]
@@ -85,11 +86,10 @@ class ChatPrompting:
         if len(request.messages) not in (answer.message for answer in row.answers):
             # training would leave the answer out, since the template renders earlier calls
             # differently
-            return GeneratedAnswer(text, "refused", prompt_tokens, len(tokens))
+            return parsed(text, "refused")
         trained = row.ids[len(self.prompt(request)) :]
         is_same = answer_tokens in (trained, trained[:-1])  # the last may be the end token
-        token_ids = None if is_same else tuple(answer_tokens)
-        return GeneratedAnswer(text, reason, prompt_tokens, len(tokens), token_ids)
+        return parsed(text, reason, token_ids=None if is_same else tuple(answer_tokens))
 
     def _split_user_message(self, request: ChatRequest, text: str) -> tuple[str, bool]:
         """Return the user message at the start of `text`, and whether `text` contains its end."""

@@ -15,7 +15,7 @@ from medusa_train.inference.accept import Greedy
 from medusa_train.inference.batch_decoder import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.inference.sampling import Sampling
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.replay import ChatRequest, ChatSteps, GeneratedAnswer, GeneratedChat
+from medusa_train.selfdistill.replay import ChatRequest, GeneratedAnswer, RunningChat
 from medusa_train.selfdistill.settings import resolve_model_paths
 
 DEFAULT_BATCH_SIZE = 16
@@ -67,14 +67,11 @@ class HFEngine:
         self._finished: deque[tuple[int, GeneratedAnswer]] = deque()
 
     def generate(
-        self,
-        chats: Iterator[ChatSteps],
-        on_answer: Callable[[GeneratedAnswer], None],
-        on_chat: Callable[[GeneratedChat], None],
+        self, chats: Iterator[RunningChat], on_answer: Callable[[GeneratedAnswer], None]
     ) -> None:
         """Generate all conversations, with batch size 1 in their order. See `AnswerSource`."""
         coming = enumerate(chats)
-        running: dict[int, ChatSteps] = {}  # conversations in progress, by number
+        running: dict[int, RunningChat] = {}  # conversations in progress, by number
         ready: deque[tuple[int, ChatRequest]] = deque()  # next requests of running conversations
         pending = 0  # submitted requests without an answer
         while True:
@@ -85,9 +82,8 @@ class HFEngine:
                     numbered = next(coming, None)
                     if numbered is None:
                         break
-                    number, steps = numbered
-                    running[number] = steps
-                    ready.append((number, next(steps)))
+                    number, running[number] = numbered
+                    ready.append((number, next(running[number])))
                 self.submit(*ready.popleft())
                 pending += 1
             if not pending:
@@ -98,9 +94,8 @@ class HFEngine:
             on_answer(answer)
             try:
                 ready.append((number, running[number].send(answer)))
-            except StopIteration as end:
+            except StopIteration:
                 del running[number]
-                on_chat(end.value)
 
     def submit(self, request_id: int, request: ChatRequest) -> None:
         """Queue a request; `next` generates its answer."""

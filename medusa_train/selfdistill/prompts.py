@@ -221,12 +221,13 @@ def select_prompts(
             seen.add(content)
             chosen.append(prompt)
     if cfg.sample is not None:
-        ranked = sorted(chosen, key=lambda prompt: _hash(cfg.sample_seed, prompt.id))
+        ranked = sorted(chosen, key=lambda prompt: stable_hash(cfg.sample_seed, prompt.id))
         names = {prompt.id for prompt in ranked[: cfg.sample]}
         chosen = [prompt for prompt in chosen if prompt.id in names]
     return chosen[: cfg.limit], skipped
 
 
-def _hash(salt: int | str, name: str) -> int:
-    """Return a deterministic pseudo-random number."""
-    return int.from_bytes(hashlib.sha256(f"{salt}\x00{name}".encode()).digest()[:8], "big")
+def stable_hash(*parts: int | str) -> int:
+    """Return 64 bits of a hash that is the same on every machine."""
+    text = "\x00".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -8,7 +8,6 @@ and in any order. An answer depends only on its request.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message, is_looping
-from medusa_train.selfdistill.prompts import Prompt
+from medusa_train.selfdistill.prompts import Prompt, stable_hash
 
 #: Why an answer ended:
 #: - stop: at an end token.
@@ -75,29 +74,22 @@ def is_asked_again(reason: str, *, from_server: bool) -> bool:
     return reason == "failed" or (from_server and reason in server_reasons)
 
 
-@dataclass(frozen=True)
-class DropRules:
-    """Whether to drop truncated answers (`drop_truncated`) and looping answers (`drop_looping`).
+def drop_reason(answer: GeneratedAnswer, cfg: SelfDistillConfig) -> DropReason | None:
+    """Return why `answer` is dropped, or None if it is kept.
 
     Refused, failed and blank answers, and answers with only reasoning, are always dropped: they
     contain nothing to train on.
     """
-
-    drop_truncated: bool = True
-    drop_looping: bool = True
-
-    def drop_reason(self, answer: GeneratedAnswer) -> DropReason | None:
-        """Return why `answer` is dropped, or None if it is kept."""
-        if answer.finish_reason in ("refused", "failed", "only reasoning"):
-            return answer.finish_reason
-        # check before "length", because a loop often ends at max_new_tokens
-        if self.drop_looping and is_looping(answer.text):
-            return "looping"
-        if answer.finish_reason != "stop" and self.drop_truncated:
-            return answer.finish_reason
-        if not (answer.text.strip() or answer.parts):
-            return "context" if answer.finish_reason == "context" else "empty"
-        return None
+    if answer.finish_reason in ("refused", "failed", "only reasoning"):
+        return answer.finish_reason
+    # check before "length", because a loop often ends at max_new_tokens
+    if cfg.drop_looping and is_looping(answer.text):
+        return "looping"
+    if answer.finish_reason != "stop" and cfg.drop_truncated:
+        return answer.finish_reason
+    if not (answer.text.strip() or answer.parts):
+        return "context" if answer.finish_reason == "context" else "empty"
+    return None
 
 
 @dataclass
@@ -149,21 +141,20 @@ class GeneratedChat:
 
 
 ChatSteps = Generator[ChatRequest, GeneratedAnswer, GeneratedChat]
+#: The steps of a conversation that is written when it is complete.
+RunningChat = Generator[ChatRequest, GeneratedAnswer, None]
 
 
 def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     """Return the generator function of the configured mode, with its settings applied."""
-    rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
-    if cfg.mode == "selftalk":
-        return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
-    return partial(replay, random_seed=cfg.seed, rules=rules)
+    return partial(selftalk if cfg.mode == "selftalk" else replay, cfg=cfg)
 
 
-def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
+def replay(prompt: Prompt, cfg: SelfDistillConfig) -> ChatSteps:
     """Answer the user turns of `prompt` one after the other (Medusa, Self-Distillation). If the
     prompt has `messages`, generate only the answer after them.
 
-    An answer dropped by `rules` ends the conversation; earlier turns are kept.
+    A dropped answer (see `drop_reason`) ends the conversation; earlier turns are kept.
     """
     chat = GeneratedChat(prompt)
     questions: list[tuple[Message, ...]] = [(Message("user", text),) for text in prompt.turns]
@@ -172,39 +163,39 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
     for number, question in enumerate(questions):
         answer = yield ChatRequest(
             (*chat.messages, *question),
-            turn_seed(random_seed, prompt.id, number),
+            turn_seed(cfg.seed, prompt.id, number),
             variables=prompt.variables,
         )
-        reason = rules.drop_reason(answer)
+        reason = drop_reason(answer, cfg)
         if reason is not None:
             return chat.drop(reason, len(questions) - number)
         chat.add(question, answer)
     return chat
 
 
-def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int) -> ChatSteps:
+def selftalk(prompt: Prompt, cfg: SelfDistillConfig) -> ChatSteps:
     """Answer the first turn of `prompt`, then let the model write the user's turns as well (Medusa,
     Self-Distillation).
 
-    The conversation ends after `rounds` answers, at an answer dropped by `rules`, at a blank or
-    truncated user turn, or when a speaker repeats one of its messages. A question without an answer
-    is removed.
+    The conversation ends after `cfg.rounds` answers, at a dropped answer (see `drop_reason`), at a
+    blank or truncated user turn, or when a speaker repeats one of its messages. A question without
+    an answer is removed.
     """
     chat = GeneratedChat(prompt)
     question = Message("user", prompt.turns[0])
     while True:
         answer = yield ChatRequest(
-            (*chat.messages, question), turn_seed(random_seed, prompt.id, len(chat.answers))
+            (*chat.messages, question), turn_seed(cfg.seed, prompt.id, len(chat.answers))
         )
-        reason = rules.drop_reason(answer) or _repeats(chat, "assistant", answer.text)
+        reason = drop_reason(answer, cfg) or _repeats(chat, "assistant", answer.text)
         if reason is not None:
             return chat.drop(reason, 1)
         chat.add([question], answer)
-        if len(chat.answers) == rounds:
+        if len(chat.answers) == cfg.rounds:
             return chat
         name = f"user {len(chat.answers)}"
         user_turn = yield ChatRequest(
-            tuple(chat.messages), turn_seed(random_seed, prompt.id, name), speaker="user"
+            tuple(chat.messages), turn_seed(cfg.seed, prompt.id, name), speaker="user"
         )
         text = user_turn.text
         if user_turn.finish_reason != "stop" or not text.strip() or _repeats(chat, "user", text):
@@ -216,8 +207,7 @@ def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
     """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and
     turn.
     """
-    digest = hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return stable_hash(seed, conversation, turn) >> 1
 
 
 def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:

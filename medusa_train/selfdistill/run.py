@@ -20,6 +20,7 @@ from medusa_train.selfdistill.replay import (
     ChatSteps,
     GeneratedAnswer,
     GeneratedChat,
+    RunningChat,
     is_asked_again,
 )
 from medusa_train.selfdistill.settings import model_name
@@ -31,14 +32,10 @@ class AnswerSource(Protocol):
     """Generates answers: a model in this process, or servers."""
 
     def generate(
-        self,
-        chats: Iterator[ChatSteps],
-        on_answer: Callable[[GeneratedAnswer], None],
-        on_chat: Callable[[GeneratedChat], None],
+        self, chats: Iterator[RunningChat], on_answer: Callable[[GeneratedAnswer], None]
     ) -> None:
-        """Generate all conversations, several at a time.
-
-        `on_answer` is called with every answer, `on_chat` with every finished conversation.
+        """Generate all conversations, several at a time; `on_answer` is called with every
+        answer.
         """
 
     def stats(self) -> Mapping[str, str]:
@@ -105,12 +102,13 @@ def distill(
         stats.tokens += answer.completion_tokens
         on_progress(stats)
 
-    def on_chat(chat: GeneratedChat) -> None:
+    def run_chat(prompt: Prompt) -> RunningChat:
+        chat = yield from mode(prompt)
         write_chat(chat, writer, metadata)
         stats.count(chat)
         on_progress(stats)
 
-    source.generate(map(mode, todo), on_answer, on_chat)
+    source.generate(map(run_chat, todo), on_answer)
     return stats
 
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
@@ -21,9 +22,8 @@ from medusa_train.hide_secrets import excerpt
 from medusa_train.selfdistill.replay import (
     AnswerFinishReason,
     ChatRequest,
-    ChatSteps,
     GeneratedAnswer,
-    GeneratedChat,
+    RunningChat,
 )
 from medusa_train.servers.responses import RequestRejected, token_count
 
@@ -70,10 +70,7 @@ class ServerAnswers:
         self._greeting = asyncio.Lock()
 
     def generate(
-        self,
-        chats: Iterator[ChatSteps],
-        on_answer: Callable[[GeneratedAnswer], None],
-        on_chat: Callable[[GeneratedChat], None],
+        self, chats: Iterator[RunningChat], on_answer: Callable[[GeneratedAnswer], None]
     ) -> None:
         """Generate all conversations, with as many concurrent requests as the servers take. See
         `AnswerSource`.
@@ -83,16 +80,13 @@ class ServerAnswers:
                 wrong.
         """
 
-        async def converse(steps: ChatSteps) -> None:
-            request = next(steps)
-            while True:
-                answer = await self._answer(request)
-                on_answer(answer)
-                try:
-                    request = steps.send(answer)
-                except StopIteration as end:
-                    on_chat(end.value)
-                    return
+        async def converse(chat: RunningChat) -> None:
+            request = next(chat)
+            with suppress(StopIteration):  # the conversation is complete
+                while True:
+                    answer = await self._answer(request)
+                    on_answer(answer)
+                    request = chat.send(answer)
 
         async def run() -> None:
             async with self.servers:

@@ -81,6 +81,11 @@ def parse_metrics(page: str) -> DraftCounts | None:
     return DraftCounts(int(drafts), tuple(per_position), int(generated))
 
 
+#: Identifies a turn: the question's id, how often the question was asked before, and the turn's
+#: number.
+TurnKey = tuple[int | str, int, int]
+
+
 @dataclass(frozen=True)
 class ServedAnswer:
     """One turn of a question, answered by a server."""
@@ -95,6 +100,11 @@ class ServedAnswer:
     first_token: float | None
     seconds: float  # seconds from the request to the end of the answer
     category: str = ""  # the question's category
+
+    @property
+    def key(self) -> TurnKey:
+        """Identifies the turn in the answers of all servers."""
+        return self.question_id, self.repeat, self.turn
 
 
 @dataclass(frozen=True)

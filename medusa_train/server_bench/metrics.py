@@ -15,16 +15,12 @@ from medusa_train.server_bench.blocks import (
     DraftCounts,
     Measurement,
     ServedAnswer,
+    TurnKey,
 )
 
 #: If at least this many greedy answers are compared and none is equal, the reason is neither chance
 #: nor rounding.
 ALL_DIFFER = 8
-
-
-#: Identifies a turn: the question's id, how often the question was asked before, and the turn's
-#: number.
-TurnKey = tuple[int | str, int, int]
 
 
 class Cell(NamedTuple):
@@ -46,14 +42,13 @@ def collect_cells(
     measurements_by_cell: dict[tuple[str, str, int], list[Measurement]] = {}
     for block, measured in sorted(blocks.items()):
         for server, measurement in measured.items():
-            measurements_by_cell.setdefault((server, block.session, block.concurrency), []).append(
-                measurement
-            )
+            place = (server, block.session, block.concurrency)
+            measurements_by_cell.setdefault(place, []).append(measurement)
     cells = []
     for (server, session, concurrency), measurements in measurements_by_cell.items():
         if len(measurements) == planned.get(concurrency):
-            place = {"server": server, "session": session, "concurrency": concurrency}
-            cells.append(Cell({**place, **cell_metrics(measurements)}, measurements))
+            names = {"server": server, "session": session, "concurrency": concurrency}
+            cells.append(Cell({**names, **cell_metrics(measurements)}, measurements))
     return cells
 
 
@@ -139,7 +134,7 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
     draft_counts = []
     plain_counts = []
     for one, other in pairs:
-        common = _texts(one).keys() & _texts(other).keys()
+        common = {answer.key for answer in one.answers} & {answer.key for answer in other.answers}
         if common:
             draft_counts.append(_total(one, common))
             plain_counts.append(_total(other, common))
@@ -160,28 +155,19 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
     }
 
 
-def _rate(blocks: Iterable[Counts]) -> float:
+def _rate(blocks: Sequence[Counts]) -> float:
     """Return tokens per second; 0 without answers."""
-    counted = list(blocks)
-    seconds = sum(block.cost for block in counted)
-    return sum(block.tokens for block in counted) / seconds if seconds else 0.0
+    seconds = sum(block.cost for block in blocks)
+    return sum(block.tokens for block in blocks) / seconds if seconds else 0.0
 
 
 def _total(block: Measurement, turns: Collection[TurnKey]) -> Counts:
-    """Return the tokens of some turns of a block, and their share of the busy time."""
+    """Return the tokens of the answers with the given keys, and their share of the busy time."""
     total = Counts(0, 0.0)
     for answer, seconds in zip(block.answers, busy_shares(block.answers), strict=True):
-        if _turn(answer) in turns:
+        if answer.key in turns:
             total = Counts(total.tokens + answer.tokens, total.cost + seconds)
     return total
-
-
-def _turn(answer: ServedAnswer) -> TurnKey:
-    return answer.question_id, answer.repeat, answer.turn
-
-
-def _texts(block: Measurement) -> dict[TurnKey, str]:
-    return {_turn(answer): answer.text for answer in block.answers}
 
 
 def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int, int]:
@@ -191,18 +177,16 @@ def _count_equal(pairs: Iterable[tuple[Measurement, Measurement]]) -> tuple[int,
     num_equal = 0
     num_compared = 0
     for one, other in pairs:
-        texts = _texts(other)
+        texts = {answer.key: answer.text for answer in other.answers}
         differing: set[tuple[int | str, int]] = set()
         for answer in sorted(one.answers, key=lambda answer: answer.turn):
             chat = (answer.question_id, answer.repeat)
-            text = texts.get(_turn(answer))
-            if text is None or chat in differing:
-                continue
-            num_compared += 1
-            if text == answer.text:
-                num_equal += 1
-            else:
-                differing.add(chat)
+            if answer.key in texts and chat not in differing:
+                num_compared += 1
+                if texts[answer.key] == answer.text:
+                    num_equal += 1
+                else:
+                    differing.add(chat)
     return num_equal, num_compared
 
 
@@ -213,13 +197,18 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     If only one server ran at a time, the server without a draft was measured first and last. A
     draft that beats the faster of the two wins by more than the machine's speed drifted.
     """
-    place = (PLAIN, cell.metrics["concurrency"])
     plain_cells = [
-        one for one in cells if (one.metrics["server"], one.metrics["concurrency"]) == place
+        one
+        for one in cells
+        if one.metrics["server"] == PLAIN
+        and one.metrics["concurrency"] == cell.metrics["concurrency"]
     ]
-    same_session = [one for one in plain_cells if one.metrics["session"] == cell.metrics["session"]]
+    session = cell.metrics["session"]
+    # a cell of the same session comes before all others
     return max(
-        same_session or plain_cells, key=lambda one: one.metrics["tokens_per_s"], default=None
+        plain_cells,
+        key=lambda one: (one.metrics["session"] == session, one.metrics["tokens_per_s"]),
+        default=None,
     )
 
 

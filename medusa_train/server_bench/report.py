@@ -126,7 +126,7 @@ def metrics_table(report: Json) -> Table:
                 "equal": equal,
             }
         )
-    return Table.of_columns({title: [row[title] for row in rows] for title in rows[0]})
+    return Table.of_rows(rows)
 
 
 def _ratio(row: Json) -> str:

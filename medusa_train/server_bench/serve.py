@@ -303,6 +303,6 @@ def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:
         options.append("--trust-remote-code")
     if paths.chat_template is not None:
         template = directory / "chat_template.jinja"
-        replace_text(template, get_template(paths.chat_template).source)
+        replace_text(template, get_template(paths.chat_template))
         options += ["--chat-template", str(template.resolve())]
     return options + list(cfg.serve_args or ())

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,9 +27,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from medusa_train.console_streams import debugging
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
-from medusa_train.models.partitioned import make_whole
+from medusa_train.models.partitioned import full_shape, make_whole
 from medusa_train.training.deepspeed_config import stage_of, unknown_entry
 from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.optimizer import LossScale, Strategy
@@ -68,8 +69,7 @@ class DeepSpeedStrategy(Strategy):
     def __init__(
         self,
         draft: nn.Module,
-        target_model: nn.Module,
-        read_directly: Sequence[nn.Parameter],
+        target_model: Any,
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         config: Mapping[str, Any],
@@ -79,16 +79,16 @@ class DeepSpeedStrategy(Strategy):
         """Hand the trained parameters to DeepSpeed.
 
         Args:
-            draft, target_model: modules with all weights that a step reads. DeepSpeed broadcasts
-                rank 0's weights.
-            read_directly: parameters that losses read without calling the module they belong to.
+            draft, target_model: the draft and the transformers model, with all weights that a step
+                reads. DeepSpeed broadcasts rank 0's weights.
             config: from `deepspeed_config.engine_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._distributed = distributed
-        self._stage = int(stage_of(config))
+        self._stage = stage_of(config)
         self._pending = False  # whether all gradients of a step are accumulated but not applied yet
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._numbers = [group["params"] for group in optimizer.state_dict()["param_groups"]]
         # DeepSpeed does not report the norm at this stage, so gradients are clipped here
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}
@@ -101,7 +101,9 @@ class DeepSpeedStrategy(Strategy):
                 model=self._root, optimizer=optimizer, config=dict(config)
             )[0]
         if self._stage == 3:
-            for parameter in read_directly:
+            # losses read these without calling the module that they belong to
+            lm_head = target_model.get_output_embeddings()
+            for parameter in (*draft.parameters(), *lm_head.parameters()):
                 deepspeed.zero.register_external_parameter(self._root, parameter)
 
     def forward_backward(
@@ -156,7 +158,10 @@ class DeepSpeedStrategy(Strategy):
         """
         if self._stage == 0:
             return super()._optimizer_state()
-        return {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
+        groups = []
+        for group, numbers in zip(self.optimizer.param_groups, self._numbers, strict=True):
+            groups.append({**group, "params": numbers})
+        return {"state": self._gather_optimizer(), "param_groups": groups}
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
         if self._stage == 0:
@@ -207,21 +212,9 @@ class DeepSpeedStrategy(Strategy):
             name = "fp32_partitioned_groups_flat"
         return list(getattr(self._engine.optimizer, name))
 
-    def _param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups in the format of `Optimizer.state_dict`: parameter numbers
-        count up across all groups.
-        """
-        described = []
-        first = 0
-        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-            end = first + len(parameters)
-            described.append({**group, "params": list(range(first, end))})
-            first = end
-        return described
-
     def _gather_optimizer(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's full state per parameter: elementwise tensors are gathered from
-        all processes.
+        all processes, and only rank 0 keeps them.
         """
         states = list(self.optimizer.state.values())
         if not states:
@@ -233,8 +226,9 @@ class DeepSpeedStrategy(Strategy):
             gathered[number] = copy.deepcopy(counters)
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-                gathered[number][key] = full.cpu() if self._distributed.is_main else None
-        return gathered if self._distributed.is_main else {}
+                if self._distributed.is_main:
+                    gathered[number][key] = full.cpu()
+        return gathered
 
     def _scatter_optimizer(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Load this process's partition of the state that `_gather_optimizer` returned.
@@ -287,7 +281,7 @@ class DeepSpeedStrategy(Strategy):
                 )
 
     def _set_optimizer_state(self, parameter: Any, key: str, value: Tensor) -> None:
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = full_shape(parameter)
         if value.shape != shape:
             raise ValueError(
                 f"optimizer state has shape {list(value.shape)}, its parameter {list(shape)}"
@@ -367,7 +361,7 @@ def _forget_module(root: nn.Module) -> None:
     """
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    stack = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    stack = parameter_offload.FWD_MODULE_STACK
     if root in stack:
         stack.remove(root)
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
@@ -382,7 +376,6 @@ def _quiet() -> Iterator[None]:
     """Suppress DeepSpeed's informational output, and keep it from compiling extensions; warnings
     and errors still go to stderr.
     """
-    debug = os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger binds stdout at import
         import deepspeed.ops
 
@@ -390,7 +383,7 @@ def _quiet() -> Iterator[None]:
     # That needs a C++ compiler, half a minute and 67 MB of shared memory. torch computes it
     # instead.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    if debug:
+    if debugging():
         yield
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -51,6 +52,7 @@ class PeerError(MedusaError):
         self.exit_code = exit_code
 
 
+@dataclass(eq=False)
 class DistributedContext:
     """All processes of a run, seen from one of them; a single process communicates with none.
 
@@ -60,15 +62,12 @@ class DistributedContext:
 
     Attributes:
         rank, size: see `ProcessInfo`.
+        group: torch's process group for CPU memory; None: the default group.
     """
 
-    def __init__(self, info: ProcessInfo | None = None, group: Any = None) -> None:
-        self.rank = 0
-        self.size = 1
-        if info is not None:
-            self.rank = info.rank
-            self.size = info.size
-        self._group = group
+    rank: int = 0
+    size: int = 1
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -89,13 +88,11 @@ class DistributedContext:
         if self.size == 1:
             return tensor
         total = tensor.detach().to("cpu", copy=True)
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.group)
         return total.to(tensor.device)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True in any process."""
-        if self.size == 1:
-            return bool(flag)
         return bool(self.sum(torch.tensor(int(flag))))
 
     def gather(self, value: T) -> list[T]:
@@ -103,24 +100,24 @@ class DistributedContext:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value in every process."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def run_on_main(self, action: Callable[[], T]) -> T:
-        """Call `action` in rank 0 and return its result in every process; if it fails, the other
-        processes raise PeerError.
+    def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function(*args)` in rank 0 and return its result in every process; if it fails, the
+        other processes raise PeerError.
         """
         result: Any = None
         with self.failing_together():
             if self.is_main:
-                result = action()
+                result = function(*args)
         return cast(T, self.broadcast(result))
 
     @contextlib.contextmanager
@@ -148,8 +145,7 @@ class DistributedContext:
 
     def destroy(self) -> None:
         """Destroy the process group."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 SINGLE_PROCESS = DistributedContext()
@@ -190,7 +186,7 @@ def init_distributed(
             f"process {info.rank} of {info.size} cannot connect to the others at"
             f" {info.address}:{info.port}: {error}"
         ) from error
-    distributed = DistributedContext(info, group)
+    distributed = DistributedContext(info.rank, info.size, group)
     if cuda:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         # not every build of torch has `uuid`
@@ -216,12 +212,11 @@ def check_same_config(distributed: DistributedContext, values: Mapping[str, Any]
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue
-        keys = sorted(
-            key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
-        )
+        keys = {key for key, _ in expected.items() ^ found.items()}
         if keys:
             lines.append(
-                f"process {rank} on {host} has other values than process 0 of: {', '.join(keys)}."
+                f"process {rank} on {host} has other values than process 0 of:"
+                f" {', '.join(sorted(keys))}."
                 " The configuration file or an environment variable differs between the machines"
             )
     if lines:
@@ -241,15 +236,15 @@ def gpu_index(info: ProcessInfo, visible: int) -> int:
     If a process sees only one GPU, it uses that one, whatever its local rank (srun
     --gpus-per-task=1).
     """
-    if visible > 1 and info.local_rank >= visible:
+    if visible == 1:
+        return 0
+    if info.local_rank >= visible:
         raise MedusaError(
             f"process {info.rank} of {info.size} has no GPU: it sees {visible} for at least"
             f" {info.local_rank + 1} processes on this machine; start one process per GPU"
             " (--num-gpus)"
         )
-    if visible > 1:
-        return info.local_rank
-    return 0
+    return info.local_rank
 
 
 def check_distinct_gpus(distributed: DistributedContext, uuid: str) -> None:

@@ -70,9 +70,7 @@ class HiddenStateCache:
         if not self.distributed.any(bool(missing_documents)):
             self.read += len(documents)
             first, *aux = states.to(self.device, non_blocking=True)  # [B, T, d] each
-            if not aux:
-                return HiddenStates(first, None)
-            return HiddenStates(first, torch.cat(aux, dim=-1))
+            return HiddenStates(first, torch.cat(aux, dim=-1) if aux else None)
         hidden_states = compute()
         self.computed += len(documents)
         # these are views: assigning to them changes `hidden_states` in place
@@ -87,11 +85,11 @@ class HiddenStateCache:
         self._write(missing_documents, computed)
         return hidden_states
 
-    def describe(self, distributed: DistributedContext) -> str:
+    def describe(self) -> str:
         """Describe in one sentence what all processes read and computed. All of them must call
         this.
         """
-        gathered = distributed.gather((self.read, self.computed, self.store.damaged))
+        gathered = self.distributed.gather((self.read, self.computed, self.store.damaged))
         read, computed, damaged = (sum(counts) for counts in zip(*gathered, strict=True))
         noted = f"; {damaged} files were damaged" if damaged else ""
         return (
@@ -187,9 +185,7 @@ def open_hidden_states(
     """Open the hidden-state cache of a frozen target model in the directory `prepared`, and print
     its size with the states of all `examples`.
     """
-    fingerprint = distributed.run_on_main(
-        lambda: target_model_fingerprint(target_model, aux_layers, tf32=tf32)
-    )
+    fingerprint = distributed.run_on_main(target_model_fingerprint, target_model, aux_layers, tf32)
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # run one token to learn the dtype and width of the states
         states = _states_of(
@@ -199,8 +195,7 @@ def open_hidden_states(
             )
         )
     store = StateStore(directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype))
-
-    line = distributed.run_on_main(lambda: _prepare(store, distinct_documents(examples)))
+    line = distributed.run_on_main(_prepare, store, examples)
     console.print(f"hidden states: {line}")
     return HiddenStateCache(
         store,
@@ -223,7 +218,7 @@ def describe_states(format: StateFormat, tokens: int) -> str:
 
 
 def target_model_fingerprint(
-    target_model: TargetModel, aux_layers: tuple[int, ...], *, tf32: bool = False
+    target_model: TargetModel, aux_layers: tuple[int, ...], tf32: bool = False
 ) -> str:
     """Return a digest of everything except the tokens that determines the states: weights, config,
     layers and library versions.
@@ -244,13 +239,14 @@ def target_model_fingerprint(
     return digest.hexdigest()
 
 
-def _prepare(store: StateStore, documents: dict[str, int]) -> str:
-    """Create the store's directory, and describe the size of the states of `documents`.
+def _prepare(store: StateStore, examples: Iterable[Example]) -> str:
+    """Create the store's directory, and describe the size of the states of `examples`.
 
     Raises:
         ConfigError: the states that are not stored yet do not fit on the disk.
     """
     spec, directory = store.format, store.directory
+    documents = distinct_documents(examples)
     needed_bytes = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
     free = shutil.disk_usage(existing_parent(directory)).free
     tokens = sum(documents.values())

@@ -6,7 +6,7 @@ No weights are loaded. With `tokens=60M` no data are read either, so they need n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any
 
@@ -111,27 +111,25 @@ def inspect_run(
     """
     stage_one = stage_one_config(cfg)
     configs = [cfg] if stage_one is None else [stage_one, cfg]
-    if processes > 1:
-        for config in configs:
-            check_run(config, processes)
+    for config in configs:
+        check_run(config, processes)
     # 1. Load the data and estimate the cost.
-    if tokens is None:
-        with LoadingProgress(RunProgress(console)) as shown:
-            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
-    else:
-        loaded = [assumed_data(config, tokens, processes, console) for config in configs]
     resolved, model_config = resolve_target_model(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
+    tokenizer = None
+    if tokens is None:
+        with LoadingProgress(RunProgress(console)) as shown:
+            loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
+        tokenizer = load_tokenizer(
+            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+        )
+    else:
+        loaded = [assumed_data(config, tokens, model_config, console) for config in configs]
     stages = [
         _StageCosts(config, data, model_config, processes)
         for config, data in zip(configs, loaded, strict=True)
     ]
-    tokenizer = None
-    if tokens is None:
-        tokenizer = load_tokenizer(
-            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
-        )
     # 2. Print a page for each stage.
     for title, stage in zip(TITLES, stages, strict=False):
         if stage_one is not None:
@@ -177,31 +175,29 @@ def _chosen(examples: Sequence[Example]) -> list[Example]:
     each = max(1, SAMPLES // len(numbers))
     chosen: list[Example] = []
     for number in numbers:
-        examples_of_dataset = (example for example in examples if example.dataset == number)
-        chosen += islice(examples_of_dataset, each)
+        chosen += [example for example in examples if example.dataset == number][:each]
     # a later row shows how the template renders earlier turns
     if not any(example.row for example in chosen):
-        chosen += islice((example for example in examples if example.row), 1)
+        chosen += [example for example in examples if example.row][:1]
     return chosen
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
     """Decode a sample with its special tokens. Supervised tokens are colored, between « and »."""
     text = Text()
-    supervised = example.supervised.tolist()
-    end = min(len(example), limit)
-    tokens = example.tokens[:end].tolist()
-    starts = [i for i in range(end) if i == 0 or supervised[i] != supervised[i - 1]]
+    tokens = example.tokens.tolist()
+    end = 0
     before = ""
-    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+    for is_supervised, piece_tokens in groupby(example.supervised[:limit].tolist()):
         # A piece is the difference of two decoded prefixes. Decoded alone, it would lose the space
         # before its first token.
+        end += len(list(piece_tokens))
         text_shown = tokenizer.decode(
-            tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         piece = text_shown[len(before) :]
         before = text_shown
-        if supervised[start]:
+        if is_supervised:
             text.append(f"«{piece}»", SUPERVISED)
         else:
             text.append(piece, CONTEXT)
@@ -232,7 +228,8 @@ def _describe_data(stage: _StageCosts, tokenizer: Any) -> Iterator[tuple[str, st
     text_config = stage.model_config.get_text_config()
     vocabulary = _draft_vocabulary(cfg, train, tokenizer, int(text_config.vocab_size))
     if vocabulary is not None:
-        yield from zip(("vocabulary", ""), vocabulary.describe(train, validation), strict=False)
+        lines = vocabulary.describe(train, validation)
+        yield from zip_longest(["vocabulary"], lines, fillvalue="")
     if cfg.cache_hidden_states:  # the size includes states that are already stored
         states = 1 + len(cfg.draft_config.aux_layers(text_config.num_hidden_layers))
         spec = StateFormat(states, text_config.hidden_size, stage.precision.dtype)
@@ -330,7 +327,7 @@ def _time_table(stages: Sequence[_StageCosts]) -> Table:
         times.append(f"{duration(seconds)} ({gpu})")
     lines = [f"{total:.1e} operations. One GPU takes, for small models longer:", ", ".join(times)]
     lines += dict.fromkeys(RATES[stage.cfg.recipe].describe() for stage in stages)
-    return _grid(zip(("time", *[""] * len(lines)), lines, strict=False))
+    return _grid(zip_longest(["time"], lines, fillvalue=""))
 
 
 def _grid(rows: Iterable[Sequence[RenderableType]]) -> Table:

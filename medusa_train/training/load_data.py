@@ -24,8 +24,11 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
 from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
-from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
-from medusa_train.training.preflight import check_run
+from medusa_train.models.loading import (
+    load_tokenizer,
+    resolve_target_model,
+    unneeded_special_tokens,
+)
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
 #: If no data are read: the assumed tokens of a conversation, and the share of them that is
@@ -60,17 +63,13 @@ class TrainingData:
 def load_data(
     cfg: TrainConfig,
     console: Console,
-    processes: int = 1,
     on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the target model's config and tokenize the data; no weights
-    are loaded. Of several processes only rank 0 calls this, see `stages.load_stages`.
-
-    Args:
-        processes: number of processes that train together.
+    """Load the tokenizer and tokenize the data of a run that `check_run` has checked. Of several
+    processes only rank 0 calls this, see `stages.load_stages`.
     """
     # 1. Load the tokenizer and build the encoder of chats.
-    resolved, config = check_run(cfg, processes)
+    resolved, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     text_config = config.get_text_config()
     cfg = _fit_sequence_len(cfg, text_config, console)
     tokenizer = load_tokenizer(
@@ -154,17 +153,16 @@ def chat_encoder(
     """Build the encoder from which the encoder of every data set is derived.
 
     Without `chat_template`, the template of the first data set is used if every data set has a
-    `conversation` and either all are equal or the tokenizer has no template.
+    `conversation` and the tokenizer has no template. (If all have the same `conversation`, it is
+    the configuration's `chat_template`.)
 
     Args:
         eos_token_id: the one in the generation config.
     """
-    template = cfg.chat_template or None
-    if template is None:
-        templates = [entry.conversation for entry in cfg.datasets]
-        all_equal = len(set(templates)) == 1
-        if all(templates) and (all_equal or not tokenizer.chat_template):
-            template = templates[0]
+    template = cfg.chat_template
+    templates = [entry.conversation for entry in cfg.datasets]
+    if template is None and all(templates) and not tokenizer.chat_template:
+        template = templates[0]
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     stops = tokenizer.convert_ids_to_tokens([token for token in ids if token is not None])
     return ChatEncoder(
@@ -272,14 +270,17 @@ def _drop_unknown_tokens(
     return reasons
 
 
-def assumed_data(cfg: TrainConfig, tokens: int, processes: int, console: Console) -> TrainingData:
-    """Check the configuration as `load_data` does, and return dummy data with this number of
-    tokens.
+def assumed_data(
+    cfg: TrainConfig, tokens: int, model_config: Any, console: Console
+) -> TrainingData:
+    """Return dummy data with this number of tokens.
 
     Only the lengths are meaningful: conversations have 1,000 tokens, and 70 % are supervised.
+
+    Args:
+        model_config: the target model's transformers config.
     """
-    _, config = check_run(cfg, processes)
-    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    cfg = _fit_sequence_len(cfg, model_config.get_text_config(), console)
     length = min(ASSUMED_LENGTH, cfg.sequence_len)
     supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
     example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")

@@ -25,8 +25,6 @@ from medusa_train.models.partitioned import full_shape
 
 T = TypeVar("T")
 
-#: Keys of a parameter group that keep this run's values when resuming; other keys are restored.
-_NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
 #: Entries of bitsandbytes' state that its paged optimizers keep in paged memory.
 _MOMENTS = ("state1", "state2")
 
@@ -140,7 +138,7 @@ class Strategy(ABC):
         the schedule on.
 
         Raises:
-            ValueError: the state belongs to other parameters.
+            ValueError: the state belongs to other parameters, or to another optimizer.
         """
         # 1. Restore the moments of the optimizer.
         self._load_optimizer(state["optimizer"])
@@ -182,7 +180,19 @@ class Strategy(ABC):
         return self.optimizer.state_dict()
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        load_optimizer(self.optimizer, saved)
+        """Load the moments of an optimizer's `state_dict`. Weight decay, betas and the like keep the
+        values of this run, and the caller sets the learning rates.
+        """
+        optimizer = self.optimizer
+        entry = next(iter(saved["state"].values()), None)
+        if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
+            raise ValueError("the state of another optimizer")
+        groups = optimizer.param_groups
+        if getattr(optimizer, "is_paged", False):
+            _load_paged(optimizer, saved)
+        else:
+            optimizer.load_state_dict(saved)
+        optimizer.param_groups = groups
 
 
 class LocalStrategy(Strategy):
@@ -242,27 +252,6 @@ class LossScale:
             self.value *= 2.0
             self.good = 0
         return False
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` except for weight decay, betas and epsilon. The caller sets the learning
-    rates.
-
-    Raises:
-        ValueError: the moments have other names, so they belong to another optimizer.
-    """
-    entry = next(iter(saved["state"].values()), None)
-    if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
-        raise ValueError("the state of another optimizer")
-    kept_values = []
-    for group in optimizer.param_groups:
-        kept_values.append({name: group[name] for name in _NOT_RESTORED if name in group})
-    if getattr(optimizer, "is_paged", False):
-        _load_paged(optimizer, saved)
-    else:
-        optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, kept_values, strict=True):
-        group.update(values)
 
 
 def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:

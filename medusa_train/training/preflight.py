@@ -57,16 +57,14 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the target model's config and the number of `processes`; return the
-    target model's path or hub name, and its config.
-    """
+def check_run(cfg: TrainConfig, processes: int) -> None:
+    """Check `cfg` against the target model's config and the number of `processes`."""
     from transformers.integrations import is_deepspeed_available
 
     from medusa_train.models.loading import resolve_target_model
     from medusa_train.training.deepspeed_strategy import check_zero
 
-    resolved, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    _, config = resolve_target_model(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     # 1. Check the processes, and the weights to start from.
     deepspeed = check_deepspeed(cfg, processes)
     if cfg.deepspeed is not None and is_deepspeed_available():
@@ -76,7 +74,6 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     # 2. Check the draft and the recipe on this target model.
     check_without_trees(cfg, config)
     check_shape(cfg, config.get_text_config().to_dict(), quantization_of(config))
-    return resolved, config
 
 
 def check_shape(
@@ -131,9 +128,7 @@ def check_without_trees(cfg: TrainConfig, model_config: Any) -> None:
 
 def check_8bit_states(cfg: TrainConfig, stage: int, processes: int) -> None:
     """Reject an 8-bit optimizer if ZeRO would have to partition its states at this stage."""
-    from medusa_train.training.optimizer import EIGHT_BIT
-
-    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
+    if "8bit" not in cfg.optimizer or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
     default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
@@ -196,9 +191,8 @@ def check_same_settings(what: str, settings: Iterable[tuple[str, Any, Any]]) -> 
         raise ConfigError(f"lora_model_dir: {what} {trained}, the configuration {configured}")
 
 
-def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
-    """Compare the configuration's adapter settings with those of the adapter to start from."""
-    # 1. Collect the adapter's settings under the names of our keys.
+def adapter_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of the adapter in `directory`, under the names of our keys."""
     saved = read_adapter_config(directory)
     if saved["peft_type"] != "LORA":
         raise ConfigError(
@@ -208,16 +202,20 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
     targets = saved.get("target_modules") or ()
     if isinstance(targets, str):
         targets = [targets]
-    saved_values = {
+    return {
         "lora_r": saved.get("r"),
         "lora_alpha": saved.get("lora_alpha"),
         "lora_dropout": saved.get("lora_dropout"),
         "lora_target_modules": sorted(targets),
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
-    # 2. Compare them with the keys that the user set.
+
+
+def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> None:
+    """Compare the configuration's adapter settings with those of the adapter to start from."""
+    # 1. Compare the adapter's settings with the keys that the user set.
     settings = []
-    for key, value in saved_values.items():
+    for key, value in adapter_settings(directory).items():
         configured = getattr(cfg, key)
         if isinstance(configured, list):
             configured = sorted(configured)
@@ -225,7 +223,7 @@ def _check_adapter(cfg: TrainConfig, config: Any | None, directory: Path) -> Non
         if key in cfg.model_fields_set and configured is not None and not is_overridden:
             settings.append((key, value, configured))
     check_same_settings(f"the adapter in {directory} has", settings)
-    # 3. If all linear layers are to be trained, check that the adapter has them all.
+    # 2. If all linear layers are to be trained, check that the adapter has them all.
     if cfg.lora_target_linear and config is not None:
         from medusa_train.models.loading import model_without_weights
         from medusa_train.models.lora import layers_left_out

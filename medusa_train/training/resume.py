@@ -265,7 +265,7 @@ def forget_incomparable_best(
         if before != now:
             reasons.append(f"{name} was {before}, now {now}")
     if patience is not None and state.best_loss is not None:
-        best = distributed.run_on_main(lambda: store.best(state.best_step))
+        best = distributed.run_on_main(store.best, state.best_step)
         if best is None:
             reasons.append(f"its weights are not in {store.root}")
     state.validation = validation

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, 
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_target_model
-from medusa_train.models.lora import Adapter
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.models.target_model import TargetModel
@@ -50,7 +50,7 @@ from medusa_train.training.optimizer import (
     build_scheduler,
     parameter_groups,
 )
-from medusa_train.training.preflight import check_same_settings
+from medusa_train.training.preflight import adapter_settings, check_same_settings
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.resume import (
     NEW_STAGE,
@@ -94,6 +94,13 @@ class Stage:
     start: ResumePlan
     store: CheckpointStore
 
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains: always in several processes; in one only if the key `deepspeed`
+        is set.
+        """
+        return self.distributed.size > 1 or self.cfg.deepspeed is not None
+
     def print(self, line: str | None, style: str | None = None) -> None:
         """Print a line; None prints nothing."""
         if line is not None:
@@ -122,6 +129,7 @@ def build_trainer(
     progress: RunProgress,
     distributed: DistributedContext = SINGLE_PROCESS,
     start: ResumePlan = NEW_STAGE,
+    parent_run_dir: Path | None = None,
 ) -> Trainer:
     """Build all parts of a trainer, and restore the checkpoint that the stage resumes.
 
@@ -133,10 +141,13 @@ def build_trainer(
     stage = Stage(cfg, precision, data, progress, distributed, start, store)
     models = load_models(stage)
     loader, schedule = plan_stage(stage)
-    with progress.phase(_strategy_phase(cfg, distributed), ticking=True):
+    phase = "starting DeepSpeed" if stage.uses_deepspeed else "preparing the optimizer"
+    with progress.phase(phase, ticking=True):
         strategy = build_strategy(stage, models, schedule)
     objective = build_objective(cfg, models.draft)
     state = restore_run(stage, models, loader, schedule, strategy, objective)
+    if models.recipe.target_model.tree_unsupported_reason is not None:
+        cfg = cfg.model_copy(update={"calibration_tokens": 0})
     return Trainer(
         cfg=cfg,
         recipe=models.recipe,
@@ -147,10 +158,11 @@ def build_trainer(
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
         schedule=schedule,
         store=store,
-        loggers=open_run(stage, models, state, schedule),
+        loggers=open_run(stage, state, schedule),
         state=state,
         distributed=distributed,
         progress=progress,
+        parent_run_dir=parent_run_dir,
     )
 
 
@@ -180,7 +192,7 @@ def load_models(stage: Stage) -> Models:
             )
     _describe_models(stage, draft, recipe)
     # 2. Restore the weights of the checkpoint.
-    fingerprint = distributed.run_on_main(lambda: digest_target_model(cfg.base_model))
+    fingerprint = distributed.run_on_main(digest_target_model, cfg.base_model)
     checkpoint = None
     if start.checkpoint is not None:
         with stage.progress.phase("reading the checkpoint", ticking=True):
@@ -342,25 +354,20 @@ def plan_stage(stage: Stage) -> tuple[BatchLoader, TrainingSchedule]:
 # 3. Optimizer and loss
 
 
-def _strategy_phase(cfg: TrainConfig, distributed: DistributedContext) -> str:
-    """Return the name under which the time for building the strategy is reported."""
-    if distributed.size == 1 and cfg.deepspeed is None:
-        return "preparing the optimizer"
-    return "starting DeepSpeed"
-
-
 def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> Strategy:
     """Build optimizer, schedule and strategy; print a line if they differ from the configuration.
 
-    Several processes always train with DeepSpeed; one process does only if the key `deepspeed` is
-    set. At ZeRO stage 3 the weights are partitioned from here on, and must be read with the
+    At ZeRO stage 3 the weights are partitioned from here on, and must be read with the
     functions of `models.partitioned`.
     """
     cfg, distributed = stage.cfg, stage.distributed
     draft, recipe = models.draft, models.recipe
-    trained = list(recipe.parameters.values())
     groups = parameter_groups(
-        draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
+        draft.parameters(),
+        cfg.heads_learning_rate,
+        recipe.parameters.values(),
+        cfg.learning_rate,
+        cfg.weight_decay,
     )
     optimizer, notice = build_optimizer(
         cfg.optimizer,
@@ -378,20 +385,17 @@ def build_strategy(stage: Stage, models: Models, schedule: TrainingSchedule) -> 
         cfg.cosine_min_lr_ratio,
     )
     loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
-    if distributed.size == 1 and cfg.deepspeed is None:
+    if not stage.uses_deepspeed:
         return LocalStrategy(optimizer, lr_scheduler, cfg.max_grad_norm, loss_scale)
 
     if distributed.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
-    target_model = recipe.target_model
-    config = engine_config(cfg, distributed.size, target_model.hidden_size)
+    config = engine_config(cfg, distributed.size, recipe.target_model.hidden_size)
     default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
     stage.print(f"processes: {distributed.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
-    read_directly = [*draft.parameters(), *target_model.output_embeddings.parameters()]
     return DeepSpeedStrategy(
         draft,
-        target_model.model,
-        read_directly,
+        recipe.target_model.model,
         optimizer,
         lr_scheduler,
         config,
@@ -457,16 +461,14 @@ def restore_run(
 # 5. The run directory
 
 
-def open_run(
-    stage: Stage, models: Models, state: TrainState, schedule: TrainingSchedule
-) -> MetricLoggers:
+def open_run(stage: Stage, state: TrainState, schedule: TrainingSchedule) -> MetricLoggers:
     """Prepare the run directory, write the configuration as it is used, and open the logs. Only
     rank 0 has logs.
     """
-    cfg = _as_used(stage, models.recipe.adapter)
+    cfg = _as_used(stage)
     run_dir = cfg.run_dir
     console = stage.progress.console
-    stage.distributed.run_on_main(lambda: prepare_output_dir(run_dir, state.step, cfg.initial_run))
+    stage.distributed.run_on_main(prepare_output_dir, run_dir, state.step, cfg.initial_run)
     if not stage.distributed.is_main:
         return MetricLoggers([])
     write_config(cfg, run_dir)
@@ -492,25 +494,18 @@ def open_run(
         return MetricLoggers([file, shown, *boards])
 
 
-def _as_used(stage: Stage, adapter: Adapter | None) -> TrainConfig:
-    """Return the configuration with the values that were taken from the data and the adapter."""
+def _as_used(stage: Stage) -> TrainConfig:
+    """Return the configuration with the values that were taken from the data, and from the adapter
+    of the run that this one starts from.
+    """
     cfg = stage.cfg
     used_values: dict[str, Any] = {
         "chat_template": stage.data.chat_template,
         "sequence_len": stage.data.sequence_len,
     }
-    if adapter is not None:
-        lora = adapter.peft.peft_config["default"]
-        used_values |= {
-            "lora_r": lora.r,
-            "lora_alpha": lora.lora_alpha,
-            "lora_dropout": lora.lora_dropout,
-        }
-        if find_initial_adapter(cfg.initial_run) is not None:  # the adapter is from lora_model_dir
-            used_values["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
-            if not cfg.lora_target_linear:
-                targets = lora.target_modules
-                if isinstance(targets, str):  # a pattern
-                    targets = [targets]
-                used_values["lora_target_modules"] = sorted(targets)
+    if (adapter := find_initial_adapter(cfg.initial_run)) is not None:
+        used_values |= adapter_settings(adapter)
+        used_values["lora_modules_to_save"] = used_values["lora_modules_to_save"] or None
+        if cfg.lora_target_linear:
+            del used_values["lora_target_modules"]
     return cfg.model_copy(update=used_values)

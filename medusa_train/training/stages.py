@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from rich.console import Console
 
@@ -29,7 +28,7 @@ from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, DistributedContext
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
-from medusa_train.training.resume import plan_resume
+from medusa_train.training.resume import NEW_STAGE, plan_resume
 from medusa_train.training.schedule import TrainingSchedule, plan_steps
 from medusa_train.training.stop_signals import signals_as_interrupts
 from medusa_train.training.train_stage import train
@@ -66,17 +65,20 @@ def train_stages(
     progress = RunProgress(console)
     with signals_as_interrupts(), ExitStack() as lock:
         # 1. Lock the run directory, and decide where the run resumes.
-        distributed.run_on_main(lambda: check_output_dir(cfg))
-        distributed.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
-        plan = distributed.run_on_main(lambda: plan_resume(cfg, stage_one))
+        distributed.run_on_main(check_output_dir, cfg)
+        distributed.run_on_main(lock.enter_context, only_writer(cfg.run_dir))
+        plan = distributed.run_on_main(plan_resume, cfg, stage_one)
         if stage_one is not None and plan.stage_one_is_finished:
             console.print(f"{TITLES[0]}: the heads in {stage_one.output_dir} are finished")
             progress.title = TITLES[1]
             stage_one = None
 
-        # 2. Load the data of all stages.
+        # 2. Check all stages, and load their data.
         stages = [cfg] if stage_one is None else [stage_one, cfg]
         with LoadingProgress(progress) as shown:
+            with distributed.failing_together():
+                for stage in stages:
+                    check_run(stage, distributed.size)
             data = load_stages(stages, console, distributed, shown)
         schedules = [
             plan_steps(stage, read.train, distributed.rank, distributed.size)[1]
@@ -86,24 +88,23 @@ def train_stages(
             console.print(plan.note)
 
         # 3. Train one stage, or both.
-        if stage_one is None:
-            return train(cfg, data[0], progress, results, distributed, plan)
-
-        for line in _describe_stages(stages, schedules):
-            console.print(line)
-        distributed.run_on_main(lambda: _begin(cfg))
-        console.print(f"\n{TITLES[0]}", style="bold")
-        progress.title = TITLES[0]
-        code = train(
-            stage_one, data[0], progress, results, distributed, plan, parent_run_dir=cfg.run_dir
-        )
-        if code != 0:
-            return code
-        release_memory()
-        console.print(f"\n{TITLES[1]}", style="bold")
-        progress.title = TITLES[1]
-        progress.seconds = {"stage one": progress.total_seconds}
-        return train(cfg, data[1], progress, results, distributed)
+        if stage_one is not None:
+            for line in _describe_stages(stages, schedules):
+                console.print(line)
+            distributed.run_on_main(_begin, cfg)
+            console.print(f"\n{TITLES[0]}", style="bold")
+            progress.title = TITLES[0]
+            code = train(
+                stage_one, data[0], progress, results, distributed, plan, parent_run_dir=cfg.run_dir
+            )
+            if code != 0:
+                return code
+            release_memory()
+            console.print(f"\n{TITLES[1]}", style="bold")
+            progress.title = TITLES[1]
+            progress.seconds = {"stage one": progress.total_seconds}
+            plan = NEW_STAGE
+        return train(cfg, data[-1], progress, results, distributed, plan)
 
 
 def load_stages(
@@ -112,18 +113,15 @@ def load_stages(
     distributed: DistributedContext,
     shown: LoadingProgress,
 ) -> list[TrainingData]:
-    """Load the data of all stages and check each stage as `load_data` does. If both stages read the
-    same data, they are loaded once. Rank 0 loads them, and the other processes receive the result.
+    """Load the data of all stages. If both stages read the same data, they are loaded once. Rank 0
+    loads them, and the other processes receive the result.
     """
     loaded: list[TrainingData] = []
-    for number, cfg in enumerate(stages):
-        if number > 0 and _read_the_same(cfg, stages[0]):
-            with distributed.failing_together():
-                check_run(cfg, distributed.size)
+    for cfg in stages:
+        if loaded and _read_the_same(cfg, stages[0]):
             loaded.append(loaded[0])
         else:
-            load = partial(load_data, cfg, console, distributed.size, shown.update)
-            loaded.append(distributed.run_on_main(load))
+            loaded.append(distributed.run_on_main(load_data, cfg, console, shown.update))
     # print these before hours of training, not only at the export
     for warning in _notes(stages[-1]):
         console.print(f"note: {warning}", style="yellow")

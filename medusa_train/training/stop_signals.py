@@ -88,6 +88,10 @@ class _Handler:
                 signal.signal(number, handler)
 
 
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
     """Within the `with` block, make SIGTERM raise Terminated, like Ctrl-C raises KeyboardInterrupt.
@@ -97,17 +101,13 @@ def signals_as_interrupts() -> Iterator[None]:
     handler. After a signal, further signals are ignored while the interpreter exits. Does nothing
     outside the main thread, where Python allows no signal handlers.
     """
-
-    def interrupt(number: int) -> None:
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         numbers.append(signal.SIGINT)
     hangup = signal.getsignal(signal.SIGHUP)
     if hangup == signal.SIG_DFL or isinstance(hangup, _Handler):
         numbers.append(signal.SIGHUP)
-    handler = _Handler(numbers, interrupt)
+    handler = _Handler(numbers, _interrupt)
     try:
         with handler:
             yield
@@ -160,11 +160,9 @@ class StopRequest(_Handler):
         return 128 + (self.signal or 0)
 
     def _stop(self, number: int) -> None:
-        if number == signal.SIGHUP:
-            number = signal.SIGTERM
         if self.signal is not None:
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        self.signal = number
+            _interrupt(number)
+        self.signal = signal.SIGTERM if number == signal.SIGHUP else number
         # printing fails if the signal interrupted a write to the same stream
         with contextlib.suppress(RuntimeError):
             self._notify(

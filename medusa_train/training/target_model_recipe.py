@@ -84,11 +84,7 @@ class TargetModelRecipe:
         if self.adapter is None:
             return hidden_states.final.detach(), self.target_model.lm_head()
         with self.adapter.teacher():
-            with self._autocast():
-                teacher = self.target_model.run(
-                    batch.tokens, positions=batch.positions, segments=batch.segments
-                )
-            return teacher.final, self.target_model.lm_head()
+            return self._run(batch, ()).final, self.target_model.lm_head()
 
     @property
     def saved(self) -> list[nn.Parameter]:
@@ -173,10 +169,18 @@ def _build_adapter(cfg: TrainConfig, target_model: TargetModel) -> Adapter:
 
 
 def _unfreeze(model: Any, layers: int) -> None:
-    """Make the last `layers` layers trainable in float32; 0: the whole model and its embeddings."""
+    """Make the last `layers` decoder layers, the final norm and lm_head trainable in float32;
+    0: the whole model and its embeddings.
+    """
     modules = [model]
     if layers:
-        modules = unfrozen_modules(model, layers)
+        body = decoder_of(model)
+        if not (hasattr(body, "layers") and hasattr(body, "norm")):
+            raise TargetModelError(
+                f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to"
+                " unfreeze"
+            )
+        modules = [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
     for module in modules:
         to_float32(module)
         module.requires_grad_(True)
@@ -185,16 +189,3 @@ def _unfreeze(model: Any, layers: int) -> None:
         # The embedding is tied to lm_head, which is trained. Without `detach`, gradients would also
         # flow through the frozen layers.
         embedding.register_forward_hook(lambda module, args, out: out.detach())
-
-
-def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
-    """Return the last `layers` decoder layers of a transformers model, its final
-    norm and lm_head.
-    """
-    body = decoder_of(model)
-    if not (hasattr(body, "layers") and hasattr(body, "norm")):
-        raise TargetModelError(
-            f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to"
-            " unfreeze"
-        )
-    return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]

@@ -31,7 +31,7 @@ from medusa_train.training.resume import NEW_STAGE, ResumePlan
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.stop_signals import StopRequest
 from medusa_train.training.target_model_recipe import TargetModelRecipe
-from medusa_train.training.trainer import Trainer, TrainingEnd
+from medusa_train.training.trainer import Trainer
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose_tree import (
     MIN_CONVERSATIONS,
@@ -67,10 +67,7 @@ def train(
         The exit code, see `stages.train_stages`.
     """
     try:
-        trainer = build_trainer(cfg, data, progress, distributed, start)
-        trainer.parent_run_dir = parent_run_dir
-        if trainer.recipe.target_model.tree_unsupported_reason is not None:
-            trainer.cfg = trainer.cfg.model_copy(update={"calibration_tokens": 0})
+        trainer = build_trainer(cfg, data, progress, distributed, start, parent_run_dir)
         try:
             return _train_and_finish(trainer, data, results)
         except CheckpointError as error:
@@ -99,9 +96,9 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
     first_step = state.step  # 0, or the step of the checkpoint that is resumed
     seconds_before = state.seconds
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
-        outcome = trainer.run(stop, lambda seconds: _print_time_left(trainer, data, seconds))
+        interrupted = trainer.run(stop, lambda seconds: _print_time_left(trainer, data, seconds))
     trainer.progress.seconds["training"] = state.seconds - seconds_before
-    if outcome is TrainingEnd.INTERRUPTED:
+    if interrupted:
         console.print(
             f"stopped after step {state.step}, saved. To resume:\n  {resume_command(trainer)}",
         )
@@ -110,7 +107,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
 
     # 2. Load the weights to save, and evaluate them if no evaluation of them exists.
     step = state.step
-    if outcome is TrainingEnd.EARLY:
+    if trainer.out_of_patience:
         step = trainer.restore_best()
         console.print(
             "stopped early: no lower validation loss in"
@@ -123,7 +120,7 @@ def _train_and_finish(trainer: Trainer, data: TrainingData, results: Console) ->
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     cache_summary = None
     if trainer.recipe.cache is not None:
-        cache_summary = trainer.recipe.cache.describe(trainer.distributed)
+        cache_summary = trainer.recipe.cache.describe()
     # 4. In rank 0 alone, write the files, choose the tree and print the closing tables.
     try:
         if trainer.distributed.is_main:
@@ -339,20 +336,19 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
     """Tabulate top-1 and top-5 accuracy per head on validation data and on the target model's
     greedy continuations.
     """
+    measured: dict[str, Sequence[Sequence[float]]] = {}  # [K, ranks] each
+    if validation is not None:
+        measured["held-out text"] = validation.top
+    if choice is not None:
+        measured["greedy continuations"] = choice.accuracy
+    if not measured:
+        return None
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")
-    columns: list[Sequence[Sequence[float]]] = []  # [K, ranks] each
-    if validation is not None:
-        columns.append(validation.top)
-        table.add_column("held-out text\ntop-1", justify="right")
-        table.add_column("held-out text\ntop-5", justify="right")
-    if choice is not None:
-        columns.append(choice.accuracy)
-        table.add_column("greedy continuations\ntop-1", justify="right")
-        table.add_column("greedy continuations\ntop-5", justify="right")
-    if not columns:
-        return None
-    for k, accuracies in enumerate(zip(*columns, strict=True), start=1):
+    for text in measured:
+        table.add_column(f"{text}\ntop-1", justify="right")
+        table.add_column(f"{text}\ntop-5", justify="right")
+    for k, accuracies in enumerate(zip(*measured.values(), strict=True), start=1):
         shares = [f"{top[rank]:.3f}" for top in accuracies for rank in (0, 4)]
         table.add_row(str(k), *shares)
     return table

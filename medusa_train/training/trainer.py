@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -44,14 +43,6 @@ from medusa_train.training.validation import ValidationResult, validate
 
 #: Number of steps over which the time of a step is measured.
 TIMED_STEPS = 20
-
-
-class TrainingEnd(Enum):
-    """Why the training loop ended."""
-
-    FINISHED = "finished"
-    EARLY = "stopped early"
-    INTERRUPTED = "interrupted"
 
 
 @dataclass
@@ -100,9 +91,15 @@ class Trainer:
         """The run directory."""
         return self.store.root.parent
 
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether early stopping ends the run."""
+        patience = self.cfg.early_stopping_patience
+        return patience is not None and self.state.evals_since_best >= patience
+
     def run(
         self, stop: StopRequest, on_timed: Callable[[float], None] = lambda seconds: None
-    ) -> TrainingEnd:
+    ) -> bool:
         """Train until the schedule's last step, a request to stop, or early stopping.
 
         On return, the last finished step has a checkpoint, and the weights of the best evaluation
@@ -111,6 +108,9 @@ class Trainer:
         Args:
             stop: true after a request to stop.
             on_timed: called after `TIMED_STEPS` steps with the mean seconds per step.
+
+        Returns:
+            Whether any process was asked to stop.
 
         Raises:
             CheckpointError: a checkpoint could not be written.
@@ -121,40 +121,33 @@ class Trainer:
         schedule = self.schedule
         # 1. If the run was stopped during the evaluation of its last step, resume with it.
         if state.step and schedule.evaluates(state.step) and state.evaluated != state.step:
-            is_best = self._evaluate_and_log(stop)
-            if is_best:
+            if self._evaluate_and_log(stop):
                 self._save_checkpoint()
             if self.distributed.any(bool(stop)):
-                return TrainingEnd.INTERRUPTED
+                return True
         # 2. Train, evaluate and save.
         batches = iter(self.loader)
         self.recipe.train()
         self.draft.train()
         first_step = state.step + 1
         seconds_after_first = 0.0  # the first step is slower, because it allocates memory
-        while state.step < schedule.total_steps and not self._out_of_patience():
+        while state.step < schedule.total_steps and not self.out_of_patience:
             self.train_step(batches)
             if state.step == first_step:
                 seconds_after_first = state.seconds
             if state.step == first_step + TIMED_STEPS - 1:
                 on_timed((state.seconds - seconds_after_first) / (TIMED_STEPS - 1))
-            is_best = False
-            if schedule.evaluates(state.step):
-                is_best = self._evaluate_and_log(stop)
+            is_best = schedule.evaluates(state.step) and self._evaluate_and_log(stop)
             # the signal may have reached only one of the processes
             stopping = self.distributed.any(bool(stop))
-            if stopping or self._out_of_patience() or schedule.saves(state.step):
+            if stopping or self.out_of_patience or schedule.saves(state.step):
                 self._save_checkpoint()
             elif is_best:
                 self._save_best()
             if stopping:
-                return TrainingEnd.INTERRUPTED
-        # 3. Return why it ended. A signal may have arrived while the last checkpoint was written.
-        if self.distributed.any(bool(stop)):
-            return TrainingEnd.INTERRUPTED
-        if self._out_of_patience():
-            return TrainingEnd.EARLY
-        return TrainingEnd.FINISHED
+                break
+        # a signal may have arrived while the last checkpoint was written
+        return self.distributed.any(bool(stop))
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of every process.
@@ -221,9 +214,6 @@ class Trainer:
         teacher = None
         if self.objective.needs_teacher:
             teacher = self.recipe.teacher(batch, hidden_states)
-        lm_head = None
-        if self.recipe.joint:
-            lm_head = self.recipe.target_model.lm_head()
         # 2. Compute the losses. With `grad_scale` each term runs its own backward pass, which stops
         # at the target model's states.
         cut = GraphCut()
@@ -235,7 +225,7 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.schedule.total_steps,
-                lm_head=lm_head,
+                lm_head=self.recipe.target_model.lm_head(),
                 teacher=teacher,
                 grad_scale=grad_scale,
             )
@@ -260,7 +250,7 @@ class Trainer:
         If that checkpoint no longer exists (deleted, or in another directory), keep the current
         weights and return the current step.
         """
-        path = self.distributed.run_on_main(lambda: self.store.best(self.state.best_step))
+        path = self.distributed.run_on_main(self.store.best, self.state.best_step)
         if path is None:
             return self.state.step
         snapshot = load_snapshot(self.store, path, self.distributed, WEIGHTS)
@@ -268,10 +258,6 @@ class Trainer:
         restore_weights(checkpoint, self.draft, self.recipe, self.distributed)
         self.last_validation = None
         return self.state.best_step
-
-    def _out_of_patience(self) -> bool:
-        patience = self.cfg.early_stopping_patience
-        return patience is not None and self.state.evals_since_best >= patience
 
     def _evaluate_and_log(self, stop: StopRequest) -> bool:
         """Evaluate on the validation set if there is one, and log the result; return whether the
@@ -331,9 +317,7 @@ class Trainer:
             snapshot = take_snapshot(
                 self.draft, self.recipe, self.strategy, state, self.distributed
             )
-            self.distributed.run_on_main(
-                lambda: self.store.save(state.step, snapshot, state.best_step)
-            )
+            self.distributed.run_on_main(self.store.save, state.step, snapshot, state.best_step)
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
@@ -343,7 +327,7 @@ class Trainer:
         with self.progress.phase("checkpoints", inline=True, ticking=True):
             weights = take_weights(self.draft, self.recipe, self.distributed)
             self.distributed.run_on_main(
-                lambda: self.store.save_best(self.state.step, weights, {self._resumable_best})
+                self.store.save_best, self.state.step, weights, {self._resumable_best}
             )
 
     def _skip_step(self, loss: float, batches: Sequence[Batch], rows: Sequence[Tensor]) -> None:

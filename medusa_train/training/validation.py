@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -78,21 +77,19 @@ class ValidationResult:
 
     def record(self) -> dict[str, Any]:
         """Return the metrics, for an evaluation record in metrics.jsonl."""
-        record: dict[str, Any] = {
+        record = {
             "loss": self.loss,
             "objective": self.objective,
             "head_loss": self.head_loss,
             "head_top1": [accuracies[0] for accuracies in self.top],
             "head_top": self.top,
             "targets": self.targets,
-        }
-        optional = {
             "targets_in_vocabulary": self.in_vocab if self.in_vocab != self.targets else None,
             "lm_loss": self.lm_loss,
             "lm_kl": self.lm_kl,
             "acceptance_length": self.acceptance_length,
         }
-        return record | {name: value for name, value in optional.items() if value is not None}
+        return {name: value for name, value in record.items() if value is not None}
 
 
 @torch.no_grad()
@@ -110,7 +107,7 @@ def validate(
     The batches are distributed over the processes, and all processes return the same result.
 
     Args:
-        recipe: the target model; it is in train mode afterwards.
+        recipe, draft: the target model and the heads; both are in train mode afterwards.
         batches: one pass over the whole validation set.
         objective: the run's objective. It gives the weights of the terms.
         stop: called before every batch. If it returns True in any process, the evaluation ends and
@@ -120,7 +117,6 @@ def validate(
     head_sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
     lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
-    was_training = draft.training
     recipe.train(False)
     draft.eval()
     try:
@@ -138,7 +134,7 @@ def validate(
             conversations.append(ranked)
     finally:
         recipe.train()
-        draft.train(was_training)
+        draft.train()
     # 2. Compute the means over all processes, for every head and for the target model.
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
@@ -149,7 +145,7 @@ def validate(
     heads_loss = sum(objective.head_weight(k) * mean for k, mean in weighted)
     # 3. Bring the conversations into the order of the batches: batch i is from process i % size.
     ordered: list[RankedConversation] = []
-    for batches_of_turn in zip_longest(*distributed.gather(conversations), fillvalue=[]):
+    for batches_of_turn in zip(*distributed.gather(conversations), strict=True):
         ordered += itertools.chain.from_iterable(batches_of_turn)
     return ValidationResult(
         loss=heads_loss,
@@ -222,10 +218,8 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
             token; it then has no loss and the rank -1.
     """
     loss = 0.0
-    ranks = [torch.zeros(0, dtype=torch.long)]
+    ranks = []
     for states, targets in zip(hidden.split(ROWS), indices.split(ROWS), strict=True):
-        if not len(targets):
-            continue
         logits = head.logits(states).float()  # [ROWS, V]
         loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
         guesses = head.guesses(states, logits, MAX_RANK)  # [ROWS, 10]
@@ -255,16 +249,12 @@ def _share_of(batches: Iterable[Batch], distributed: DistributedContext) -> Iter
     in all of them. In the last round, a process without a batch gets a copy of another batch in
     which all labels are ignored.
     """
-    turn: list[Batch] = []
-    for batch in batches:
-        turn.append(batch)
-        if len(turn) == distributed.size:
+    remaining = iter(batches)
+    while turn := list(itertools.islice(remaining, distributed.size)):
+        if distributed.rank < len(turn):
             yield turn[distributed.rank]
-            turn = []
-    if distributed.rank < len(turn):
-        yield turn[distributed.rank]
-    elif turn:
-        yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
+        else:
+            yield replace(turn[0], labels=torch.full_like(turn[0].labels, IGNORE_INDEX))
 
 
 # Simulated acceptance

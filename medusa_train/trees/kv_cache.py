@@ -101,7 +101,7 @@ class KVCache:
         if self._buffer is None:
             length = self._buffer_length(max(positions, self._reserved))
             like = keys.new_empty(self.num_layers, 2, 0, heads, 0, width)
-            self._buffer = self._new_buffer(like, length + 1)
+            self._buffer = self._new_buffer(like, length)
             self._buffers[length] = self._buffer
         # a later layer of the first prompt may have more heads, or wider ones
         elif heads > self._buffer.shape[HEADS] or width > self._buffer.shape[WIDTH]:
@@ -161,7 +161,7 @@ class KVCache:
         # 2. else a larger buffer, with a copy of the stored columns
         length = self._buffer_length(positions)
         if length not in self._buffers:
-            self._buffers[length] = self._new_buffer(self._buffer, length + 1)
+            self._buffers[length] = self._new_buffer(self._buffer, length)
         larger = self._buffers[length]
         larger[:, :, :, :, :columns] = self._buffer
         self._buffer = larger
@@ -170,15 +170,15 @@ class KVCache:
             self._buffers = {length: larger}
         return larger
 
-    def _new_buffer(self, like: Tensor, columns: int) -> Tensor:
+    def _new_buffer(self, like: Tensor, length: int) -> Tensor:
         """Return zeros: masked columns are read before they are written, and 0 * NaN is NaN.
 
         Args:
             like: gives all sizes except rows and columns, the dtype and the device.
-            columns: number of columns.
+            length: number of columns that passes read; the buffer has one more.
         """
         layers, two, _, heads, _, dim = like.shape
-        return like.new_zeros(layers, two, self.rows, heads, columns, dim)
+        return like.new_zeros(layers, two, self.rows, heads, length + 1, dim)
 
     def _buffer_length(self, positions: int) -> int:
         """Return how many columns passes read in the buffer for `positions`: a power of two times

@@ -11,10 +11,6 @@ from torch import Tensor
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.tree import Ranks, Tree
 
-#: Number of nodes of `TreeLevels.inner_nodes` that are not below the tree's root: the position
-#: before the root, and the root itself.
-_TO_ROOT = 2
-
 
 def levels_of(tree: Tree) -> TreeLevels:
     """Return the levels of `tree`; the same object every time, which its `__dict__` keeps, as for a
@@ -34,13 +30,13 @@ class Level:
                           `- b - d       inner None: both have children
                                `- e      parents 0 1 1 of c, d, e
 
-    Inner nodes are nodes with children.
+    Inner nodes are nodes with children. `TreeLevels.inner_nodes` numbers them.
 
     Attributes:
         first, last: the level has nodes first .. last - 1.
         inner: indices within the level of its m inner nodes, long [m]; None: all nodes are inner.
-        inner_first, inner_last: the level has inner nodes inner_first .. inner_last - 1, counted
-            over the whole tree.
+        inner_first, inner_last: its inner nodes are nodes inner_first .. inner_last - 1 of
+            `TreeLevels.inner_nodes`.
         width: number of top-k candidates used per inner node.
         parents: for every node of the next level, the index of its parent among the m inner nodes,
             long [next].
@@ -57,73 +53,64 @@ class Level:
     parents: Tensor
     candidates: Tensor
 
-    @property
-    def inner_below_root(self) -> slice:
-        """The range of the level's inner nodes among all inner nodes below the root. Not for the
-        root's level.
-        """
-        return slice(self.inner_first - 1, self.inner_last - 1)
+    def at_inner(self, values: Tensor) -> Tensor:
+        """Select the inner nodes' values [B, m, ...] from all nodes' values [B, nodes, ...]."""
+        return values if self.inner is None else values[:, self.inner]
+
+    def at_next(self, values: Tensor) -> Tensor:
+        """Select the next level's values [B, next] from those of all candidates, [B, m, width]."""
+        return values.flatten(1)[:, self.candidates]
 
 
 class TreeLevels:
     """A tree by levels, for drafts that predict one level after the other; tensors are on the
     tree's device.
 
-    Inner nodes are nodes with children. They are counted in three ways; for the tree of `Level`:
+    Inner nodes are nodes with children. A draft's layer runs over them only, and its KV cache has
+    a column for each. For the tree of `Level`, where . is the position before the root:
 
-                                          .    root   a   b   c   d   e
-        nodes of the tree                      0      1   2   3   4   5
-        inner nodes                            0      1   2                inner_index, inner_first
-        below the root                                0   1                inner_below_root
-        nodes of `inner_nodes`            0    1      2   3
-
-    where . is the position before the root.
+                                 .    root   a   b   c   d   e
+        nodes of `tree`               0      1   2   3   4   5
+        nodes of `inner_nodes`   0    1      2   3
+        `inner_index`                 0      1   2   0   0   0      columns after the root's
 
     Attributes:
         tree: the whole tree.
         levels: one per depth, the root's first.
-        inner_index: index of every node among the inner nodes, long [n + 1]; 0 for a leaf.
         inner_nodes: the inner nodes as a tree of their own, whose root is the position before the
-            given tree's root. Kangaroo's adapter runs over these nodes.
-        inner_depths: depths in the tree of the inner nodes below the root, long [inner]; 1 for
-            children of the root.
+            given tree's root.
+        inner_index: number of columns from the root's to every node's, long [n + 1]; 0 for a leaf.
     """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self._device = tree.depths.device
-        # 1. the inner nodes, in the order of the tree
-        inner = [node for node, children in enumerate(tree.children) if children]
-        place_of = {node: place for place, node in enumerate(inner)}
-        self.inner_index = self._long([place_of.get(node, 0) for node in range(tree.size + 1)])
-        # 2. the same as a tree: below the position before the root, whose only child is the root
-        paths: list[Ranks] = [(0,)]
-        for node in inner:
-            if node != 0:
-                paths.append((0, *tree.paths[node - 1]))
-        self.inner_nodes = Tree(tuple(paths)).to(self._device)
-        # subtract 1: in `inner_nodes`, the position before the root has depth 0
-        self.inner_depths = self.inner_nodes.depths[_TO_ROOT:] - 1
-        # 3. the levels; the nodes of a level are consecutive
+        # 1. the levels; their nodes, and their inner nodes, are consecutive
         firsts = [tree.depth_list.index(depth) for depth in range(tree.max_depth + 1)]
         self.levels: list[Level] = []
+        inner_first = 1  # node 0 of `inner_nodes` is the position before the root
         for first, last in pairwise([*firsts, tree.size + 1]):
-            self.levels.append(self._level(first, last, place_of))
+            level = self._level(first, last, inner_first)
+            self.levels.append(level)
+            inner_first = level.inner_last
+        # 2. the inner nodes
+        inner = [node for node, children in enumerate(tree.children) if children]
+        index = {node: i for i, node in enumerate(inner)}
+        self.inner_index = self._long([index.get(node, 0) for node in range(tree.size + 1)])
+        paths: list[Ranks] = [(), *tree.paths]
+        self.inner_nodes = Tree(tuple((0, *paths[node]) for node in inner)).to(self._device)
         self._truncated: dict[int, Tree] = {tree.max_depth: tree}
-        self._masks: dict[tuple[int, int | None, torch.dtype], NodeMasks] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], NodeMasks] = {}
 
     def _long(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
-    def _level(self, first: int, last: int, place_of: dict[int, int]) -> Level:
-        """Return the level of the nodes first .. last - 1; `place_of` maps each inner node to its
-        index among all inner nodes.
+    def _level(self, first: int, last: int, inner_first: int) -> Level:
+        """Return the level of the nodes first .. last - 1, whose first inner node is node
+        `inner_first` of `inner_nodes`.
         """
         # 1. its inner nodes
-        inner = [node for node in range(first, last) if node in place_of]
-        inner_first = len(place_of)
-        if inner:
-            inner_first = place_of[inner[0]]
+        inner = [node for node in range(first, last) if self.tree.children[node]]
         # 2. the next level: parent and rank of each node
         parents: list[int] = []
         ranks: list[int] = []
@@ -152,20 +139,9 @@ class TreeLevels:
 
     def inner_masks(self, window: int | None, dtype: torch.dtype) -> NodeMasks:
         """Return the masks of `inner_nodes`; the same object every time."""
-        return self._kept_masks(0, window, dtype)
-
-    def inner_masks_below_root(self, dtype: torch.dtype) -> NodeMasks:
-        """Return the masks of the inner nodes below the root; the same object every time. The
-        root's column counts as the last committed one.
-        """
-        return self._kept_masks(_TO_ROOT, None, dtype)
-
-    def _kept_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return the masks of `inner_nodes`, where the first `skip` count as committed."""
-        key = (skip, window, dtype)
+        key = (window, dtype)
         if key not in self._masks:
-            ancestors = self.inner_nodes.ancestors[skip:, skip:]
-            depths = self.inner_nodes.depths[skip:] - skip
+            ancestors, depths = self.inner_nodes.ancestors, self.inner_nodes.depths
             self._masks[key] = NodeMasks(ancestors, depths, window, dtype)
         return self._masks[key]
 

@@ -42,11 +42,8 @@ class BranchLayout(Nodes):
         self.outputs = outputs
         self.max_depth = max(self.depth_list)
         self.depths = torch.tensor(self.depth_list[1:], device=device)
-        ancestors = torch.eye(self.size, dtype=torch.bool)  # on the host
-        for token, parent in enumerate(parents):
-            if parent >= 0:
-                ancestors[token] |= ancestors[parent]
-        self.ancestors = ancestors.to(device)
+        ancestors = self.ancestor_rows(self.size + 1)[1:, 1:]
+        self.ancestors = torch.from_numpy(ancestors).to(device)
 
 
 class LookaheadBranch(NamedTuple):
@@ -80,3 +77,7 @@ class TreeAndBranch:
         ancestors[:, :, 0] = True
         ancestors[:, nodes:, nodes:] = branch.ancestors
         self.ancestors = ancestors
+
+
+#: What a pass of the target model runs over.
+AnyTree = Tree | RowTrees | TreeAndBranch

@@ -7,8 +7,6 @@ model: transformers' "eager" attention would add bool masks as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -141,34 +139,15 @@ def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: tor
     return additive_mask(visible, dtype)[:, None, :, :key_length]
 
 
-def apply_sliding_window(
-    mask: Tensor, positions: Tensor, prefix: int, window: int | None
-) -> Tensor:
-    """Mask the keys outside a sliding window, [1 or B, 1, T, prefix + T].
+def apply_sliding_window(mask: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Mask the keys outside a sliding window, [1 or B, 1, T, T].
 
     Args:
         mask: additive mask of the same shape.
-        positions: position ids [B, T] of the queries, which are also the last T keys.
-        prefix: number of keys before them, at positions 0 .. prefix - 1.
+        positions: position ids [B, T] of the queries, which are also the keys.
         window: number of positions that a query attends to, itself included; None: all.
     """
     if window is None:
         return mask
-    before = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
-    keys = torch.cat([before, positions], dim=1)  # [B, prefix + T]: positions of the keys
-    outside = positions[:, :, None] - keys[:, None, :] >= window  # [B, T, prefix + T]
+    outside = positions[:, :, None] - positions[:, None, :] >= window  # [B, T, T]
     return mask.masked_fill(outside[:, None], float("-inf"))
-
-
-def layer_masks(
-    mask: Tensor, positions: Tensor, prefix: int, layer_types: Iterable[str], window: int | None
-) -> dict[str, Tensor]:
-    """Return the mask of each layer type, see `apply_sliding_window`.
-
-    A 4-D mask replaces the one that a model builds itself, including its sliding windows, so they
-    must be applied here.
-    """
-    masks = dict.fromkeys(layer_types, mask)
-    if "sliding_attention" in masks:
-        masks["sliding_attention"] = apply_sliding_window(mask, positions, prefix, window)
-    return masks

@@ -25,7 +25,6 @@ class RowTrees:
 
     Attributes:
         size: number of nodes of the largest tree without the root, n.
-        max_depth: depth of the deepest tree.
         parents, depths: parent and depth of every node, long [B, n + 1].
         ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root
             included.
@@ -34,7 +33,6 @@ class RowTrees:
     def __init__(self, parents: Sequence[Sequence[int]], device: torch.device) -> None:
         self._rows = [Nodes(list(row_parents)) for row_parents in parents]
         self.size = max(tree.size for tree in self._rows)
-        self.max_depth = max(max(tree.depth_list) for tree in self._rows)
 
         # 1. parents and depths, padded with children of the root
         padded_parents: list[list[int]] = []
@@ -46,15 +44,8 @@ class RowTrees:
         self.parents = torch.tensor(padded_parents, device=device)
         self.depths = torch.tensor(padded_depths, device=device)
 
-        # 2. ancestors, on the host: a node attends to itself, the root, and what its parent attends
-        # to
-        nodes = self.size + 1
-        ancestors = np.zeros((len(self._rows), nodes, nodes), dtype=np.bool_)
-        ancestors[:, range(nodes), range(nodes)] = True
-        ancestors[:, :, 0] = True
-        for row, tree in enumerate(self._rows):
-            for node, parent in enumerate(tree.parent_list[1:], start=1):
-                ancestors[row, node] |= ancestors[row, parent]
+        # 2. ancestors
+        ancestors = np.stack([tree.ancestor_rows(self.size + 1) for tree in self._rows])
         self.ancestors = torch.from_numpy(ancestors).to(device)
 
     def row(self, index: int) -> Nodes:
@@ -118,9 +109,7 @@ class TokenTree:
         """
         if self.size <= size:
             return self
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
+        depths = Nodes(self.parents).depth_list
 
         def rank(node: int) -> tuple[int, int, int]:
             return -self.counts[node], depths[node], node

@@ -43,6 +43,11 @@ class PromptCache(Cache):
         super().__init__(layers=layers)
         self.length = length
 
+    def positions(self, states: Tensor) -> Tensor:
+        """Return the positions of new states [B, q, ...], long [B, q]."""
+        positions = torch.arange(states.shape[1], device=states.device) + self.length
+        return positions.expand(len(states), -1)
+
 
 class _Layer(CacheLayerMixin, ABC):
     """One layer of a cache, on memory that may have wider heads, or more heads, than this layer."""
@@ -202,6 +207,10 @@ class _NodeLayer(_Layer):
 
     def get_max_length(self) -> int:
         return self._key_length
+
+
+#: A cache for one pass.
+PassCache = PromptCache | NodeCache
 
 
 def node_cache(storage: Tensor, columns: Tensor, key_length: int) -> NodeCache:

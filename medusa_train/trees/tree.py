@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError, DataError
@@ -51,6 +53,16 @@ class Nodes:
         for node, parent in enumerate(self.parent_list[1:], start=1):
             children[parent].append(node)
         return children
+
+    def ancestor_rows(self, count: int) -> NDArray[np.bool_]:
+        """Return a mask [count, count], on the host: row i is true at node i and its ancestors, the
+        root included. Nodes after those of this tree are padding: children of the root.
+        """
+        mask = np.eye(count, dtype=np.bool_)
+        mask[:, 0] = True
+        for node, parent in enumerate(self.parent_list[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask
 
     def path_nodes(self, node: int) -> list[int]:
         """Return the nodes from the root (0) to `node`."""
@@ -175,10 +187,7 @@ class Tree(Nodes):
     @cached_property
     def ancestors(self) -> Tensor:
         """Bool [n + 1, n + 1]: row i is true at node i and its ancestors, the root included."""
-        mask = torch.eye(self.size + 1, dtype=torch.bool)
-        for node, parent in enumerate(self.parent_list[1:], start=1):
-            mask[node] |= mask[parent]
-        return mask
+        return torch.from_numpy(self.ancestor_rows(self.size + 1))
 
     def to(self, device: torch.device) -> Tree:
         """Return the tree with its tensors on `device`, for loops that read them at every step."""

@@ -107,8 +107,9 @@ def test_a_file_is_read_whole(inspect: Inspect, tmp_path: Path) -> None:
     inspect(path).ok().says("2 conversations")
     for keys in ({"split": "test"}, {"name": "x"}, {"data_files": ["a"]}, {"ds_type": "parquet"}):
         inspect({"path": str(path), **keys}).fails(2, next(iter(keys)))
-    (tmp_path / "a.csv").write_text("a\n")
-    inspect(tmp_path / "a.csv").fails(1, "a.csv", "parquet")
+    for name in ("a.csv", "a.jsonl.bz2"):
+        (tmp_path / name).write_text("a\n")
+        inspect(tmp_path / name).fails(1, name, "parquet")
     inspect(tmp_path / "none.jsonl").fails(1, "none.jsonl")
 
 

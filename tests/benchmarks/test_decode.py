@@ -56,7 +56,7 @@ def test_static_steps_compute_what_passes_do(
                 step.prepare()
                 step()
             # a pass begins with token 0 and guesses 1, 2, ...
-            assert torch.allclose(other.steps._hidden, one.steps._hidden, atol=1e-5)
+            assert torch.allclose(other.steps._states.final, one.steps._states.final, atol=1e-5)
             assert isinstance(other.steps, FixedShapeSteps)
             assert torch.equal(other.steps._choices[:, TARGET_ARGMAX], seen[-1].argmax(-1))
         for context in (passes, static):

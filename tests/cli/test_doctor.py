@@ -32,10 +32,7 @@ def test_this_machine_and_a_configuration() -> None:
     assert f"PyTorch version: {torch.__version__}" in text
     assert "DeepSpeed general environment info" in text
     if not torch.cuda.is_available():
-        assert (
-            "optimizer: adamw_bnb_8bit: optimizer: adamw_bnb_8bit is slow on CPU; using adamw_torch"
-            in text
-        )
+        assert "optimizer: adamw_bnb_8bit: is slow on CPU; using adamw_torch" in text
         assert "fp16: true: computes in float32" in text
         assert (
             "sample_packing: true: one sdpa call per document (flash-attn needs a GPU, the device"
@@ -85,5 +82,5 @@ def test_parts_that_fail_say_so_and_the_page_goes_on(monkeypatch: pytest.MonkeyP
 def test_a_dtype_that_the_device_emulates_is_called_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = load_config(TrainConfig, Path("configs/tiny_m1.yaml"), ["bf16=true"])
     monkeypatch.setattr(precision, "emulates", lambda device, dtype: dtype == torch.bfloat16)
-    lines = dict(doctor.choices(cfg))
-    assert lines["bf16: true"] == "computes in bfloat16, which this device emulates: slow"
+    lines = list(doctor.choices(cfg))
+    assert "bf16: true: computes in bfloat16, which this device emulates: slow" in lines

@@ -11,8 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.cli.export import app, export_after_training
-from medusa_train.export.write import Exported
+from medusa_train.config.types import ExportTarget
+from medusa_train.export.publish import Export
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 D, V = 8, 21
@@ -84,9 +86,9 @@ def test_the_merged_model_comes_before_the_heads_that_name_it(
 ) -> None:
     made: list[str] = []
 
-    def export_run(paths: object, to: str, **settings: object) -> Exported:
+    def export_run(paths: ModelPaths, to: ExportTarget, **settings: object) -> Export:
         made.append(to)
-        return Exported(tmp_path / to, tmp_path / to)
+        return Export(paths, tmp_path, to, tmp_path / to, "owner/name")
 
     monkeypatch.setattr("medusa_train.export.write.export_run", export_run)
     run = make_run(tmp_path / "run")
@@ -97,7 +99,7 @@ def test_the_merged_model_comes_before_the_heads_that_name_it(
 def test_a_failed_upload_is_reported_after_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
+    monkeypatch.setattr("medusa_train.export.upload.hub_is_unreachable", lambda: True)
     run = make_run(tmp_path / "run")
     code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
     assert code == 1
@@ -112,6 +114,7 @@ def test_a_failed_upload_is_reported_after_the_export(
         (["nowhere/at-all"], 1, "nowhere/at-all"),
         (["--to", "nonsense", "x"], 2, "nonsense"),
         (["tto=tgi"], 2, "tto"),
+        (["runs/a", "to=tgi", "runs/b"], 2, "expected one run, got runs/a and runs/b"),
     ],
 )
 def test_wrong_arguments_give_messages(
@@ -125,7 +128,7 @@ def test_wrong_arguments_give_messages(
 
 def test_an_upload_is_as_private_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     push = Mock(return_value="url")
-    monkeypatch.setattr("medusa_train.export.write.push", push)
+    monkeypatch.setattr("medusa_train.export.upload.push", push)
     run = make_run(tmp_path / "run")
     for words, private in ((), True), (("private=false",), False):
         code, output = call(
@@ -135,3 +138,27 @@ def test_an_upload_is_as_private_as_asked(tmp_path: Path, monkeypatch: pytest.Mo
         assert push.call_args.kwargs == {"private": private}
         assert "as eagle, whatever the method" in " ".join(output.split())
     assert "license: mit" in (run / "export" / "vllm" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "is_warned"),
+    [("vllm", "/models/mine", True), ("vllm", "owner/name", False), ("merged", "/mine", False)],
+)
+def test_an_upload_that_names_a_local_target_model_is_warned_of(
+    to: ExportTarget,
+    name: str,
+    is_warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A merged target model names no other one."""
+
+    def export_run(paths: ModelPaths, to: ExportTarget, **settings: object) -> Export:
+        return Export(paths, tmp_path, to, tmp_path / to, name)
+
+    monkeypatch.setattr("medusa_train.export.write.export_run", export_run)
+    monkeypatch.setattr("medusa_train.export.upload.push", Mock(return_value="url"))
+    run = make_run(tmp_path / "run")
+    code, output = call(str(run), "--to", to, "--push-to-hub", "me/heads")
+    assert code == 0, output
+    assert (f"by a local path, {name}: set base_model=OWNER/NAME" in output) is is_warned

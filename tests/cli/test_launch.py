@@ -17,8 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from medusa_train.cli import launch as launching
-from medusa_train.cli.launch import train_distributed
 from medusa_train.cli.train import app
+from medusa_train.cli.worker import train_distributed
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import MedusaError
@@ -223,15 +223,16 @@ def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp
     assert ("process" in printed) is bool(reported[rank])
 
 
-def test_no_processes_are_refused(tmp_path):
+@pytest.mark.parametrize("words", [(), ("--inspect",)], ids=["train", "inspect"])
+def test_no_processes_are_refused(words, tmp_path):
     keys = [
         "base_model=data/tiny",
         "datasets=[{path: data/seeds/tiny.jsonl}]",
         f"output_dir={tmp_path}",
     ]
-    result = CliRunner().invoke(app, [*keys, "--num-gpus", "0"])
+    result = CliRunner().invoke(app, [*keys, "--num-gpus", "0", *words])
     assert result.exit_code == 2
-    assert "--num-gpus: must be at least one" in result.output
+    assert "Invalid value for '--num-gpus'" in result.output
 
 
 @pytest.fixture
@@ -306,9 +307,9 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
 def test_a_process_of_several_exits_without_python_s_cleanup(rank, config_file, monkeypatch):
     """Which gloo's threads abort where they still hold tensors."""
     info, exits = ProcessInfo(rank, 2, rank, "127.0.0.1", 1), Mock(side_effect=SystemExit)
-    monkeypatch.setattr("medusa_train.cli.launch.os._exit", exits)
+    monkeypatch.setattr("medusa_train.cli.worker.os._exit", exits)
     monkeypatch.setattr("medusa_train.cli.train.process_info_from_env", lambda: info)
-    monkeypatch.setattr("medusa_train.cli.launch.train_distributed", Mock(return_value=0))
+    monkeypatch.setattr("medusa_train.cli.worker.train_distributed", Mock(return_value=0))
     CliRunner().invoke(app, [str(config_file)])
     exits.assert_called_once_with(0)
 

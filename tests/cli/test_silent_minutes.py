@@ -33,7 +33,7 @@ DISTILL = ["--prompts", "mine.jsonl", "--model", "backbone", "dtype=float32", "m
         (
             export.app,
             ["exported", "--to", "tgi"],
-            "medusa_train.export.write._write",
+            "medusa_train.export.write.write_medusa_heads",
             "exporting to tgi",
         ),
     ],

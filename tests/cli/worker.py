@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from medusa_train.cli.launch import stop_with_launcher
+from medusa_train.cli.worker import stop_with_launcher
 
 
 def main() -> None:

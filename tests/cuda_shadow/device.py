@@ -120,6 +120,17 @@ def capturing() -> Iterator[None]:
         _capturing = False
 
 
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Compute on the CPU alone, without the checks of the pretend device, which take most of the time."""
+    global _inside
+    before, _inside = _inside, True
+    try:
+        yield
+    finally:
+        _inside = before
+
+
 def _record(kind: str) -> None:
     if _capturing:
         raise CaptureError(f"{kind} within a capture, at {_place(6)}")

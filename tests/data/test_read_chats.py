@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.data.read_chats import read_conversations
 from medusa_train.errors import DataError
+from tests.chat_files import read_conversations
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 

@@ -17,9 +17,9 @@ from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN_TEMPLATES
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
 from medusa_train.data.examples import encode_examples
-from medusa_train.data.read_chats import read_conversations
 from medusa_train.data.report import DataReport
 from medusa_train.data.tokenize import ChatEncoder
+from tests.chat_files import read_conversations
 from tests.chat_templates import GEMMA, LLAMA_3_1, MISTRAL, QWEN3, R1, SMOLLM2, TEMPLATES
 from tests.data.test_tokenize_chat import masked_row
 
@@ -397,7 +397,7 @@ def test_chats_with_built_in_templates_are_encoded_as_by_their_generation_marks(
     ]:
         expected = tokenizer.apply_chat_template(
             [message.as_dict() for message in conversation.messages],
-            chat_template=BUILTIN_TEMPLATES[name].source if name else None,
+            chat_template=BUILTIN_TEMPLATES[name] if name else None,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )

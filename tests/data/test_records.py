@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.json_values import RecordError
 from medusa_train.data.records import (
     answer_points,
@@ -16,8 +17,12 @@ from tests.tool_chats import CHAT, TOOL
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
 
+def of_type(type: str) -> DatasetConfig:
+    return DatasetConfig(path="d.jsonl", type=type)
+
+
 def turns(record: dict[str, Any], type: str = "auto") -> list[tuple[str, str]]:
-    return [(m.role, m.content) for m in normalize(record, type).messages]
+    return [(m.role, m.content) for m in normalize(record, of_type(type)).messages]
 
 
 def test_three_formats_give_the_same_chat() -> None:
@@ -50,7 +55,7 @@ def test_three_formats_give_the_same_chat() -> None:
 @pytest.mark.parametrize("type", ["messages", "sharegpt", "alpaca"])
 def test_a_record_without_the_keys_of_its_type_lists_those_that_it_has(type: str) -> None:
     with pytest.raises(RecordError, match="it is missing; the keys are meta, text"):
-        normalize({"text": "x", "meta": 1}, type)
+        normalize({"text": "x", "meta": 1}, of_type(type))
 
 
 def test_turns_as_public_data_sets_have_them() -> None:

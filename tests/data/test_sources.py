@@ -211,7 +211,7 @@ def test_hub_names_are_loaded_with_their_split(
     asked: list[tuple[str, str | None, str]] = []
     rows = [RECORD]
 
-    def load(path: str, name: str | None, split: str) -> list[object]:
+    def load(path: str, name: str | None, split: str, data_files: None) -> list[object]:
         asked.append((path, name, split))
         return rows
 
@@ -304,7 +304,7 @@ def test_prompts_may_be_a_configuration_of_a_data_set(
     load = Mock(return_value=[RECORD])
     monkeypatch.setattr("datasets.load_dataset", load)
     open_prompts("somebody/smoltalk", None, configuration="all")
-    load.assert_called_once_with("somebody/smoltalk", "all", split="train")
+    load.assert_called_once_with("somebody/smoltalk", "all", split="train", data_files=None)
     for name in ("all", "rewrite"):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "train.jsonl").write_text(LINE)

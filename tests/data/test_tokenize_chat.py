@@ -77,7 +77,7 @@ def test_only_answers_and_their_end_token_are_supervised(
     name: str | None, make_tokenizer: Make, chat: Chat
 ) -> None:
     conversation = chat("S: be", "Ask é", "B 1.", "More", "B é")
-    source = TEMPLATES[name].source if name else make_tokenizer().chat_template
+    source = TEMPLATES[name] if name else make_tokenizer().chat_template
     assert "generation %}" in source
     for encoder in (
         ChatEncoder(make_tokenizer(), name),

@@ -319,7 +319,7 @@ def test_ids_may_be_numbers() -> None:
 
 def test_results_may_have_another_name_in_a_data_set() -> None:
     fields = DatasetConfig(path="x", roles={"tool": ["output"]})
-    chat = normalize({"messages": [*READ[:2], said("output", "R"), DONE]}, fields=fields)
+    chat = normalize({"messages": [*READ[:2], said("output", "R"), DONE]}, fields)
     assert [message.as_dict() for message in chat.messages] == READ
 
 

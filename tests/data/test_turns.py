@@ -159,12 +159,12 @@ def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) 
 def test_a_single_part_may_have_another_name() -> None:
     fields = DatasetConfig(path="x", message_field_content="text")
     record = {"conversations": [{"from": "human", "text": "Q"}]}
-    assert normalize(record, fields=fields).messages[0].content == "Q"
+    assert normalize(record, fields).messages[0].content == "Q"
     fields = DatasetConfig(path="x", field_messages="chat", roles={"tool": ["caller"]})
     with pytest.raises(RecordError, match="turn 1 has the role tool"):
-        normalize({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
+        normalize({"chat": [{"role": "caller", "content": "Q"}]}, fields)
     with pytest.raises(RecordError, match="expected the keys 'chat'"):
-        normalize({"messages": TURNS}, fields=fields)
+        normalize({"messages": TURNS}, fields)
 
 
 def test_a_chat_without_anything_around_it_is_read(tmp_path: Path, make_tokenizer: Make) -> None:

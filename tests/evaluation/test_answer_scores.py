@@ -8,6 +8,7 @@ import pytest
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation import answer_scores
 from medusa_train.evaluation.answer_scores import (
+    answered_turns,
     build_program,
     code_samples,
     extract_number,
@@ -132,7 +133,8 @@ QUESTIONS = [
 def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
     records = [turn(1, (0, 1), (0, 1)), turn(2, (0, 1), (0, 2)), turn(3, (0,), (0,))]
     scored: list[None] = []
-    score_answers(records, QUESTIONS, Words("####", "4", "5"), lambda: scored.append(None))
+    answered = answered_turns(records, QUESTIONS, Words("####", "4", "5"))
+    score_answers(answered, lambda: scored.append(None))
     assert records[0].scores == dict.fromkeys(("tree", "plain"), Score("exact match", True, "4"))
     assert records[1].scores["tree"] == Score("exact match", False, "4")
     assert records[1].scores["plain"] == Score("exact match", True, "5")
@@ -160,7 +162,7 @@ def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
 )
 def test_reasoning_is_not_scored(opened: str, text: str, correct: bool) -> None:
     records = [replace(turn(1, None, (0,)), opened=opened)]
-    score_answers(records, QUESTIONS, Words(text))
+    score_answers(answered_turns(records, QUESTIONS, Words(text)), print)
     assert records[0].scores["plain"].correct is correct
     summary = summarize_scores(records)
     assert summary is not None
@@ -175,7 +177,8 @@ def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
         Question(2, "gsm8k", ("?",), "f:2", none),
     ]
     records = [turn(1, (0, 1, 2), (0, 2)), turn(2, (0,), (0,))]
-    means = rouge_means(records, questions, Words("the ", "cat ", "sat "), rouge_scorer(questions))
+    answered = answered_turns(records, questions, Words("the ", "cat ", "sat "))
+    means = rouge_means(answered, rouge_scorer(questions))
     assert means is not None
     assert means["answers"] == 1
     # 3 of 3 and of 6 words, 2 of 2 and of 5 pairs, and 3 words in order; plainly 2 of 2 and of 6, 0
@@ -199,9 +202,8 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
     monkeypatch.setattr(answer_scores, "run_program", run_program)
     monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: None)
     records = [turn(1, (0,), (0,))]
-    score_answers(
-        records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3")
-    )
+    question = Question(1, "humaneval", ("?",), "f:1", expected=TEST)
+    score_answers(answered_turns(records, [question], Words("    return 3")), print)
     assert len(programs) == 1
     assert f"{PROMPT}    return 3\n" in programs[0]
     assert records[0].scores["plain"] == Score("pass@1", False, "failed: AssertionError")
@@ -211,14 +213,15 @@ def test_without_a_sandbox_no_code_is_scored(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: "no bubblewrap")
     records = [turn(1, (0,), (1,))]
     questions = [Question(1, "humaneval", ("?",), "f:1", expected=TEST)]
-    score_answers(records, questions, Words("a", "b"))
+    score_answers(answered_turns(records, questions, Words("a", "b")), print)
     assert records[0].scores == {}
 
 
 def test_samples_have_the_programs_of_the_answers() -> None:
     records = [turn("a/0", (0,), (1,))]
     questions = [Question("a/0", "humaneval", ("?",), "f:1", expected=TEST)]
-    samples = code_samples(records, questions, Words("    return 3", "    return 4"))
+    tokenizer = Words("    return 3", "    return 4")
+    samples = code_samples(answered_turns(records, questions, tokenizer))
     for name, line in (("tree", "    return 3"), ("plain", "    return 4")):
         (sample,) = samples[name]
         assert sample["task_id"] == "a/0"
@@ -232,10 +235,10 @@ def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
     monkeypatch.setattr(answer_scores, "sandbox_unsupported_reason", lambda: None)
     records = [turn(1, (0,), (1,))]
+    question = Question(1, "humaneval", ("?",), "f:1", expected=TEST)
+    answered = answered_turns(records, [question], Words("a", "b"))
     with pytest.raises(StopIteration):
-        score_answers(
-            records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("a", "b")
-        )
+        score_answers(answered, print)
     assert records[0].scores == {}
 
 

@@ -145,6 +145,25 @@ def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None
     assert [one["meta"]["bench"] for one in named.values()] == ["tiny", "tiny"]
 
 
+def test_the_newest_evaluation_is_named_if_it_measured_another_draft(tmp_path: Path) -> None:
+    """Otherwise its speed would seem to be that of the run's own draft."""
+    run, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    (run / "eval" / "tiny").rename(run / "eval" / "tiny-prompt_lookup")
+    assert list(load_reports([str(run), str(other)], None)) == [
+        f"{run} (tiny-prompt_lookup)",
+        f"{other} (tiny)",
+    ]
+
+
+def test_an_evaluation_is_found_by_its_question_file(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", "mine"), write_run(tmp_path / "b", "mine")
+    write_run(tmp_path / "b")
+    reports = load_reports([str(a), str(b)], "questions/mine.jsonl")
+    assert [report["meta"]["bench"] for report in reports.values()] == ["mine", "mine"]
+    with pytest.raises(CheckpointError, match=r"only on mine, tiny; run .* --bench other\.jsonl"):
+        load_reports([str(b), str(a)], "other.jsonl")
+
+
 def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
     evaluated = load_reports(
         [str(write_run(tmp_path / "a")), str(write_run(tmp_path / "<b>"))], None

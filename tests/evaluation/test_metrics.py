@@ -267,10 +267,7 @@ def test_the_turns_of_a_question_are_drawn_together() -> None:
 def test_times_of_batches_are_drawn_by_batch() -> None:
     alone = [turn(n, 1.0 + 0.2 * (n // 4)) for n in range(24)]
     shared = [
-        replace(
-            one,
-            answers=one.answers | {"plain": replace(one.plain, rows=4, seconds=2 + n // 4 / 99)},
-        )
+        replace(one, batch=n // 4, answers=one.answers | {"plain": replace(one.plain, rows=4)})
         for n, one in enumerate(alone)
     ]
     widths = [

@@ -17,6 +17,7 @@ from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
+from medusa_train.data.conversation import Message
 from medusa_train.errors import CheckpointError, ConfigError, DataError, TargetModelError
 from medusa_train.evaluation import answer_scores, refit_tree
 from medusa_train.evaluation import run_bench as module
@@ -450,18 +451,18 @@ def test_a_question_that_was_skipped_before_an_interruption_is_not_asked_again(
 ) -> None:
     lines = bench_file.read_text().splitlines(keepends=True)
     bench_file.write_text("".join(reversed(lines)))  # the third one does not fit
-    measure, ask, asked = SpeedTest._measure, SpeedTest._ask, []
+    measure, ask, asked = SpeedTest._measure, Question.asked, []
 
-    def recorded(self: SpeedTest, question: Question, *args: Any) -> Turn:
+    def recorded(question: Question, turn: int) -> list[Message]:
         asked.append(question.question_id)
-        return ask(self, question, *args)
+        return ask(question, turn)
 
     monkeypatch.setattr(SpeedTest, "_measure", Mock(side_effect=KeyboardInterrupt))
     keys = {"dtype": "float32", "exactness": False, "generate": False, "prompt_lookup": False}
     with pytest.raises(KeyboardInterrupt):
         run(bench_file, run_dir, tmp_path / "out", **keys)
     monkeypatch.setattr(SpeedTest, "_measure", measure)
-    monkeypatch.setattr(SpeedTest, "_ask", recorded)
+    monkeypatch.setattr(Question, "asked", recorded)
     report, _ = run(bench_file, run_dir, tmp_path / "out", **keys)
     assert asked == [2, 2, 1, 1]
     assert report["meta"]["resumed_turns"] == report["meta"]["skipped_turns"] == 2

@@ -207,6 +207,7 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
             == single.plain.tokens
         )
         assert record.plain.steps == len(record.plain.tokens) - 1
+        assert record.batch == (0 if int(record.question_id) < 3 else 3)
         assert (
             record.plain.rows
             == record.answers["generate"].rows

@@ -12,13 +12,22 @@ import yaml
 
 from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.types import ExportTarget
 from medusa_train.export.card import model_card
+from medusa_train.export.publish import Export
 from medusa_train.export.write import export_run
 
 
-def card(run: Path, to: str = "vllm", licence: str | None = None) -> tuple[dict[str, object], str]:
-    text = model_card(resolve_model(str(run), None, None), read_heads(run / "heads"), to, licence)  # type: ignore[arg-type]
-    _, header, body = text.split("---", 2)
+def text_of_card(run: Path, draft: Path, to: ExportTarget) -> str:
+    """Write the card of an export to a directory that does not exist."""
+    heads = read_heads(draft)
+    paths = resolve_model(str(run), None, None)
+    name = str(heads.target_model_name)
+    return model_card(Export(paths, draft, to, run / "absent", name), heads)
+
+
+def card(run: Path, to: ExportTarget = "vllm") -> tuple[dict[str, object], str]:
+    _, header, body = text_of_card(run, run / "heads", to).split("---", 2)
     return yaml.safe_load(header), body
 
 
@@ -211,12 +220,7 @@ def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path:
     ).read_text()
     assert "Nothing has been measured" in text
     assert "## Training" not in text
-    merged = model_card(
-        resolve_model(str(tmp_path / "alone"), None, None),
-        read_heads(tmp_path / "alone"),
-        "merged",
-        None,
-    )
+    merged = text_of_card(tmp_path / "alone", tmp_path / "alone", "merged")
     assert "# Target model trained with Medusa heads" in merged
 
 

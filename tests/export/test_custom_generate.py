@@ -32,7 +32,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import CheckpointError
 from medusa_train.export import custom_generate
-from medusa_train.export.targets import CUSTOM_GENERATE_REQUIREMENTS
+from medusa_train.export.medusa_heads import CUSTOM_GENERATE_REQUIREMENTS
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.medusa import MedusaDraft

@@ -13,7 +13,8 @@ from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import CheckpointError
-from medusa_train.export.write import Exported, export_run
+from medusa_train.export.publish import Export
+from medusa_train.export.write import export_run
 from medusa_train.models.drafts.dflash import DFlashDraft
 from medusa_train.models.loading import load_target_model
 from medusa_train.models.target_model import TargetModel
@@ -54,7 +55,7 @@ def exported_draft(
     tmp_path: Path,
     to: Any = "vllm",
     **settings: object,
-) -> tuple[DFlashDraft, Exported]:
+) -> tuple[DFlashDraft, Export]:
     keys = {"max_draft_tokens": 4, "num_layers": 2, "layers": [1, 2], **settings}
     torch.manual_seed(0)
     draft = DFlashDraft(target_model, **keys).eval()
@@ -62,7 +63,7 @@ def exported_draft(
     return draft, export_run(resolve_model(str(heads), None, None), to, tmp_path / "out")
 
 
-def config_of(exported: Exported) -> dict[str, Any]:
+def config_of(exported: Export) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((exported.target / "config.json").read_text())
     return config
 

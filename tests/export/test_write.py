@@ -3,9 +3,8 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +17,11 @@ from medusa_train.checkpoint.medusa_layouts import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.types import ExportTarget
-from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.export import write
-from medusa_train.export.write import (
-    export_run,
-    local_target_model,
-    push,
-    stop_warnings,
-    warnings_for,
-)
+from medusa_train.errors import CheckpointError
+from medusa_train.export import medusa_heads
+from medusa_train.export.medusa_heads import warnings_for
+from medusa_train.export.publish import UNFINISHED
+from medusa_train.export.write import export_run, stop_warnings
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_target_model
@@ -88,7 +83,9 @@ def test_a_bias_of_the_shared_lm_head_is_warned_of(
 ) -> None:
     target_model = load_target_model(str(target_model_dir))
     target_model.output_embeddings.bias = torch.nn.Parameter(torch.randn(target_model.vocab_size))
-    monkeypatch.setattr("medusa_train.export.write.load_for_export", lambda paths: target_model)
+    monkeypatch.setattr(
+        "medusa_train.export.medusa_heads.load_for_export", lambda paths: target_model
+    )
     (warning,) = export_run(resolve_model(str(make_run(shared=True)), None, None), to).warnings
     assert "have a bias" in warning
 
@@ -180,6 +177,21 @@ def test_tensorrt_gets_the_target_model_s_config_and_the_tree(
     assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
 
 
+def test_tensorrt_gets_the_config_of_a_target_model_that_is_downloaded_first(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([{}, {"model_type": "llama"}])
+    monkeypatch.setattr(medusa_heads, "find_target_model", lambda name: (name, next(found)))
+    paths = replace(resolve_model(str(make_run()), None, None), target_model="owner/name")
+    downloaded: list[str] = []
+    monkeypatch.setattr(
+        medusa_heads, "resolve_target_model", lambda name, **options: downloaded.append(name)
+    )
+    done = export_run(paths, "trtllm", target_model_name="owner/name")
+    assert downloaded == ["owner/name"]
+    assert json.loads((done.target / "config.json").read_text())["model_type"] == "llama"
+
+
 def heads(
     num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False
 ) -> HeadTensors:
@@ -203,7 +215,6 @@ def heads(
         ("reference", heads(3), ["always builds 5 heads"]),
         ("vllm", heads(3, 2), []),
         ("tgi", heads(bias=True), ["have a bias"]),
-        ("merged", heads(bias=True), []),
         ("transformers", heads(bias=True), []),
         ("tgi", heads(5, 2, shared=True), ["one block each"]),
         (
@@ -265,58 +276,6 @@ def test_it_is_warned_of_wherever_a_server_reads_the_export(
     assert any(text.startswith("answers end at") for text in warnings) == is_warned
 
 
-class Hub:
-    """Stands for the hub's client; remembers what it was asked."""
-
-    def __init__(self, refusal: Exception | None = None) -> None:
-        self.asked: list[Any] = []
-        self.refusal = refusal
-
-    def create_repo(self, repo: str, **keys: Any) -> Any:
-        self.asked.append((repo, keys))
-        return SimpleNamespace(repo_id=f"me/{repo}", __str__=lambda: "address")
-
-    def upload_folder(self, **keys: Any) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.asked.append(keys)
-
-
-def test_a_directory_becomes_a_repository(tmp_path: Path) -> None:
-    hub = Hub()
-    push(tmp_path, "llama-medusa", private=True, api=hub)
-    uploaded = {"repo_id": "me/llama-medusa", "folder_path": str(tmp_path), "repo_type": "model"}
-    assert hub.asked == [
-        ("llama-medusa", {"repo_type": "model", "private": True, "exist_ok": True}),
-        {**uploaded, "ignore_patterns": ["eval/*", "compiled/*"]},
-    ]
-
-
-def test_what_cannot_be_uploaded_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(MedusaError, match="failed: 401 unauthorized\nLog in with `hf auth login`"):
-        push(tmp_path, "me/x", private=True, api=Hub(OSError("401 unauthorized")))
-    hub = Hub()
-    with pytest.raises(ConfigError, match="push_to_hub"):
-        push(tmp_path, "not a/name/at all", private=True, api=hub)
-    assert hub.asked == []
-    monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
-    with pytest.raises(MedusaError, match="can't be reached"):
-        push(tmp_path, "me/x", private=True)
-
-
-@pytest.mark.parametrize(
-    ("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)]
-)
-def test_a_local_target_model_is_detected(
-    tmp_path: Path, base: str | None, expected: str | None
-) -> None:
-    assert local_target_model(tmp_path) is None  # a merged target model names none
-    (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    assert local_target_model(tmp_path) == expected
-
-
 TARGETS: list[ExportTarget] = [*HEADS_TARGETS, "reference-v2", "merged"]
 
 
@@ -361,8 +320,8 @@ def test_an_export_that_was_killed_is_repeated(
         patched.setattr(io, "sync", killed)
         with pytest.raises(KeyboardInterrupt):
             export_run(paths, to, target)
-    assert [path.name for path in target.iterdir()] == [write.UNFINISHED]
-    (target / write.UNFINISHED / ".weights.abcd.tmp").touch()
+    assert [path.name for path in target.iterdir()] == [UNFINISHED]
+    (target / UNFINISHED / ".weights.abcd.tmp").touch()
     export_run(paths, to, target)
     assert not [path for path in target.iterdir() if path.name.startswith(".")]
 
@@ -385,7 +344,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(
 def test_lm_head_matrices_are_announced_before_they_are_written(
     to, shared, matrices, make_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ANNOUNCED", 1)
+    monkeypatch.setattr(medusa_heads, "ANNOUNCED", 1)
     paths = resolve_model(str(make_run(shared=shared, num_heads=3)), None, None)
     lines: list[str] = []
     exported = export_run(paths, to, announce=lines.append)

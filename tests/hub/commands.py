@@ -28,20 +28,20 @@ class Commands:
             command, cwd=place, env=os.environ | environment, text=True, **pipes
         )
 
-    def run(self, *words: str) -> tuple[float, str]:
+    def run(self, *words: str, code: int = 0) -> tuple[float, str]:
         """Run `medusa-train`, `configs/tiny_m1.yaml`, for instance; return the seconds and what it
         printed.
 
         Raises:
-            AssertionError: the command failed.
+            AssertionError: the command ended with another exit code than `code`.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
-        code, seconds = json.loads(self._process.stdout.readline())
+        ended, seconds = json.loads(self._process.stdout.readline())
         output = self._output.read_text(encoding="utf-8")
-        assert code == 0, f"{' '.join(words)}\n{output}"
+        assert ended == code, f"{' '.join(words)}\n{output}"
         return seconds, output
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[type | str, str | None, str, int]] = {
     "lmsys/vicuna-7b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-13b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-33b-v1.3": (LlamaConfig, None, "</s>", 2048),
-    "HuggingFaceH4/zephyr-7b-beta": (MistralConfig, BUILTIN["zephyr"].source, "</s>", 2048),
+    "HuggingFaceH4/zephyr-7b-beta": (MistralConfig, BUILTIN["zephyr"], "</s>", 2048),
     "meta-llama/Llama-3.1-8B-Instruct": (
         LlamaConfig,
         LLAMA_3_1,
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[type | str, str | None, str, int]] = {
         "<|im_end|>",
         8256,
     ),  # its heads predict 8,192
-    "data/tiny": (LlamaConfig, BUILTIN["zephyr"].source, "</s>", 2048),
+    "data/tiny": (LlamaConfig, BUILTIN["zephyr"], "</s>", 2048),
 }
 _SPECIAL = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]
 # the first is written by `make smollm2-model`

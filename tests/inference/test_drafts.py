@@ -2,6 +2,7 @@
 states; files.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,25 @@ def random_draft(kind: str, target_model: TargetModel, spread: float = 0.03) -> 
                 torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread)
             )
     if isinstance(draft, DFlashDraft):
-        train_briefly(draft, target_model)
+        trained = (kind, spread, digest_of(target_model))
+        if trained not in TRAINED:
+            with torch.random.fork_rng(devices=[]):
+                train_briefly(draft, target_model)
+            TRAINED[trained] = {name: w.detach().cpu() for name, w in draft.state_dict().items()}
+        draft.load_state_dict(TRAINED[trained])
     return draft.eval()
+
+
+#: Weights of drafts that a test of this process has trained, by kind, spread and target model.
+TRAINED: dict[tuple[str, float, str], dict[str, torch.Tensor]] = {}
+
+
+def digest_of(target_model: TargetModel) -> str:
+    """A digest of a target model's configuration and weights, which its device does not change."""
+    digest = hashlib.sha256(target_model.model.config.to_json_string().encode())
+    for parameter in target_model.model.parameters():
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def train_briefly(draft: Draft, target_model: TargetModel) -> None:

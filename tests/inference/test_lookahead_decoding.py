@@ -65,7 +65,7 @@ class Reference:
     def __init__(self, target_model: TargetModel, prompt: list[int], draft: LookaheadDraft) -> None:
         self.target_model, self.text, self.draft = target_model, list(prompt), draft
         self.ngrams: list[tuple[int, ...]] = []  # by the time of their last occurrence
-        self.levels = draft.text(prompt).levels
+        self.levels = draft.new_request_state(prompt).levels
         self.passes = 0
         if draft.pool_from_prompt:
             for end in range(draft.ngram, len(prompt) + 1):
@@ -164,21 +164,6 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     assert tokens.shape == (2, 8)
     assert tree_and_branch.size == 7
     assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
-    states = torch.arange(16).view(2, 8, 1)
-    assert proposal.at_outputs(states).flatten().tolist() == [
-        0,
-        1,
-        2,
-        5,
-        6,
-        7,
-        8,
-        9,
-        10,
-        13,
-        14,
-        15,
-    ]
     # the step counts as many positions as tokens were accepted
     steps = begun(target_model, draft, Tree.empty(), [PROMPTS[0]])
     root = 30
@@ -197,8 +182,8 @@ class WarmDraft(LookaheadDraft):
     steps.
     """
 
-    def text(self, tokens: Sequence[int]) -> LookaheadText:
-        text = super().text(tokens)
+    def new_request_state(self, prompt: Sequence[int]) -> LookaheadText:
+        text = super().new_request_state(prompt)
         text._random_levels = 0
         return text
 

@@ -24,11 +24,9 @@ def _after_prompt(target_model: TargetModel) -> KVCache:
 
 
 def _placed(target_model: TargetModel, tree: Tree, kv_cache: KVCache, prefix: int) -> NodeInputs:
-    masks = target_model.node_masks(tree.ancestors, tree.depths)
+    masks = target_model.node_masks(tree)
     end = prefix + tree.size + 1
-    return target_model.place_nodes(
-        tree.depths, masks, torch.tensor([prefix]), kv_cache.storage(end), end
-    )
+    return target_model.place_nodes(tree, masks, torch.tensor([prefix]), kv_cache.storage(end), end)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

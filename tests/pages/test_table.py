@@ -21,7 +21,7 @@ def test_markdown_escapes_bars_and_sets_the_overall_row_in_bold() -> None:
 
 
 def test_columns_without_text_are_left_out() -> None:
-    table = Table.of_columns({"a": ["1", "2"], "b": ["", "-"], "c": ["-", "3"]})
+    table = Table.of_rows([{"a": "1", "b": "", "c": "-"}, {"a": "2", "b": "-", "c": "3"}])
     assert (table.titles, table.rows) == (["a", "c"], [["1", "-"], ["2", "3"]])
 
 

@@ -2,9 +2,15 @@
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.local import HFEngine
 from medusa_train.selfdistill.replay import ChatRequest, ChatSteps, GeneratedAnswer, GeneratedChat
+
+
+def config(**keys: Any) -> SelfDistillConfig:
+    return SelfDistillConfig(seed_dataset="prompts.jsonl", base_model="model", **keys)
 
 
 def said(text: str, reason: str = "stop") -> GeneratedAnswer:

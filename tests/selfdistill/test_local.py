@@ -174,7 +174,7 @@ def test_the_keys_of_answers_reach_the_engine(
         "stop_looping": False,
         "sampling": Sampling(0.5, 7, 0.8),
         "max_new_tokens": 9,
-        "source": get_template("vicuna_v1.1").source,
+        "source": get_template("vicuna_v1.1"),
         "kwargs": {"a": 1},
         "tags": ("<r>", "</r>"),
         "draft": None,

@@ -1,26 +1,24 @@
+from typing import Any
+
 import pytest
 
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
-    DropRules,
     GeneratedAnswer,
     GeneratedChat,
     replay,
     selftalk,
     turn_seed,
 )
-from tests.selfdistill.fakes import FakeEngine, drive, said
+from tests.selfdistill.fakes import FakeEngine, config, drive, said
 
 # Replay
 
 SEED = Prompt("s1", ("one", "two", "three"))
-KEEP_CUT = DropRules(drop_truncated=False)
 
 
-def run(
-    engine: FakeEngine, seed: Prompt = SEED, random_seed: int = 7, rules: DropRules = DropRules()
-) -> GeneratedChat:
-    return drive(replay(seed, random_seed=random_seed, rules=rules), engine)
+def run(engine: FakeEngine, prompt: Prompt = SEED, **keys: Any) -> GeneratedChat:
+    return drive(replay(prompt, config(**{"seed": 7, **keys})), engine)
 
 
 def contents(done: GeneratedChat) -> list[str]:
@@ -64,7 +62,7 @@ def test_a_cut_answer_is_dropped_with_all_later_turns_and_earlier_turns_stay(rea
 
 
 def test_a_cut_answer_is_kept_when_asked_for() -> None:
-    done = run(FakeEngine({"two": said("cut off", "length")}), rules=KEEP_CUT)
+    done = run(FakeEngine({"two": said("cut off", "length")}), drop_truncated=False)
     assert contents(done)[3:] == ["cut off", "three", "answer to three"]
     assert reasons(done) == ["stop", "length", "stop"]
     assert done.dropped is None
@@ -75,7 +73,7 @@ def test_a_cut_answer_is_kept_when_asked_for() -> None:
     [("stop", "empty"), ("context", "context"), ("length", "empty"), ("refused", "refused")],
 )
 def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
-    done = run(FakeEngine({"one": said(" \n", reason)}), rules=KEEP_CUT)
+    done = run(FakeEngine({"one": said(" \n", reason)}), drop_truncated=False)
     assert (done.answers, done.dropped, done.dropped_turns) == ([], why, 3)
 
 
@@ -84,7 +82,7 @@ def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
     dropped = run(engine := FakeEngine({"two": said("a b c d e f g h " * 3, reason)}))
     assert (len(dropped.answers), dropped.looping) == (1, 1)
     assert (dropped.dropped, dropped.dropped_turns) == ("looping", 2)
-    kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
+    kept = run(engine, drop_truncated=False, drop_looping=False)
     assert (len(kept.answers), kept.looping, kept.dropped) == (3, 1, None)
 
 
@@ -92,7 +90,7 @@ def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:
     engine = FakeEngine()
     run(engine)
     run(engine, Prompt("s2", ("one",)))
-    run(engine, random_seed=8)
+    run(engine, seed=8)
     seeds = [request.seed for request in engine.asked]
     assert len(set(seeds)) == 7
     assert seeds[0] == turn_seed(7, "s1", 0)
@@ -108,7 +106,7 @@ def talk_of(
     script: dict[str, GeneratedAnswer] | None = None, rounds: int = 3
 ) -> tuple[GeneratedChat, FakeEngine]:
     engine = FakeEngine(script)
-    return drive(selftalk(TALK, random_seed=7, rules=DropRules(), rounds=rounds), engine), engine
+    return drive(selftalk(TALK, config(seed=7, rounds=rounds)), engine), engine
 
 
 def roles(talk: GeneratedChat) -> str:

@@ -1,16 +1,15 @@
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from medusa_train.data.read_chats import read_conversations
 from medusa_train.data.records import normalize
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
-from medusa_train.selfdistill.replay import ChatRequest, DropRules, GeneratedAnswer, replay
+from medusa_train.selfdistill.replay import ChatRequest, GeneratedAnswer, build_mode
 from medusa_train.selfdistill.run import RunStats, distill, summary
-from tests.selfdistill.fakes import FakeEngine, said
+from tests.chat_files import read_conversations
+from tests.selfdistill.fakes import FakeEngine, config, said
 from tests.tool_chats import CHAT, TOOL
 
 SEEDS = [
@@ -28,7 +27,7 @@ def run(out: Path, seeds: list[Prompt], engine: FakeEngine) -> RunStats:
             seeds,
             engine,
             writer,
-            mode=partial(replay, random_seed=1, rules=DropRules()),
+            mode=build_mode(config(seed=1)),
             metadata={"model": "m", "sampling": {"temperature": 0.0}},
         )
 
@@ -57,7 +56,7 @@ def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     assert second["id"] == "c"
     assert second["dropped"] == {"reason": "length", "turns": 2}
     assert third["id"] == "d"
-    assert [chat.id for chat in read_conversations(out, "messages").conversations] == [
+    assert [chat.id for chat in read_conversations(out).conversations] == [
         "a",
         "c",
         "d",

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.replay import (
     ChatRequest,
-    ChatSteps,
-    DropRules,
     GeneratedAnswer,
-    GeneratedChat,
-    replay,
+    RunningChat,
+    build_mode,
+    drop_reason,
 )
 from medusa_train.selfdistill.run import RunStats, distill
 from medusa_train.selfdistill.server_answers import (
@@ -34,6 +32,7 @@ from medusa_train.servers.client import Servers
 from medusa_train.training.process_info import free_port
 from tests import fake_server
 from tests.fake_server import completion, error, serving, short_context
+from tests.selfdistill.fakes import config
 from tests.servers.test_context import TOO_LONG
 from tests.tool_chats import CHAT, call
 
@@ -68,12 +67,11 @@ def ask(asking: ServerAnswers, *requests: ChatRequest) -> list[GeneratedAnswer]:
     """Ask one after the other."""
     answers: list[GeneratedAnswer] = []
 
-    def steps() -> ChatSteps:
+    def steps() -> RunningChat:
         for each in requests:
             answers.append((yield each))
-        return GeneratedChat(Prompt("", ()))
 
-    asking.generate(iter([steps()]), lambda answer: None, lambda chat: None)
+    asking.generate(iter([steps()]), lambda answer: None)
     return answers
 
 
@@ -83,7 +81,7 @@ def run(out: Path, seeds: list[Prompt], asking: ServerAnswers) -> RunStats:
             seeds,
             asking,
             writer,
-            mode=partial(replay, random_seed=1, rules=DropRules(drop_looping=False)),
+            mode=build_mode(config(seed=1, drop_looping=False)),
             metadata={"model": "served", "sampling": {"temperature": 0.5}},
         )
 
@@ -477,12 +475,11 @@ def run_chats(asking: ServerAnswers, count: int) -> list[str]:
     """Ask `count` questions, as many at a time as there are slots."""
     texts: list[str] = []
 
-    def steps() -> ChatSteps:
+    def steps() -> RunningChat:
         answer = yield request("question")
         texts.append(answer.text)
-        return GeneratedChat(Prompt("", ()))
 
-    asking.generate((steps() for _ in range(count)), lambda answer: None, lambda chat: None)
+    asking.generate((steps() for _ in range(count)), lambda answer: None)
     return texts
 
 
@@ -668,7 +665,7 @@ def test_calls_that_the_server_parsed_are_kept_and_counted() -> None:
     assert (answer.text, answer.finish_reason) == ("", "stop")
     assert answer.parts["tool_calls"][0]["function"]["arguments"] == {"n": 3}
     assert answer.parts["reasoning_content"] == "hm"
-    assert DropRules().drop_reason(answer) is None
+    assert drop_reason(answer, config()) is None
     assert asking.stats() == {"answers whose calls the server parsed": "1"}
 
 

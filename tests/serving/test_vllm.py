@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.resolve import find_heads, resolve_model
-from medusa_train.export.write import export_run, path_warning
+from medusa_train.export.medusa_heads import path_warning
+from medusa_train.export.write import export_run
 from tests.checkpoint.vllm_rules import loader_problems
 from tests.serving.conftest import (
     HEADS,

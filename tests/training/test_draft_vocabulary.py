@@ -21,6 +21,7 @@ from medusa_train.models.loading import load_target_model
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.inspect_run import inspect_run
 from medusa_train.training.load_data import load_data
+from medusa_train.training.preflight import check_run
 from medusa_train.training.target_model_recipe import TargetModelRecipe
 from medusa_train.training.validation import validate
 from tests.training.conftest import LORA, train
@@ -187,9 +188,7 @@ def test_a_new_vocabulary_of_few_tokens_is_warned_of_with_its_key(make_config, c
 
 @pytest.mark.parametrize("size", [300, 5000])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
-def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(
-    make_config, console, kind, size
-) -> None:
+def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(make_config, kind, size) -> None:
     key = (
         {"medusa_vocab_size": size}
         if kind == "medusa"
@@ -198,7 +197,7 @@ def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(
     with pytest.raises(
         ConfigError, match=rf"^{kind}[._]vocab_size: [\d,]+ must be less than the 300 tokens"
     ):
-        load_data(make_config(**key), console)
+        check_run(make_config(**key), 1)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])

@@ -20,10 +20,10 @@ from medusa_train.models.loading import load_tokenizer
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import DistributedContext, PeerError
 from medusa_train.training.load_data import load_data
-from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.preflight import check_run
 from medusa_train.training.stages import load_stages
 from medusa_train.tree_search.traces import prompts_by_conversation
-from tests.training.conftest import WORDS
+from tests.training.conftest import WORDS, train
 
 
 @pytest.fixture
@@ -301,9 +301,9 @@ def test_records_with_such_tokens_are_dropped_where_bad_ones_are_skipped(
     assert f"{path}:2: token 300 (zzz)" in shown or f"{path}:5: token 300 (zzz)" in shown
 
 
-def test_more_unfrozen_layers_than_the_target_model_has_are_refused(make_config, console):
+def test_more_unfrozen_layers_than_the_target_model_has_are_refused(make_config):
     with pytest.raises(ConfigError, match="medusa_num_unfreeze_layers: 3 exceeds the 2 layers"):
-        load_data(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), console)
+        check_run(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), 1)
 
 
 def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_path):
@@ -330,7 +330,7 @@ class ThreadWorld(DistributedContext):
     """Two processes as threads."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: dict[int, bytes]) -> None:
-        super().__init__(ProcessInfo(rank, 2, rank, "", 0))
+        super().__init__(rank, 2)
         self.barrier, self.values = barrier, values
 
     def gather(self, value):
@@ -402,11 +402,12 @@ def test_a_directory_may_be_the_working_one(make_config, console, chats, tmp_pat
     assert len(load_data(make_config(datasets=[{"path": "."}]), console).train)
 
 
-def test_deepspeed_is_checked_before_data_are_read(make_config, console):
+def test_deepspeed_is_checked_before_data_are_read(make_config, console, monkeypatch):
+    monkeypatch.setattr("medusa_train.training.stages.load_data", None)
     zero2 = {"zero_optimization": {"stage": 2}}
     for deepspeed, words in (
         (zero2, "partition 8-bit states"),
         ({"train_batch_size": 7}, "train_batch_size: 7, but"),
     ):
         with pytest.raises(ConfigError, match=words):
-            load_data(make_config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed), console)
+            train(make_config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed), console)

@@ -14,7 +14,6 @@ from medusa_train.training.optimizer import (
     LossScale,
     build_optimizer,
     build_scheduler,
-    load_optimizer,
     parameter_groups,
 )
 from medusa_train.training.schedule import warmup_warning
@@ -132,9 +131,11 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
 
 def test_the_state_of_another_optimizer_is_refused():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    saved = {**optimizer.state_dict(), "state": {0: {"state1": torch.zeros(2), "step": 1}}}
+    strategy = LocalStrategy(optimizer, build_scheduler("constant", optimizer, 0, 10), 1.0)
+    saved = strategy.state_dict()
+    saved["optimizer"]["state"] = {0: {"state1": torch.zeros(2), "step": 1}}
     with pytest.raises(ValueError, match="another optimizer"):
-        load_optimizer(optimizer, saved)
+        strategy.load_state_dict(saved)
 
 
 def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():
@@ -327,8 +328,8 @@ def test_betas_and_epsilon_reach_the_optimizer_and_outlive_a_resume():
     optimizer, _ = build_optimizer("adamw_torch", groups, CPU, betas=(0.8, 0.95), epsilon=1e-6)
     groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
     before, _ = build_optimizer("adamw_torch", groups, CPU)
-    for group in (*optimizer.param_groups, *before.param_groups):
-        group["initial_lr"] = 0.01  # as a schedule does
-    load_optimizer(optimizer, before.state_dict())
+    saved = LocalStrategy(before, build_scheduler("constant", before, 0, 10), 1.0).state_dict()
+    resumed = LocalStrategy(optimizer, build_scheduler("constant", optimizer, 0, 10), 1.0)
+    resumed.load_state_dict(saved)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)}
     assert {group["eps"] for group in optimizer.param_groups} == {1e-6}

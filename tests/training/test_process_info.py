@@ -86,7 +86,7 @@ def test_more_processes_than_gpus_are_refused(local_rank):
 
 
 def test_a_block_fails_in_all_processes(monkeypatch):
-    distributed = DistributedContext(ProcessInfo(1, 2, 1, "127.0.0.1", 1))
+    distributed = DistributedContext(1, 2)
     for code, visible, words in (
         (None, 2, "has no GPU"),
         (2, 2, "another process"),
@@ -100,7 +100,7 @@ def test_a_block_fails_in_all_processes(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "error"), [(0, MedusaError), (1, PeerError)])
 def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
-    distributed = DistributedContext(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    distributed = DistributedContext(rank, 2)
     monkeypatch.setattr(distributed, "gather", lambda value: [value, "GPU-2"])
     check_distinct_gpus(distributed, "GPU-1")
     with pytest.raises(error, match=r"2 processes share 1 GPU|another process"):
@@ -109,7 +109,7 @@ def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_with_other_values_are_named_by_their_keys(rank, monkeypatch):
-    distributed = DistributedContext(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    distributed = DistributedContext(rank, 2)
     values = {"rate": 0.1, "datasets": [{"path": "/a/b", "split": "x"}], "kwargs": {"x": "a"}}
     for of_other, words in (
         ({**values, "rate": 0.2}, "process 1 on two has other values than process 0 of: rate. The"),
@@ -129,7 +129,7 @@ def test_processes_with_other_values_are_named_by_their_keys(rank, monkeypatch):
 
 
 def test_only_paths_may_differ_between_machines(monkeypatch):
-    distributed = DistributedContext(ProcessInfo(0, 2, 0, "127.0.0.1", 1))
+    distributed = DistributedContext(0, 2)
     monkeypatch.setattr(
         distributed,
         "gather",

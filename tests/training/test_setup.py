@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.progress import RunProgress
-from medusa_train.training.distributed import DistributedContext
 from medusa_train.training.load_data import load_data
-from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.schedule import few_steps_advice, make_schedule
-from medusa_train.training.setup import _strategy_phase, build_trainer
+from medusa_train.training.setup import build_trainer
 from tests.slow import slow_down
 from tests.training.conftest import train
 
@@ -175,7 +173,16 @@ def test_what_takes_seconds_says_so(place, words, make_config, console, monkeypa
     assert f"{words}: 0 s so far\n" in console.file.getvalue()
 
 
-@pytest.mark.parametrize(("size", "name"), [(1, "preparing"), (2, "starting DeepSpeed")])
-def test_the_time_that_deepspeed_takes_is_named(size, name, make_config):
-    distributed = DistributedContext(ProcessInfo(0, size, 0, "127.0.0.1", 1))
-    assert _strategy_phase(make_config(), distributed).startswith(name)
+@pytest.mark.parametrize(
+    ("keys", "name"), [({}, "preparing the optimizer"), ({"deepspeed": {}}, "starting DeepSpeed")]
+)
+def test_the_time_that_deepspeed_takes_is_named(keys, name, make_config, console, monkeypatch):
+    def fail(*arguments):
+        raise MedusaError("not built")
+
+    monkeypatch.setattr("medusa_train.training.setup.build_strategy", fail)
+    cfg = make_config(**keys)
+    progress = RunProgress(console)
+    with pytest.raises(MedusaError, match="not built"):
+        build_trainer(cfg, load_data(cfg, console), progress)
+    assert list(progress.seconds)[-1] == name

@@ -169,7 +169,12 @@ def test_every_process_takes_its_part_of_an_optimizer_state_under_zero_3(numel: 
         safe_set_local_optimizer_state=lambda p, value, key: set_to.append(value)
     )
     part = torch.zeros(4)
-    parameter = SimpleNamespace(shape=(0,), ds_shape=torch.Size([numel]), ds_tensor=part)
+    parameter = SimpleNamespace(
+        shape=(0,),
+        ds_shape=torch.Size([numel]),
+        ds_tensor=part,
+        ds_status=SimpleNamespace(name="NOT_AVAILABLE"),
+    )
     value = torch.arange(1.0, numel + 1)
     for rank in range(3):
         fake = SimpleNamespace(

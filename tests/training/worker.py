@@ -78,7 +78,7 @@ def make_trainer(case: dict[str, Any], out: Path, distributed: DistributedContex
     with patch.multiple(
         setup, build_optimizer=optimizer, load_target_model=target_model, build_heads=heads
     ):
-        data = distributed.run_on_main(lambda: load_data(cfg, quiet, distributed.size))
+        data = distributed.run_on_main(load_data, cfg, quiet)
         trainer = setup.build_trainer(cfg, data, RunProgress(quiet), distributed)
     if "loss_scale" in case:
         trainer.strategy.loss_scale = LossScale(case["loss_scale"])

@@ -24,8 +24,9 @@ def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
         assert len(current) == level.last - level.first
         inner = current if level.inner is None else [current[i] for i in level.inner.tolist()]
         inner_nodes = [tokens.index(path) for path in inner]
-        places = list(range(level.inner_first, level.inner_last))
-        assert levels.inner_index[inner_nodes].tolist() == places
+        # the root is node 1 of `inner_nodes`
+        columns_after_root = list(range(level.inner_first - 1, level.inner_last - 1))
+        assert levels.inner_index[inner_nodes].tolist() == columns_after_root
         table = [(*path, rank) for path in inner for rank in range(level.width)]
         children = [table[index] for index in level.candidates.tolist()]
         assert [path[:-1] for path in children] == [
@@ -45,20 +46,28 @@ def test_inner_nodes_are_numbered_and_form_a_tree_below_the_position_before_the_
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
 
 
-def test_inner_nodes_below_the_root_are_those_whose_columns_follow_the_roots() -> None:
+def test_masks_of_inner_nodes_follow_the_committed_columns() -> None:
     """Nodes 1, 3 and 6: two children of the root, and a child of the first of them."""
     levels = TreeLevels(TREES["sparse"])
-    assert levels.inner_depths.tolist() == [1, 1, 2]
-    ranges = [level.inner_below_root for level in levels.levels[1:]]
-    assert ranges == [slice(0, 2), slice(2, 3), slice(3, 3)]
-    masks = levels.inner_masks_below_root(torch.float32)
-    assert levels.inner_masks_below_root(torch.float32) is masks
-    seen = masks.at(torch.tensor([2]), 6)[0, 0] == 0  # two committed columns, the root's the last
+    ranges = [(level.inner_first, level.inner_last) for level in levels.levels]
+    assert ranges == [(1, 2), (2, 4), (4, 5), (5, 5)]
+    masks = levels.inner_masks(None, torch.float32)
+    assert levels.inner_masks(None, torch.float32) is masks
+    seen = masks.at(torch.tensor([1]), 7)[0, 0] == 0  # one committed column
     assert seen.long().tolist() == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 0, 0, 0],  # the position before the root
+        [1, 1, 1, 0, 0, 0, 0],  # the root
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0],
     ]
+
+
+def test_masks_may_begin_before_the_first_column() -> None:
+    """After a prompt of one token, there is no column before an EAGLE-3 layer's root."""
+    masks = TreeLevels(Tree.chain(2)).inner_masks(None, torch.float32)
+    seen = masks.at(torch.tensor([-1]), 3)[0, 0] == 0
+    assert seen[1:].long().tolist() == [[1, 0, 0], [1, 1, 0]]
 
 
 def test_truncated_trees() -> None:

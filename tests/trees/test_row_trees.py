@@ -14,7 +14,7 @@ CHAIN = Tree.chain(3)
 
 def test_a_row_has_the_tensors_of_the_fixed_tree_and_padding_after_it() -> None:
     trees = RowTrees([SPARSE.parent_list, CHAIN.parent_list, [-1]], CPU)
-    assert (trees.size, trees.max_depth) == (6, 3)
+    assert trees.size == 6
     for row, tree in enumerate((SPARSE, CHAIN, Tree.empty())):
         count = tree.size + 1
         assert torch.equal(trees.depths[row, :count], tree.depths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -15,10 +14,15 @@ from torch import Tensor, nn
 from medusa_train.errors import MedusaError
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_states import HiddenStates, TokenRows
-from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
+from medusa_train.trees.lookahead_branch import AnyTree, LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.transformers_adapters import NodeCache, NodeInputs, PromptCache, node_cache
+from medusa_train.trees.transformers_adapters import (
+    NodeInputs,
+    PassCache,
+    PromptCache,
+    node_cache,
+)
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -48,27 +52,12 @@ class Proposal:
     aux: Tensor | None = None
     branch: LookaheadBranch | None = None
 
-    def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
+    def pass_inputs(self) -> tuple[Tensor, AnyTree]:
         """Return all tokens of the pass, the branch tokens last, and the tree that they form."""
         if self.branch is None:
             return self.tokens, self.tree
         tokens = torch.cat([self.tokens, self.branch.tokens], dim=1)  # [B, n + 1 + m]
         return tokens, TreeAndBranch(self.tree, self.branch.layout)
-
-    def at_outputs(self, values: Tensor) -> Tensor:
-        """Select the values at tokens whose logits are read: the nodes, then the branch's outputs.
-
-        Args:
-            values: values at all tokens of the pass, [B, n + 1 + m, ...].
-
-        Returns:
-            [B, n + 1 + outputs, ...].
-        """
-        if self.branch is None:
-            return values
-        nodes = values[:, : self.tokens.shape[1]]  # [B, n + 1, ...]
-        first_output = values.shape[1] - self.branch.layout.outputs
-        return torch.cat([nodes, values[:, first_output:]], dim=1)
 
 
 class TreeSize(NamedTuple):
@@ -145,10 +134,24 @@ class CachedLayer(Protocol):
 
     window: int | None
 
-    def run_cached(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
+    def run(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: PassCache
     ) -> Tensor:
-        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_cached`."""
+        """Run q positions, [B, q, ...] -> [B, q, d], whose keys and values the cache stores.
+
+        Args:
+            states: inputs of the layer, [B, q, ...].
+            positions: position ids, long [B, q].
+            mask: additive mask [B, 1, q, key_length], sliding windows applied; None for prompts.
+            cache: writes to the KV cache.
+        """
+
+
+def read_prompts(layer: CachedLayer, states: Tensor, cache: PromptCache) -> Tensor:
+    """Run a layer over prompts, [B, q, ...] -> [B, q, d]. They continue after the `cache.length`
+    positions in the cache.
+    """
+    return layer.run(states, cache.positions(states), None, cache)
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class DraftCache:
             mask: additive mask [B, 1, q, key_length].
         """
         cache = node_cache(self.storage, columns, self.key_length)
-        return layer.run_cached(states, positions.clamp(max=self.max_position), mask, cache)
+        return layer.run(states, positions.clamp(max=self.max_position), mask, cache)
 
 
 @dataclass(frozen=True)
@@ -246,14 +249,11 @@ class Proposer:
             trees, copied text).
         aux_layers: target model layers whose outputs the draft reads as auxiliary hidden states
             (Kangaroo, EAGLE-3, DFlash).
-        runs_target_model: whether `propose` runs layers of the target model over its draft tokens,
-            see `Proposal.aux` (Kangaroo).
     """
 
     max_depth: int
     fixed_shape: bool = True
     aux_layers: tuple[int, ...] = ()
-    runs_target_model: bool = False
 
     # Every draft
 
@@ -264,7 +264,6 @@ class Proposer:
         """
         return None
 
-    @abstractmethod
     def propose(self, step: DraftStep, states: Any) -> Proposal:
         """Propose draft tokens below the last tokens, for `step.tree`, which is not empty.
 
@@ -272,6 +271,7 @@ class Proposer:
             step: inputs of the step.
             states: the result of `extend`.
         """
+        raise NotImplementedError
 
     def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
@@ -426,11 +426,11 @@ class Draft(Proposer, nn.Module):
             )
         draft = copy(self)  # shallow: parameters are shared
         draft.dynamic = limits
+        draft.fixed_shape = False
         return draft
 
     # Training of every draft
 
-    @abstractmethod
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head(k)` reads.
 
@@ -441,10 +441,11 @@ class Draft(Proposer, nn.Module):
             hidden_states: states of the same rows, including those of `aux_layers`.
             batch: tokens, positions and segments [B, T].
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def lm_head(self, k: int) -> LMHead:
         """Return the matrix and logit transform of head k = 1..K."""
+        raise NotImplementedError
 
     # Training of Kangaroo and EAGLE-3, which train fewer states than they draft depths, and of
     # DFlash, which trains at some positions. `teacher_forced_states` leaves out nothing

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer, TreeSize
+from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
 from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.row_trees import TokenTree
@@ -40,7 +41,7 @@ class MergedDraft(Proposer):
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
-        if heads.runs_target_model:
+        if isinstance(heads, KangarooDraft):
             raise MedusaError(
                 "Kangaroo's guesses pass the target model's first layers, so no others can be added"
             )

@@ -16,20 +16,20 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.config.draft_sections import spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
 from medusa_train.errors import TargetModelError
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.dynamic_trees import grow_trees
-from medusa_train.models.drafts.eagle3_layer import Angles, layer_config
+from medusa_train.models.drafts.eagle3_layer import Angles, RotaryEmbedding, layer_config
 from medusa_train.models.drafts.lm_heads import check_token_map
-from medusa_train.models.drafts.markov import MarkovBias, fill_tree
+from medusa_train.models.drafts.markov import MarkovBias, propose_by_rank
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.models.precision import autocast_dtype
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask
@@ -128,6 +128,7 @@ class DFlashDraft(Draft):
         self.num_layers = num_layers
         self.anchors = anchors
         self.window = window
+        self.fixed_shape = window > 0  # with a window of 0, a block has K + 1 slots for any tree
         self.mask_token_id = target_model.vocab_size - 1 if mask_token_id is None else mask_token_id
         if self.mask_token_id >= target_model.vocab_size:
             raise TargetModelError(
@@ -151,7 +152,7 @@ class DFlashDraft(Draft):
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(num_layers))
         self.norm = LlamaRMSNorm(size, eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = RotaryEmbedding(config)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -161,12 +162,6 @@ class DFlashDraft(Draft):
                 target_model.vocab_size, vocab_size or target_model.vocab_size, markov_rank
             )
         self.to(device=target_model.device, dtype=dtype)
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DFlashDraft:
-        """Keep the rotary frequencies in float32 through `.to(dtype)`."""
-        with exact_buffers(self.rotary_emb):
-            super()._apply(fn, recurse)  # changes the module in place
-        return self
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -343,13 +338,6 @@ class DFlashDraft(Draft):
         """One cache for each layer."""
         return self.num_layers
 
-    @property
-    def fixed_shape(self) -> bool:  # type: ignore[override]
-        """Whether steps can be replayed: not with dynamic trees, and not with a window of 0, where
-        a block has K + 1 slots for any tree.
-        """
-        return self.dynamic is None and self.window > 0
-
     def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of proposals, large enough for the columns of the block."""
         limits = self.dynamic or TreeSize(tree.size, tree.max_depth)
@@ -363,8 +351,7 @@ class DFlashDraft(Draft):
     ) -> None:
         """Write the keys and values of the prompts' context."""
         context = self.context(hidden_states)  # [B, T, d]
-        positions = torch.arange(context.shape[1], device=context.device) + caches[0].length
-        angles = self.rotary_emb(context, positions.expand(len(context), -1))
+        angles = self.rotary_emb(context, caches[0].positions(context))
         for attention, cache in zip(self._attentions, caches, strict=True):
             cache.update(*attention.keys_values(context, angles), 0)
 
@@ -384,12 +371,10 @@ class DFlashDraft(Draft):
         """Run one block for each last token; the best tokens of its slots fill the tree."""
         if self.dynamic is not None:
             return self._propose_dynamic(step, self.dynamic)
-        tree = step.tree
         # raw logits of the first slots, one for each level of the tree, [depth, B, N]
-        slots = self._run_block(step, tree.max_depth).transpose(0, 1)
+        slots = self._run_block(step, step.tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
-        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head, self.markov)
-        return Proposal(tokens, tree)
+        return propose_by_rank(step, logits, self._lm_head, self.markov)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
         """Return the normed states of slots 1..depth after the last tokens, [B, depth, d]."""
@@ -447,7 +432,7 @@ class DFlashLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
+        self.self_attn = DFlashAttention(config, layer_idx=0)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -462,22 +447,10 @@ class DFlashLayer(nn.Module):
         return added
 
 
-class DFlashAttention(nn.Module):
-    """Projections of Qwen3's attention. Keys and values are computed from the normed states of a
-    block, and from the context without another norm.
+class DFlashAttention(Qwen3Attention):
+    """The projections of Qwen3's attention. Keys and values are computed from the normed states of
+    a block, and from the context without another norm.
     """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        d, self.head_dim = config.hidden_size, config.head_dim
-        inner = config.num_attention_heads * self.head_dim
-        inner_kv = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(d, inner, bias=False)
-        self.k_proj = nn.Linear(d, inner_kv, bias=False)
-        self.v_proj = nn.Linear(d, inner_kv, bias=False)
-        self.o_proj = nn.Linear(inner, d, bias=False)
-        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
 
     def queries(self, x: Tensor, angles: Angles) -> Tensor:
         """[B, q, d] -> [B, heads, q, head_dim]."""
@@ -495,5 +468,6 @@ class DFlashAttention(nn.Module):
 def _rotated(x: Tensor, angles: Angles) -> Tensor:
     """Apply rotary embeddings, [B, q, heads, head_dim] -> [B, heads, q, head_dim]."""
     x = x.transpose(1, 2)
-    rotated: Tensor = apply_rotary_pos_emb(x, x, *angles)[0]
+    cos, sin = angles  # [B, q, head_dim] each
+    rotated: Tensor = x * cos[:, None] + rotate_half(x) * sin[:, None]
     return rotated

@@ -5,8 +5,8 @@ target model's layers. Attention or MLP may be left out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models.document_attention import (
+    DOCUMENTS,
     document_bounds,
     document_mask,
     register_document_attention,
     separates_documents,
+    use_attention,
 )
 from medusa_train.models.hf_config import has_experts
 from medusa_train.models.partitioned import gathered
@@ -25,7 +27,7 @@ from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import capture_inputs
 from medusa_train.trees.masks import apply_sliding_window
-from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
+from medusa_train.trees.transformers_adapters import PassCache
 
 
 class DraftLayer(nn.Module):
@@ -36,8 +38,8 @@ class DraftLayer(nn.Module):
                             (each of the last three may be left out)
 
     It is initialized randomly; `init_from_layer` copies weights of the target model. In training,
-    `forward` runs it over whole rows of documents. In decoding, `extend` reads prompts and
-    `run_cached` reads the positions of a step, both with keys and values in a cache.
+    `forward` runs it over whole rows of documents. In decoding, `run` reads prompts and the
+    positions of a step, with keys and values in a cache.
 
     It is an unchanged transformers decoder with a single layer that gets states instead of
     embeddings. So each model family's own forward handles rotary angles, masks and norms. If the
@@ -84,8 +86,7 @@ class DraftLayer(nn.Module):
         self.window: int | None = None
         if "full_attention" not in target_model.layer_types:
             self.window = target_model.window
-        self._attention: str = config._attn_implementation
-        self._documents: str | None = None
+        self._by_bounds = False  # whether attention separates documents by their bounds
         self.to(device=target_model.device, dtype=dtype)
         self._use_document_attention(target_model.device, dtype, target_model.dtype)
 
@@ -100,14 +101,14 @@ class DraftLayer(nn.Module):
         (`segments` [B, T]).
         """
         # 1. several documents or a window: attention by the bounds of documents, if supported
-        if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
-            return self._run(states, positions, bounds=document_bounds(segments))
+        if self._by_bounds and (self.window is not None or int(segments.max()) > 0):
+            return self.run(states, positions, bounds=document_bounds(segments))
         # 2. else with a mask; None: a single document, plain causal attention
         mask_dtype = autocast_dtype(states.device.type) or states.dtype
         mask = document_mask(segments, mask_dtype)  # [B, 1, T, T]
         if mask is not None:
-            mask = apply_sliding_window(mask, positions, 0, self.window)
-        return self._run(states, positions, mask)
+            mask = apply_sliding_window(mask, positions, self.window)
+        return self.run(states, positions, mask)
 
     def _use_document_attention(
         self, device: torch.device, dtype: torch.dtype, compute: torch.dtype
@@ -119,18 +120,17 @@ class DraftLayer(nn.Module):
         on `device` and under autocast to `compute`, since a GPU may lack the kernel for this dtype
         or head size.
         """
-        if self._attention == "eager":
+        if self.body.config._attn_implementation == "eager":
             return
-        self._documents = register_document_attention()
+        self._by_bounds = True
+        register_document_attention()
         width = self.body.config.hidden_size
         states = torch.arange(10 * width, dtype=dtype, device=device).sin().view(2, 5, width)
         try:
             with torch.autocast(device.type, dtype=compute, enabled=compute.itemsize == 2):
-                separate = separates_documents(self.forward, states)
+                self._by_bounds = separates_documents(self.forward, states)
         except (ImportError, RuntimeError, TypeError, ValueError):
-            separate = False
-        if not separate:
-            self._documents = None
+            self._by_bounds = False
 
     @torch.no_grad()
     def match_rms(self, states: Tensor) -> None:
@@ -145,42 +145,21 @@ class DraftLayer(nn.Module):
         offset = self.body.norm(probe).square().mean().sqrt()
         weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
-    def extend(self, states: Tensor, cache: PromptCache) -> Tensor:
-        """Read prompts in decoding, [B, q, d] -> [B, q, d]. They continue after the `cache.length`
-        positions in the cache.
-        """
-        positions = torch.arange(states.shape[1], device=states.device) + cache.length
-        positions = positions.expand(len(states), -1)  # [B, q]
-        return self._run(states, positions, None, cache)
-
-    def run_cached(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
-    ) -> Tensor:
-        """Run q more positions in decoding, [B, q, d] -> [B, q, d]; `cache` stores their keys and
-        values.
-
-        Args:
-            states: inputs of the layer, [B, q, d].
-            positions: position ids, long [B, q].
-            mask: additive mask [B, 1, q, key_length], sliding windows applied.
-            cache: writes to the KV cache.
-        """
-        return self._run(states, positions, mask, cache)
-
-    def _run(
+    def run(
         self,
         states: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: PromptCache | NodeCache | None = None,
+        cache: PassCache | None = None,
         bounds: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the decoder over states [B, q, d] at positions [B, q].
+        """Run the decoder over q positions, [B, q, d] -> [B, q, d].
 
         Args:
+            states, positions, mask, cache: see `CachedLayer.run`; no cache in training.
             bounds: bounds of the documents, for attention that separates them without a mask.
         """
-        with self._document_attention(enabled=bounds is not None):
+        with nullcontext() if bounds is None else use_attention(self.body.config, DOCUMENTS):
             out = self.body(
                 inputs_embeds=states,
                 attention_mask=mask,
@@ -190,19 +169,6 @@ class DraftLayer(nn.Module):
                 **(bounds or {}),
             )
         return out.last_hidden_state
-
-    @contextmanager
-    def _document_attention(self, *, enabled: bool) -> Iterator[None]:
-        """Within this context, attend by the bounds of documents, if `enabled`."""
-        if not enabled:
-            yield
-            return
-        # transformers looks the kernel up in the configuration at each call
-        self.body.config._attn_implementation = self._documents
-        try:
-            yield
-        finally:
-            self.body.config._attn_implementation = self._attention
 
 
 def _single_layer_config(target_model: TargetModel) -> Any:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.document_attention import document_mask
-from medusa_train.models.drafts.base import DraftStep, Proposal, TreeSize
+from medusa_train.models.drafts.base import DraftStep, Proposal, TreeSize, read_prompts
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer, copy_norm, layer_config
@@ -23,7 +23,7 @@ from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.hf_config import final_norm
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
-from medusa_train.models.precision import autocast_dtype, exact_buffers
+from medusa_train.models.precision import autocast_dtype
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 from medusa_train.trees.levels import levels_of
@@ -170,16 +170,15 @@ class Eagle3Draft(LMHeadsDraft):
         self.midlayer = Eagle3Layer(config, norm_before_residual, qk_norm)
         self.norm = LlamaRMSNorm(size, eps=eps)
         # `new_lm_heads` also sets token_map, softcap and scale
-        lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
+        self.lm_heads = self.new_lm_heads(target_model, 1, vocab_size, token_map, dtype)
         if size == target_model_size:
             if target_model.device.type != "meta":
                 self._init_from(target_model)
         else:
-            # no weight of the target model has the layer's width, so only N is taken from the copy
-            # of lm_head. Such a draft gets its weights from a published file; it is not trained
-            # from scratch
-            lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
-        self.lm_heads = nn.ModuleList(lm_heads)
+            # no weight of the target model has the layer's width. Such a draft gets its weights from
+            # a published file; it is not trained from scratch
+            num_tokens = vocab_size or target_model.vocab_size  # N
+            self.lm_heads = nn.ModuleList([nn.Linear(size, num_tokens, bias=False)])
         self.to(device=target_model.device, dtype=dtype)
 
     @torch.no_grad()
@@ -196,12 +195,6 @@ class Eagle3Draft(LMHeadsDraft):
             self.midlayer.init_from(last_layer)
             copy_norm(self.norm, norm)
         self.norm.weight.mul_(CONFIDENCE_AT_START)
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:
-        """Keep the rotary frequencies in float32 through `.to(dtype)`."""
-        with exact_buffers(self.midlayer.rotary_emb):
-            super()._apply(fn, recurse)  # changes the module in place
-        return self
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -307,11 +300,6 @@ class Eagle3Draft(LMHeadsDraft):
         """One cache, for the layer."""
         return 1
 
-    @property
-    def fixed_shape(self) -> bool:  # type: ignore[override]
-        """Whether trees are given. Dynamic trees have a different shape in every step."""
-        return self.dynamic is None
-
     def prefill(
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
@@ -325,7 +313,8 @@ class Eagle3Draft(LMHeadsDraft):
         following = tokens.roll(-1, dims=1)  # [B, T]; any token after the last position of a row
         states = self.combine(hidden_states.aux)  # [B, T, d]
         layer_inputs = self._join(following, states)  # [B, T, 2 d]
-        self.midlayer.extend(layer_inputs, caches[0])
+        # only keys and values are needed, so the attention may run without a mask
+        read_prompts(self.midlayer, layer_inputs, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Compute a_1 along the accepted path, whose last next token is the last token; return a_1
@@ -359,15 +348,15 @@ class Eagle3Draft(LMHeadsDraft):
         levels = levels_of(step.tree)
         head = self.lm_head(1)  # `lm_heads[0]` with its token map
 
-        # 1. columns, positions and masks of all `inner` nodes: the nodes below the root that have
-        # children. Each has its own column; siblings share a position
-        lengths = step.accepted.lengths  # [B], t + 1
-        depths = levels.inner_depths  # [inner], children of the root have 1
-        places = torch.arange(len(depths), device=lengths.device)
-        columns = lengths[:, None] + places  # [B, inner], t + 1, t + 2, ..
-        positions = lengths[:, None] + (depths - 1)  # [B, inner], t + depth
-        masks = levels.inner_masks_below_root(states.dtype)
-        mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
+        # 1. columns, positions and masks of `inner_nodes`: the position before the root, and the
+        # nodes that have children. Each has its own column; siblings share a position
+        inner_nodes = levels.inner_nodes
+        starts = step.accepted.lengths - 2  # [B], t - 1; -1 after a prompt of one token
+        places = torch.arange(inner_nodes.size + 1, device=starts.device)
+        columns = starts[:, None] + places  # [B, 1 + inner], t - 1, t, t + 1, ..
+        positions = starts[:, None] + inner_nodes.depths  # [B, 1 + inner], t + depth
+        masks = levels.inner_masks(None, states.dtype)
+        mask = masks.at(starts, cache.key_length)  # [B, 1, 1 + inner, key_length]
 
         # for each level: the tokens of its nodes, and the layer's outputs at its m inner nodes
         level_tokens = step.last_tokens[:, None]  # [B, 1]
@@ -376,27 +365,24 @@ class Eagle3Draft(LMHeadsDraft):
         # each level predicts the tokens of the next one. The last level predicts nothing, so the
         # layer does not run there
         for level, next_level in pairwise(levels.levels):
-            # 2. the best children of each node, as a table; the head's logit transform would not
-            # change their order
+            # 2. the best children of each node; the head's logit transform would not change their
+            # order
             normed = self.norm(outputs)  # [B, m, d]
             logits = self.lm_heads[0](normed)  # [B, m, N]
             best = logits.topk(level.width).indices  # [B, m, width]
-            table = best.flatten(1)  # [B, m * width]
-            # 3. the next level: `candidates` are the indices of its nodes in the table
-            level_tokens = head.tokens_of(table[:, level.candidates])  # [B, next]
+            # 3. those that the tree has nodes for: the next level
+            level_tokens = head.tokens_of(level.at_next(best))  # [B, next]
             tokens.append(level_tokens)
             if next_level is levels.levels[-1]:
                 break
             # 4. the layer's input: each node's token, and the output at its parent
             next_states = self._next_states(outputs, normed)  # [B, m, d]
             parent_states = next_states[:, level.parents]  # [B, next, d]; indices into these m
-            inner_tokens = level_tokens
-            if next_level.inner is not None:  # some have no children
-                inner_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
-                parent_states = parent_states[:, next_level.inner]  # [B, m, d]
-            layer_inputs = self._join(inner_tokens, parent_states)  # [B, m, 2 d]
+            layer_inputs = self._join(
+                next_level.at_inner(level_tokens), next_level.at_inner(parent_states)
+            )  # [B, m, 2 d], m of the next level
             # 5. run it
-            inner = next_level.inner_below_root  # range of its m nodes among all inner nodes
+            inner = slice(next_level.inner_first, next_level.inner_last)  # its m nodes
             outputs = cache.run(
                 self.midlayer,
                 layer_inputs,

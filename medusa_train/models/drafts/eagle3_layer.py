@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.models.hf_config import head_dim, key_value_heads, largest
-from medusa_train.trees.transformers_adapters import NodeCache, PromptCache
+from medusa_train.models.precision import exact_buffers
+from medusa_train.trees.transformers_adapters import PassCache
 
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]
@@ -64,7 +65,7 @@ class Eagle3Layer(nn.Module):
             setattr(self.self_attn, name, wide)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = RotaryEmbedding(config)
         self.window: int | None = None  # no sliding window, see `DraftLayer.window`
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -119,28 +120,12 @@ class Eagle3Layer(nn.Module):
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
-    # Decoding. The input of a position is one vector [e ; x] of width 2 d
-
-    def extend(self, states: Tensor, cache: PromptCache) -> None:
-        """Write the keys and values of prompts [B, q, 2 d] after the `cache.length` positions in
-        the cache.
-
-        They do not depend on other positions, and the layer's output is not used, so the attention
-        needs no mask.
+    def run(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: PassCache
+    ) -> Tensor:
+        """Run q positions in decoding, [B, q, 2 d] -> [B, q, d]; see `CachedLayer.run`. The input of
+        a position is one vector [e ; x].
         """
-        positions = torch.arange(states.shape[1], device=states.device) + cache.length
-        self._run_cached(states, positions.expand(len(states), -1), None, cache)
-
-    def run_cached(
-        self, states: Tensor, positions: Tensor, mask: Tensor, cache: NodeCache
-    ) -> Tensor:
-        """Run q positions, [B, q, 2 d] -> [B, q, d]; see `DraftLayer.run_cached`."""
-        return self._run_cached(states, positions, mask, cache)
-
-    def _run_cached(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
-        """Run the layer with keys and values in a cache, [B, q, 2 d] -> [B, q, d]."""
 
         def attend(
             attention: LlamaAttention | Qwen3Attention, both: Tensor, angles: Angles
@@ -152,6 +137,15 @@ class Eagle3Layer(nn.Module):
 
         e, x = states.chunk(2, dim=-1)  # [B, q, d] each
         return self(e, x, positions, attend)
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary embedding, whose frequencies stay in float32 through `.to(dtype)`."""
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
+        with exact_buffers(self):
+            super()._apply(fn, recurse)  # changes the module in place
+        return self
 
 
 def copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:

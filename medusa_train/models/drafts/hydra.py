@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import shift_labels
-from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.drafts.medusa import ResBlock
@@ -96,8 +96,7 @@ class HydraDraft(LMHeadsDraft):
             first = _FirstBlock(size, k + 1, dropout, dtype)
             other_blocks = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
             self.blocks.append(nn.Sequential(first, *other_blocks))
-        lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        self.lm_heads = nn.ModuleList(lm_heads)
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         if self.prefix is not None and target_model.device.type != "meta":
             probe = torch.arange(min(64, target_model.vocab_size), device=target_model.device)[None]
             with torch.no_grad():
@@ -142,7 +141,7 @@ class HydraDraft(LMHeadsDraft):
     ) -> None:
         """Run the prefix layer over the prompts."""
         if self.prefix is not None:
-            self.prefix.extend(hidden_states.final, caches[0])
+            read_prompts(self.prefix, hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Run the prefix layer over the accepted path; return its last states [B, d]."""
@@ -165,9 +164,8 @@ class HydraDraft(LMHeadsDraft):
         tokens = [nodes]
         for k, level in enumerate(levels_of(tree).levels[:-1], start=1):
             # 1. the m nodes of this level that have children
-            if level.inner is not None:
-                x = x[:, level.inner]
-                nodes = nodes[:, level.inner]
+            x = level.at_inner(x)
+            nodes = level.at_inner(nodes)
             # 2. head k reads the state and the tokens of the path so far. Soft cap and scale are
             # left out, because they keep the order of the logits
             e = self._embed(nodes).to(x.dtype)  # [B, m, d]
@@ -175,8 +173,8 @@ class HydraDraft(LMHeadsDraft):
             head_states = self.blocks[k - 1](x)  # [B, m, d]
             logits = self.lm_heads[k - 1](head_states)  # [B, m, V]
             # 3. its best tokens are the nodes of the next level
-            best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
-            nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
+            best = logits.topk(level.width).indices  # [B, m, width]
+            nodes = self.lm_head(k).tokens_of(level.at_next(best))  # [B, next]
             x = x[:, level.parents]  # [B, next, (k + 1) d]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
+from medusa_train.models.drafts.base import Draft, DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.lm_heads import copy_lm_head
 from medusa_train.models.layer_split import LayerRunner
@@ -79,7 +79,6 @@ class KangarooDraft(Draft):
         "attention",
         "share_lm_head",
     )
-    runs_target_model = True
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class KangarooDraft(Draft):
     ) -> None:
         """Run the adapter over the prompts."""
         assert hidden_states.aux is not None
-        self.adapter.extend(self.cast(hidden_states.aux), caches[0])
+        read_prompts(self.adapter, self.cast(hidden_states.aux), caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Move the adapter's keys and values of accepted inner nodes to the end of the accepted
@@ -174,7 +173,7 @@ class KangarooDraft(Draft):
         accepted = step.accepted
         # 1. the adapter read all inner nodes while it drafted. Of their keys and values, those of
         # accepted nodes move right after the root's
-        path = levels_of(step.tree).inner_index[accepted.path]  # [B, P], among inner nodes
+        path = levels_of(step.tree).inner_index[accepted.path]  # [B, P], columns after the root's
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. the states from which the next draft starts
         assert accepted.hidden_states.aux is not None
@@ -224,14 +223,14 @@ class KangarooDraft(Draft):
                 break
             # 3. the adapter runs over the m nodes with children, and at the root's level first over
             # the last accepted node; first .. last - 1 are their indices in `columns`
-            m = level.inner_last - level.inner_first
-            first = level.inner_first + 1
-            last = level.inner_last + 1
+            first = level.inner_first
+            last = level.inner_last
+            m = last - first
             if depth == 0:
                 x = torch.cat([states, x], dim=1)  # [B, 2, d]
                 first = 0
-            elif level.inner is not None:
-                x = x[:, level.inner]  # [B, m, d]
+            else:
+                x = level.at_inner(x)  # [B, m, d]
             kv_cache = node_cache(cache.storage, columns[:, first:last], cache.key_length)
             x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), kv_cache)
             x = x[:, -m:]  # [B, m, d]
@@ -282,16 +281,14 @@ class KangarooDraft(Draft):
             best, tokens = logits.max(-1, keepdim=True)  # [B, m, 1]
         else:
             best, tokens = logits.topk(level.width)  # [B, m, width]
-        tokens = tokens.flatten(1)[:, level.candidates]  # [B, next]
+        tokens = level.at_next(tokens)  # [B, next]
         if not threshold:
             return tokens, mass, None
         # 2. the probability of each token after its parent
         log_probs = best - logits.logsumexp(-1, keepdim=True)  # [B, m, width]
-        p = log_probs.exp().flatten(1)[:, level.candidates]  # [B, next]
+        p = level.at_next(log_probs.exp())  # [B, next]
         # 3. the probability of its path, relative to all paths that have a next token
-        inner_mass = mass
-        if level.inner is not None:
-            inner_mass = mass[:, level.inner]  # [B, m]
+        inner_mass = level.at_inner(mass)  # [B, m]
         parent_share = inner_mass / inner_mass.sum(1, keepdim=True)  # [B, m]
         next_mass = parent_share[:, level.parents] * p  # [B, next]
         return tokens, next_mass, next_mass.sum(1)

@@ -18,7 +18,7 @@ class LMHeadsDraft(Draft):
     model's lm_head.
 
     Attributes:
-        lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
+        lm_heads: W2 of heads 1..K; the subclass sets it, for example to `new_lm_heads`.
         token_map: token ids of a reduced vocabulary, long [N]: logit i belongs to the token
             token_map[i], and other tokens are never drafted. None: all tokens.
         softcap, scale: the target model's logit transform, see `LMHead`.
@@ -36,7 +36,7 @@ class LMHeadsDraft(Draft):
         vocab_size: int | None,
         token_map: Tensor | None,
         dtype: torch.dtype,
-    ) -> list[nn.Linear]:
+    ) -> nn.ModuleList:
         """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its
         rows for the tokens of `token_map`.
         """
@@ -51,7 +51,9 @@ class LMHeadsDraft(Draft):
             lm_head = lm_head.restrict_to(token_map)
         num_tokens, size = lm_head.weight.shape
         has_bias = lm_head.bias is not None
-        linears = [nn.Linear(size, num_tokens, bias=has_bias, dtype=dtype) for _ in range(count)]
+        linears = nn.ModuleList(
+            nn.Linear(size, num_tokens, bias=has_bias, dtype=dtype) for _ in range(count)
+        )
         copy_lm_head(linears, lm_head)
         return linears
 

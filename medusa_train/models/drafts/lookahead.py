@@ -62,9 +62,9 @@ class LookaheadDraft(LookupDraft):
         self.pool_from_prompt = pool_from_prompt
         self._layout = window_layout(window, ngram, torch.device("cpu"))
 
-    def text(self, tokens: Sequence[int]) -> LookaheadText:
+    def new_request_state(self, prompt: Sequence[int]) -> LookaheadText:
         """Return a new pool and window for a prompt."""
-        return LookaheadText(tokens, self.window, self.ngram, self.guesses, self.pool_from_prompt)
+        return LookaheadText(prompt, self.window, self.ngram, self.guesses, self.pool_from_prompt)
 
     def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of this draft's own trees together with the window."""

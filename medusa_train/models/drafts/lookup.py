@@ -4,7 +4,6 @@ lookup, and REST.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -57,17 +56,13 @@ class LookupDraft(Proposer):
         self.nodes = nodes
         self._root_only = Tree.empty()
 
-    @abstractmethod
-    def text(self, tokens: Sequence[int]) -> RowText:
-        """Return a row's text with the tokens of its prompt."""
-
     def limits(self, tree: Tree) -> TreeSize:
         """Return the limits of this draft's own trees."""
         return TreeSize(self.nodes, self.max_depth)
 
     def new_request_state(self, prompt: Sequence[int]) -> RowText:
-        """Return the text of a request, with its prompt indexed."""
-        return self.text(prompt)
+        """Return the text of a request with the tokens of its prompt."""
+        raise NotImplementedError
 
     def extend_request_state(self, state: RowText, tokens: Sequence[int]) -> None:
         """Append accepted tokens to a text."""
@@ -123,9 +118,9 @@ class PromptLookupDraft(LookupDraft):
         self.max_ngram = max_ngram
         self.min_probability = min_probability
 
-    def text(self, tokens: Sequence[int]) -> PromptText:
+    def new_request_state(self, prompt: Sequence[int]) -> PromptText:
         """Return the prompt with an index of its n-grams."""
-        return PromptText(tokens, self.max_ngram, self.min_probability)
+        return PromptText(prompt, self.max_ngram, self.min_probability)
 
 
 class PromptText:
@@ -289,9 +284,9 @@ class RestDraft(LookupDraft):
         self.max_ngram = max_ngram
         self.datastore = datastore
 
-    def text(self, tokens: Sequence[int]) -> RowText:
+    def new_request_state(self, prompt: Sequence[int]) -> RowText:
         """Return the last tokens of the prompt, with which continuations are looked up."""
-        return _DatastoreText(self.datastore, tokens, self.max_ngram)
+        return _DatastoreText(self.datastore, prompt, self.max_ngram)
 
 
 class _DatastoreText:

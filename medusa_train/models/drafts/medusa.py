@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.models.drafts.base import DraftStep, Proposal
-from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head
-from medusa_train.models.drafts.markov import MarkovBias, fill_tree
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, check_token_map, copy_lm_head
+from medusa_train.models.drafts.markov import MarkovBias, propose_by_rank
 from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
 from medusa_train.models.target_states import HiddenStates, TokenRows
 
 
-class MedusaDraft(StackedDraft):
+class MedusaDraft(StackedDraft, LMHeadsDraft):
     """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
 
     Each head is a residual block and an output matrix on the target model's hidden state. The
@@ -59,7 +59,6 @@ class MedusaDraft(StackedDraft):
     """
 
     independent_heads = True
-    token_map: Tensor | None
 
     def __init__(
         self,
@@ -197,9 +196,7 @@ class MedusaDraft(StackedDraft):
         """Return head k's lm_head without the Markov bias."""
         if self.shared is not None:
             return self.shared
-        head = self.lm_heads[k - 1]
-        assert isinstance(head, nn.Linear)
-        return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
+        return super().lm_head(k)
 
     # Decoding
 
@@ -212,12 +209,9 @@ class MedusaDraft(StackedDraft):
         """Fill the tree by rank with the best tokens of each head. With a Markov bias, the tokens
         of a level depend on the level before.
         """
-        tree = step.tree
-        # 1. logits of the first heads, one for each level of the tree
-        logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
-        # 2. the tokens of the tree
-        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head(1), self.markov)
-        return Proposal(tokens, tree)
+        # logits of the first heads, one for each level of the tree
+        logits = self._raw_logits(states, step.tree.max_depth)  # [max_depth, B, V]
+        return propose_by_rank(step, logits, self._lm_head(1), self.markov)
 
     # Decoding with all heads in one matrix product. The logits here are without soft cap and scale,
     # which keep their order.

@@ -4,7 +4,6 @@ matrix product computes all heads.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,11 +23,11 @@ class StackedDraft(Draft):
     memory, also after `.to()`.
     """
 
-    @abstractmethod
     def parallel_linears(self) -> list[list[Any]]:
         """Return lists of linear layers; each list has the layers of the same shape of heads 1..K,
         either all with a bias or all without.
         """
+        raise NotImplementedError
 
     def stack_heads(self) -> None:
         """Stack the weights, and the biases, of each list of `parallel_linears` in memory."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
 from medusa_train.models.target_model import TargetModel
@@ -50,9 +50,7 @@ class SixthDraft(LMHeadsDraft):
         self.paths = nn.ModuleList(
             nn.Linear(size, size, bias=False, dtype=dtype) for _ in range(num_heads)
         )
-        self.lm_heads = nn.ModuleList(
-            self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
-        )
+        self.lm_heads = self.new_lm_heads(target_model, num_heads, vocab_size, token_map, dtype)
         self.to(target_model.device)
 
     def head_states(self, hidden_states: HiddenStates, batch: TokenRows) -> Iterator[Tensor]:
@@ -72,7 +70,7 @@ class SixthDraft(LMHeadsDraft):
         self, hidden_states: HiddenStates, tokens: Tensor, caches: Sequence[PromptCache]
     ) -> None:
         """Run the layer over the prompts."""
-        self.layer.extend(hidden_states.final, caches[0])
+        read_prompts(self.layer, hidden_states.final, caches[0])
 
     def extend(self, step: DraftStep) -> Tensor:
         """Run the layer over the accepted path; return the states [B, d] of its last nodes."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from medusa_train.config.draft_sections import DFlashConfig, spread_layers
 from medusa_train.data.batch import IGNORE_INDEX, Batch
@@ -35,6 +36,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
         return angle.cos(), angle.sin()
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", rms)
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", rms)
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", angles)
 
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from medusa_train.errors import TargetModelError
 from medusa_train.models import document_attention
-from medusa_train.models.drafts.base import AcceptedPath, DraftCache
+from medusa_train.models.drafts.base import AcceptedPath, DraftCache, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, norms_of
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
@@ -177,7 +177,7 @@ def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(
 def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str) -> None:
     layer = random_layer(family)
     if family == "gemma2":
-        assert layer._documents is None
+        assert not layer._by_bounds
         pytest.skip("soft-capped scores need a mask")
     lengths = [*LENGTHS, 2]
     states = torch.randn(2, sum(lengths), 32, dtype=torch.float64, requires_grad=True)
@@ -188,8 +188,8 @@ def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str
     segments[1, -2:] = -1
     weights = torch.randn_like(states) * (segments >= 0)[..., None]
     results = []
-    for documents in (layer._documents, None):
-        layer._documents = documents
+    for by_bounds in (layer._by_bounds, False):
+        layer._by_bounds = by_bounds
         out = layer(states, positions, segments) * weights
         results.append([out, *torch.autograd.grad(out.sum(), [states, *layer.parameters()])])
     for ours, masked in zip(*results, strict=True):
@@ -217,7 +217,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = layer.extend(padded, PromptCache(kv_cache, 0, 3))
+        out = read_prompts(layer, padded, PromptCache(kv_cache, 0, 3))
         for row, length in enumerate(LENGTHS):
             expected = alone(layer, prompts[row])
             assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
@@ -234,7 +234,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
                 kv_cache.make_room(4, COLUMNS)
-                layer.extend(padded, PromptCache(kv_cache, 2, 2))
+                read_prompts(layer, padded, PromptCache(kv_cache, 2, 2))
                 rows = [0, 2, 3, 4]
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
             out = read_path(layer, kv_cache, new, [len(texts[row]) for row in rows])
@@ -255,7 +255,9 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = layer.extend(text[None, done : done + size], PromptCache(kv_cache, 0, 1, done))
+            out = read_prompts(
+                layer, text[None, done : done + size], PromptCache(kv_cache, 0, 1, done)
+            )
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 

@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import medusa_train
+from tests.hub.commands import Commands
 
 PACKAGE = Path(medusa_train.__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -92,27 +94,36 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(copy: Path, *words: str, code: int = 0) -> str:
-    """Run Python on the copy; return its output."""
+@pytest.fixture
+def environment(copy: Path) -> dict[str, str]:
+    """Variables with which Python imports the copy."""
+    return {"PYTHONPATH": str(copy), "COLUMNS": "200"}
+
+
+def test_it_passes_the_tests_of_all_drafts(copy: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, "-c", CHECKS],
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
-    return output
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all checks passed" in done.stdout
 
 
-def test_it_passes_the_tests_of_all_drafts(copy: Path) -> None:
-    assert "all checks passed" in run(copy, "-c", CHECKS)
+@pytest.fixture
+def commands(copy: Path, environment: dict[str, str]) -> Iterator[Commands]:
+    running = Commands(copy, environment)
+    yield running
+    running.close()
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_is_evaluated_and_is_refused_by_exports(copy: Path) -> None:
+def test_it_trains_resumes_is_evaluated_and_is_refused_by_exports(
+    copy: Path, commands: Commands
+) -> None:
     config = {
         "base_model": "data/tiny",
         "draft": "sixth",
@@ -130,18 +141,18 @@ def test_it_trains_resumes_is_evaluated_and_is_refused_by_exports(copy: Path) ->
         "output_dir": "runs/whole",
     }
     (copy / "sixth.yaml").write_text(json.dumps(config))
-    train = ("-m", "medusa_train.cli.train", "sixth.yaml")
-    plan = run(copy, *train, "--inspect")
+    train = ("medusa-train", "sixth.yaml")
+    _, plan = commands.run(*train, "--inspect")
     assert "2 Sixth heads" in plan
     assert "GB" in plan
-    run(copy, *train)
-    run(copy, *train, "output_dir=runs/parts", "max_steps=3")
-    run(copy, *train, "output_dir=runs/parts", "--resume")
+    commands.run(*train)
+    commands.run(*train, "output_dir=runs/parts", "max_steps=3")
+    commands.run(*train, "output_dir=runs/parts", "--resume")
     heads = [copy / "runs" / name / "heads" / "draft.safetensors" for name in ("whole", "parts")]
     assert heads[0].read_bytes() == heads[1].read_bytes()
     words = ("--bench", "tiny", "--model", "runs/whole", "limit=2", "max_new_tokens=24")
-    run(copy, "-m", "medusa_train.cli.evaluate", *words, "tree=fixed")
-    refused = run(copy, "-m", "medusa_train.cli.export", "runs/whole", "--to", "vllm", code=1)
+    commands.run("medusa-eval", *words, "tree=fixed")
+    _, refused = commands.run("medusa-export", "runs/whole", "--to", "vllm", code=1)
     assert "other programs have no layout for it" in refused
-    refused = run(copy, *train, "export=[vllm]", "output_dir=runs/x", code=2)
+    _, refused = commands.run(*train, "export=[vllm]", "output_dir=runs/x", code=2)
     assert "sixth" in refused

@@ -15,8 +15,8 @@ from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.errors import CheckpointError
+from medusa_train.export.medusa_heads import check_vllm_config
 from medusa_train.export.merged_model import untie_config
-from medusa_train.export.targets import check_vllm_config
 from medusa_train.export.write import export_run
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.families import random_target_model
@@ -56,7 +56,7 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     )  # the adapter did change it
     assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
-    assert tokenizer.chat_template == get_template("zephyr").source  # with which it was trained
+    assert tokenizer.chat_template == get_template("zephyr")  # with which it was trained
 
 
 def test_heads_of_a_joint_run_name_the_merged_target_model_once_there_is_one(
@@ -106,7 +106,7 @@ def test_a_target_model_that_was_trained_itself_is_copied(
             done.target,
         )
     # the run's
-    assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source
+    assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"]
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
     (done.target / "notes.txt").write_text("mine")
