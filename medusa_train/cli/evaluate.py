@@ -141,7 +141,7 @@ def app(
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.run_bench import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
-        _, written = run_evaluation(cfg, questions, paths, command, progress)
+        written = run_evaluation(cfg, questions, paths, command, progress)
         _print_paths(console, written)
         print_next(after_evaluation(paths), console)
     return 0

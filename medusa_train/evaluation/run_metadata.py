@@ -52,12 +52,13 @@ def collect_metadata(
         baselines: descriptions of the decoders that the tree is compared with, by name.
     """
     mode = DecodingMode.from_config(cfg)
+    target_model = model.target_model
+    runner = target_model.step_runner
     plain_equal_generate = exactness = None
     if mode.acceptance == "greedy":
         if GENERATE in baselines:
             answers = [turn.answers for turn in turns if not turn.skipped]
-            equal = [one[PLAIN].tokens == one[GENERATE].tokens for one in answers]
-            plain_equal_generate = sum(equal)
+            plain_equal_generate = sum(one[PLAIN].tokens == one[GENERATE].tokens for one in answers)
         if model.proposer is not None:
             exactness = dict.fromkeys(EQUALITY_DTYPES, "not compared")
     return {
@@ -70,14 +71,19 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": paths.chat_template and public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
-        "stop_tokens": list(model.target_model.eos_ids),
+        "stop_tokens": list(target_model.eos_ids),
         "decoding": mode.as_json,
-        **_describe_target_model(model, paths, dtype),
+        "backbone": paths.target_model_form,
+        "dtype": dtype,
+        "packed": is_prepacked(target_model.model),
+        "attention": target_model.attention,
+        "compiled": target_model.compiled is not None,
+        "cuda_graphs": getattr(runner, "works", runner is not None),
         **_describe_draft(model, paths),
         "baselines": {BASELINE_KEYS.get(name, name): baselines[name] for name in baselines},
         "plain_equal_generate": plain_equal_generate,
         "exactness": exactness,
-        "device": device_name(model.target_model.device),
+        "device": device_name(target_model.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
         "torch": torch.__version__,
@@ -85,20 +91,6 @@ def collect_metadata(
         "python": platform.python_version(),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _describe_target_model(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
-    """Return how the target model's passes are computed."""
-    target_model = model.target_model
-    runner = target_model.step_runner
-    return {
-        "backbone": paths.target_model_form,
-        "dtype": dtype,
-        "packed": is_prepacked(target_model.model),
-        "attention": target_model.attention,
-        "compiled": target_model.compiled is not None,
-        "cuda_graphs": getattr(runner, "works", runner is not None),
     }
 
 
