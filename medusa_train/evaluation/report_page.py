@@ -255,10 +255,9 @@ def answers_section(answers: Sequence[Json]) -> PageSection:
     """
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
-    heads = 0
     for answer in answered:
         categories.setdefault(answer["category"], []).append(_shown_answer(answer))
-        heads = max(heads, *answer["accepted"], 0)
+    heads = max(chain.from_iterable(answer["accepted"] for answer in answered), default=0)
     lines = []
     if heads:
         lines.append("Accepted tokens by their place in the draft of their step:")
