@@ -204,15 +204,12 @@ def curves(
 Path = tuple[int, ...]
 
 
-def tree_drawing(
-    paths: Sequence[Sequence[int]], accepted: Sequence[float], width: float = 1040
-) -> str:
+def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float]) -> str:
     """Draw a draft tree with one row per head; node size and edge width show the share of steps.
 
     Args:
         paths: rank paths of the nodes, prefix-closed.
         accepted: share of steps that accept each node, in the same order.
-        width: width of the drawing in pixels, if the leaves fit.
     """
     nodes = [tuple(path) for path in paths]
     columns = _node_columns(nodes)
@@ -248,8 +245,8 @@ def tree_drawing(
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    drawn_width = max(16 * leaves, min(0.7 * width, 50 * leaves))
-    return _svg("draft tree", drawn_width, 52 * depth, paint)
+    width = max(16 * leaves, min(728, 50 * leaves))
+    return _svg("draft tree", width, 52 * depth, paint)
 
 
 def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
