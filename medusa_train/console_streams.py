@@ -7,11 +7,10 @@ This module imports no other packages, so that it also handles errors while they
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -31,7 +30,7 @@ def debugging() -> bool:
     return os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
 
 
-class ConsoleStream(io.TextIOBase):
+class ConsoleStream:
     """A text stream that drops failed writes and remembers the error, instead of raising it.
 
     Everything that is printed passes through `write`. Attributes that are not defined here are
@@ -54,6 +53,11 @@ class ConsoleStream(io.TextIOBase):
         self._try(lambda: self._stream.write(shown))
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each line."""
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
         """Flush what was written, or drop it."""
         self._try(self._stream.flush)
@@ -63,28 +67,6 @@ class ConsoleStream(io.TextIOBase):
         if self.failure is None:
             return None
         return f"{self.label}: {self.failure.strerror or self.failure}"
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def writable(self) -> bool:
-        """Return True: writing never raises."""
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The wrapped stream's encoding."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """How the wrapped stream handles characters that its encoding lacks."""
-        return self._stream.errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

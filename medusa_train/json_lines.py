@@ -18,7 +18,6 @@ from medusa_train.io import BUSY, lock, parse_json, replace_bytes, strict_json
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-_SCAN_BYTES = 1 << 16
 Entry = TypeVar("Entry")
 
 
@@ -47,11 +46,11 @@ class JsonLinesFile:
         self._fsync_every = fsync_every
         self._pending = b""
         self._unsynced = 0
-        self._file: BinaryIO = path.open("ab+", buffering=0)
+        self._file: BinaryIO = path.open("ab", buffering=0)
         try:
             if exclusive:
                 lock(self._file.fileno(), DataError(f"{path}: {BUSY}"))
-            self._file.truncate(_end_of_last_line(self._file))
+            self._file.truncate(sum(map(len, complete_lines(path))))
         except BaseException:
             self._file.close()
             raise
@@ -193,21 +192,15 @@ def json_line(record: Mapping[str, Any]) -> bytes:
         return (mask_keys(strict_json(record)) + "\n").encode()
 
 
-def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in bytes, line with its newline) of every complete line from offset `start`."""
-    offset = start
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """Yield every complete line, with its newline."""
     with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield offset, line
-            offset += len(line)
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def read_records(path: Path) -> Iterator[Any]:
     """Yield the JSON value of every complete line; None for a line that is not valid JSON."""
-    for _, line in complete_lines(path):
+    for line in complete_lines(path):
         try:
             yield parse_json(line)
         except ValueError:
@@ -217,16 +210,3 @@ def read_records(path: Path) -> Iterator[Any]:
 def differing_keys(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ; a missing one equals None."""
     return [key for key in {**stored, **now} if stored.get(key) != now.get(key)]
-
-
-def _end_of_last_line(file: BinaryIO) -> int:
-    """Return the offset just after the last newline; 0 if there is none."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _SCAN_BYTES)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0

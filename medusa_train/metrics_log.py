@@ -147,7 +147,7 @@ def truncate_log(path: Path, step: int, evaluated: int) -> None:
     These are records of later steps, and validations after step `evaluated`. A validation that was
     logged but not saved with a checkpoint is repeated.
     """
-    replace_bytes(path, [line for _, line in complete_lines(path) if _keep(line, step, evaluated)])
+    replace_bytes(path, [line for line in complete_lines(path) if _keep(line, step, evaluated)])
 
 
 def _keep(line: bytes, step: int, evaluated: int) -> bool:
@@ -197,8 +197,9 @@ class ConsoleLogger(MetricLogger):
 
 def bar_metrics(record: Record) -> str:
     """Format a training record for the bar: loss, top-1 accuracy per head, tokens per second."""
-    heads = " ".join(_share(x) for x in record["head_top1"])
-    return f"loss {record['loss']:.3f}  top-1 {heads}  {record['tokens_per_s']:,.0f} tokens/s"
+    return (
+        f"loss {record['loss']:.3f}  top-1 {_top1(record)}  {record['tokens_per_s']:,.0f} tokens/s"
+    )
 
 
 def describe(record: Record) -> str:
@@ -209,7 +210,7 @@ def describe(record: Record) -> str:
         return (
             f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
         )
-    heads = " ".join(_share(x) for x in record["head_top1"])
+    heads = _top1(record)
     joint = "".join(
         f" | {loss} {record[k]:.4f}"
         for loss, k in (("lm", "lm_loss"), ("kl", "lm_kl"))
@@ -229,9 +230,9 @@ def describe(record: Record) -> str:
     )
 
 
-def _share(x: float) -> str:
-    """Format a share below one without its leading zero: .62."""
-    return f"{x:.2f}".removeprefix("0")
+def _top1(record: Record) -> str:
+    """Format the top-1 accuracy of each head, without leading zeros: .62 .48."""
+    return " ".join(f"{x:.2f}".removeprefix("0") for x in record["head_top1"])
 
 
 class Dashboard(MetricLogger):

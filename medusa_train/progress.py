@@ -208,10 +208,10 @@ class Phase:
         self._task.total = total
         self._show()
 
-    def advance(self, units: int = 1, *, tokens: int = 0, detail: str | None = None) -> None:
+    def advance(self, units: int = 1, *, tokens: int = 0) -> None:
         """Count finished units, and the tokens generated for them (shown as tokens per second)."""
         self._tokens += tokens
-        self.update(self.completed + units, detail)
+        self.update(self.completed + units)
 
     def update(self, completed: int, detail: str | None = None) -> None:
         """Set the number of finished units and, unless None, the numbers shown next to it."""
@@ -239,11 +239,9 @@ class Phase:
     def time_left(self) -> str:
         """Return the time left at the rate of this phase so far; empty before anything is done."""
         done, total = self.completed - self._first, self._task.total
-        return (
-            ""
-            if total is None or done <= 0
-            else duration(self.seconds / done * max(total - self.completed, 0))
-        )
+        if total is None or done <= 0:
+            return ""
+        return duration(self.seconds / done * max(total - self.completed, 0))
 
     def _print_time(self) -> None:
         """Print a line whenever nothing was printed for a while, until the phase ends."""

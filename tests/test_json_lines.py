@@ -16,13 +16,12 @@ def test_records_are_appended_and_an_incomplete_last_line_is_dropped(tmp_path: P
         file.append({"id": 2, "text": "x" * 100_000})
         file.append({"id": 3, "text": "\ud800"})
     path.write_bytes(path.read_bytes()[:-1])
-    assert [json.loads(line)["id"] for _, line in complete_lines(path)] == [1, 2]
+    assert [json.loads(line)["id"] for line in complete_lines(path)] == [1, 2]
     with JsonLinesFile(path, fsync_every=1) as file:
         file.append({"id": 4})
     lines = list(complete_lines(path))
-    assert [json.loads(line)["id"] for _, line in lines] == [1, 2, 4]
-    assert "h\u00e9\u2028".encode() in lines[0][1]
-    assert [offset for offset, _ in lines] == [0, len(lines[0][1]), len(lines[0][1] + lines[1][1])]
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 4]
+    assert "h\u00e9\u2028".encode() in lines[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", b"torn" * 40_000])
@@ -44,7 +43,7 @@ def test_records_are_pending_while_the_disk_is_full(tmp_path: Path) -> None:
     file.append({"number": 2})
     assert file.pending_lines == 0
     file.close()
-    assert [json.loads(line)["number"] for _, line in complete_lines(path)] == [0, 1, 2]
+    assert [json.loads(line)["number"] for line in complete_lines(path)] == [0, 1, 2]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")

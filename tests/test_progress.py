@@ -81,8 +81,9 @@ def test_units_of_an_earlier_run_do_not_count_for_the_time_left(clock):
 def test_a_bar_shows_the_figures(clock):
     progress = RunProgress(console(True))
     with progress.phase("timing", total=20, unit="turns") as phase:
+        phase.update(0, "busy")
         clock(2)
-        phase.advance(5, tokens=30, detail="busy")
+        phase.advance(5, tokens=30)
         assert "5/20 turns 15 tokens/s, busy" in shown(progress)
         assert "6 s left" in shown(progress)
         progress.print("a [note]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,11 +61,9 @@ class Chat:
             self._history.clear()
             return
         if name == "/temperature":
-            try:
+            with suppress(ValueError):
                 self._options["temperature"] = max(0.0, float(value))
                 return
-            except ValueError:
-                pass
         self._note(_HELP)
 
     def _answer(self, line: str) -> None:
@@ -73,15 +72,10 @@ class Chat:
         messages = [*self._history, Message("user", line)]
         try:
             reply = self._model.reply(messages, self._max_new_tokens, **self._options)
-        except MedusaError as error:
-            self._note(f"{error}\n/new starts a new chat")
-            return
-        try:
-            for piece in reply:
-                shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
-                self._console.print(shown, end="", soft_wrap=True)
-        except KeyboardInterrupt:
-            pass  # stop the answer; its part so far stays in the chat
+            with suppress(KeyboardInterrupt):  # stops the answer; its part so far stays in the chat
+                for piece in reply:
+                    shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")
+                    self._console.print(shown, end="", soft_wrap=True)
         except MedusaError as error:
             self._note(f"{error}\n/new starts a new chat")
             return

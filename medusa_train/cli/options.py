@@ -12,19 +12,19 @@ import re
 import shlex
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from medusa_train.cli.common import error_console, print_error, run_command
 from medusa_train.config.keys import Config
 from medusa_train.config.problems import COMMON_NAMES
 from medusa_train.config.removed_keys import REMOVED_KEYS
+from medusa_train.errors import ConfigError
 from medusa_train.hide_secrets import remember_written
 from medusa_train.io import installed_version
 
@@ -33,9 +33,6 @@ _VALUE_NAMES: dict[Any, str] = {
     bool: "",
     int: "<int>",
     float: "<number>",
-    dict: "<mapping>",
-    list: "<list>",
-    tuple: "<list>",
     Literal: "<name>",
 }
 #: More choices than this are not listed after the description.
@@ -47,18 +44,32 @@ def switch(name: str, help_text: str, group: str | None = None) -> Any:
     return typer.Option(False, name, metavar="", help=help_text, rich_help_panel=group)
 
 
+def check_one_switch(**switches: bool) -> None:
+    """Raise ConfigError if several of these switches are given."""
+    given = [f"--{name.replace('_', '-')}" for name, is_given in switches.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"medusa-train {installed_version('medusa-train')}")
         raise typer.Exit
 
 
-_VERSION = Annotated[
-    bool,
-    typer.Option(
-        "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version."
+_VERSION = inspect.Parameter(
+    "version",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=bool,
+    default=typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        metavar="",
+        help="Print the version.",
     ),
-]
+)
 #: A switch of all commands that have a configuration.
 PRINT_CONFIG = switch("--print-config", "Print all values and where they are set, then exit.")
 #: The words of a command line that are not options.
@@ -116,17 +127,26 @@ class CommandOfOptions(TyperCommand):
             if not equals:
                 value = "VALUE" if following.startswith("--") else following or "VALUE"
             remember_written(value, key)
-            advice = REMOVED_KEYS.get(f"--{key.replace('_', '-')}") or REMOVED_KEYS.get(key)
-            if advice is None and key.partition(".")[0] in keys:
-                advice = "write " + shlex.quote(f"{key}={value}")
-            if advice is None:
-                meant = [name for name in COMMON_NAMES.get(key, ()) if name in keys]
-                nearest = meant or get_close_matches(key, {*keys, *options}, n=1)
-                if not nearest or nearest[0] in options:
-                    continue
-                advice = f"did you mean {shlex.quote(f'{nearest[0]}={value}')}?"
-            print_error(f"{option}: no such option; {advice}")
-            raise typer.Exit(2)
+            advice = _advice(key, value, keys, options)
+            if advice is not None:
+                print_error(f"{option}: no such option; {advice}")
+                raise typer.Exit(2)
+
+
+def _advice(key: str, value: str, keys: Collection[str], options: set[str]) -> str | None:
+    """Return what to write in place of an unknown option with this key's name; None if nothing is
+    similar, or only another option.
+    """
+    removed = REMOVED_KEYS.get(f"--{key.replace('_', '-')}") or REMOVED_KEYS.get(key)
+    if removed is not None:
+        return removed
+    if key.partition(".")[0] in keys:
+        return "write " + shlex.quote(f"{key}={value}")
+    meant = [name for name in COMMON_NAMES.get(key, ()) if name in keys]
+    nearest = meant or get_close_matches(key, {*keys, *options}, n=1)
+    if not nearest or nearest[0] in options:
+        return None
+    return f"did you mean {shlex.quote(f'{nearest[0]}={value}')}?"
 
 
 def _key_of(option: str) -> str:
@@ -146,23 +166,18 @@ def command_app(
     """
 
     def decorate(command: Callable[..., Any]) -> typer.Typer:
-        names = [name for group in groups.values() for name in group]
+        options = [_option(cls, name, group) for group, names in groups.items() for name in names]
 
         @functools.wraps(command)
         def wrapper(**values: Any) -> Any:
             values.pop("version")
-            return command(flags={name: values.pop(name) for name in names}, **values)
+            return command(flags={key.name: values.pop(key.name) for key in options}, **values)
 
-        hints = {
-            name: _option_hint(cls, name, group) for group, keys in groups.items() for name in keys
-        }
         signature = inspect.signature(command, eval_str=True)
-        parameters = [one for one in signature.parameters.values() if one.name != "flags"]
-        for name, hint in {**hints, "version": _VERSION}.items():
-            default = False if name == "version" else None
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=hint))
-        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        others = [one for one in signature.parameters.values() if one.name != "flags"]
+        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*others, *options, _VERSION]
+        )
         run = run_command(wrapper)
         run.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
         app = typer.Typer(
@@ -174,12 +189,15 @@ def command_app(
     return decorate
 
 
-def _option_hint(cls: type[Config], name: str, group: str) -> Any:
-    """Return the annotation of a key's option, which typer uses to parse and describe it."""
+def _option(cls: type[Config], name: str, group: str) -> inspect.Parameter:
+    """Return the parameter of a key's option, which typer uses to parse and describe it."""
     field = cls.model_fields[name]
     kind = bool if field.annotation is bool else str
+    types_of_key = _types(field.annotation)
     described = field.description or ""
-    choices = _choices(field)
+    choices = [
+        str(value) for one in types_of_key if get_origin(one) is Literal for value in get_args(one)
+    ]
     if len(choices) <= _MANY_CHOICES and not all(choice in described for choice in choices):
         described += f" ({', '.join(choices)})"
     if kind is str and field.default is not None:
@@ -187,24 +205,23 @@ def _option_hint(cls: type[Config], name: str, group: str) -> Any:
     option = typer.Option(
         *cls.option_of(name).split(),
         help=described,
-        metavar=_value_name(field.annotation),
+        metavar=_VALUE_NAMES.get(get_origin(types_of_key[0]) or types_of_key[0], "<text>"),
         rich_help_panel=group,
     )
-    return Annotated[kind | None, option]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
 
 
-def _choices(field: FieldInfo) -> list[str]:
-    """Return the names that a key accepts; empty if its values are not names."""
-    parts = (field.annotation, *get_args(field.annotation))
-    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
-
-
-def _value_name(annotation: Any) -> str:
-    """Return the name in `--help` for the value of a key with this type."""
+def _types(annotation: Any) -> list[Any]:
+    """Return the types of the values that a key accepts, without limits and None."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _value_name(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        (first, *_) = (part for part in get_args(annotation) if part is not type(None))
-        return _value_name(first)
-    return _VALUE_NAMES.get(origin or annotation, "<text>")
+        return _types(get_args(annotation)[0])
+    if origin not in (Union, types.UnionType):
+        return [annotation]
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return [one for part in parts for one in _types(part)]

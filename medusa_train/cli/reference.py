@@ -53,9 +53,9 @@ def command_page() -> str:
 
 
 def _row(option: Any) -> str:
-    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    names = ", ".join(f"`{name}`" for name in option.opts)
     value = "" if option.is_flag else option.metavar or "<text>"
-    help_text = (option.help or "").replace("|", "\\|").replace("\n", " ")
+    help_text = option.help.replace("|", "\\|").replace("\n", " ")
     return f"| {names} | {value and f'`{value}`'} | {help_text} |\n"
 
 

@@ -106,7 +106,6 @@ def exit_now(code: int) -> NoReturn:
     (pytorch issue 190489). And after an interruption, the launcher ends processes that are still
     cleaning up when the first process has exited.
     """
-    report_failed_streams()
-    sys.stdout.flush()
+    report_failed_streams()  # flushes stdout
     sys.stderr.flush()
     os._exit(code)

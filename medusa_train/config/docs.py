@@ -25,9 +25,8 @@ from medusa_train.config.schema import (
 )
 from medusa_train.config.types import as_list
 
-DIALECT = "http://json-schema.org/draft-07/schema#"
 #: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
-SCHEMA, TITLE = "configs/schema.json", "A configuration of medusa-train"
+SCHEMA = "configs/schema.json"
 #: The key reference.
 REFERENCE = "docs/reference/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
@@ -46,6 +45,10 @@ class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
+    def generate_inner(self, schema: Any) -> dict[str, Any]:
+        described = super().generate_inner(schema)
+        return {_LIMITS.get(name, name): value for name, value in described.items()}
+
     def function_before_schema(self, schema: Any) -> dict[str, Any]:
         """Describe a list that may also be written as its only item."""
         described = super().function_before_schema(schema)
@@ -56,26 +59,28 @@ class _Generator(GenerateJsonSchema):
     def default_schema(self, schema: Any) -> dict[str, Any]:
         described = super().default_schema(schema)
         default = described.pop("default", None)
-        forms = []
-        for form in described.get("anyOf", [described]):
-            renamed = {_LIMITS.get(name, name): value for name, value in form.items()}
-            forms += [] if renamed == _NULL else [renamed]
+        forms = [form for form in described.get("anyOf", [described]) if form != _NULL]
         return {"default": default, "anyOf": [*forms, _NULL]}
 
 
-def json_schema(cls: type[Section], title: str) -> dict[str, Any]:
+def json_schema(cls: type[Section]) -> dict[str, Any]:
     """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of
     every key.
     """
     schema = cls.model_json_schema(mode="validation", schema_generator=_Generator)
     for name in sorted(getattr(cls, "ignored_axolotl_keys", ())):
         schema["properties"][name] = _IGNORED
-    return {"$schema": DIALECT, **schema, "title": title}
+    return schema
 
 
-def schema_text(cls: type[Config], title: str) -> str:
-    """Format `json_schema` as text."""
-    return json.dumps(json_schema(cls, title), indent=1) + "\n"
+def schema_text() -> str:
+    """Return the JSON Schema of `medusa-train` as text."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **json_schema(TrainConfig),
+        "title": "A configuration of medusa-train",
+    }
+    return json.dumps(schema, indent=1) + "\n"
 
 
 def format_config(cfg: Config) -> str:
@@ -135,7 +140,7 @@ def replace_reference(text: str) -> str:
 def key_table(cls: type[Section]) -> str:
     """Return a Markdown table of the keys of `cls`: name, type, default, description."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
-    described = json_schema(cls, "")["properties"]
+    described = json_schema(cls)["properties"]
     for name, field in cls.model_fields.items():
         form = described[name]
         default = "required" if field.is_required() else ""
@@ -168,4 +173,4 @@ def _type_name(form: dict[str, Any]) -> str:
 if __name__ == "__main__":
     reference = PROJECT_ROOT / REFERENCE
     reference.write_text(replace_reference(reference.read_text(encoding="utf-8")), encoding="utf-8")
-    (PROJECT_ROOT / SCHEMA).write_text(schema_text(TrainConfig, TITLE), encoding="utf-8")
+    (PROJECT_ROOT / SCHEMA).write_text(schema_text(), encoding="utf-8")

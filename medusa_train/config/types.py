@@ -262,18 +262,18 @@ def as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-_NUMBER = BeforeValidator(_number)
-Int = Annotated[int, Field(strict=True), _NUMBER]
-PositiveInt = Annotated[int, Field(strict=True, ge=1), _NUMBER]
-NonNegativeInt = Annotated[int, Field(strict=True, ge=0), _NUMBER]
+Int = Annotated[int, Field(strict=True), BeforeValidator(_number)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
 #: Size of a reduced vocabulary.
-VocabSize = Annotated[int, Field(strict=True, ge=16), _NUMBER]
-PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0), _NUMBER]
-NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0), _NUMBER]
+VocabSize = Annotated[Int, Field(ge=16)]
+_Float = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_number)]
+PositiveFloat = Annotated[_Float, Field(gt=0)]
+NonNegativeFloat = Annotated[_Float, Field(ge=0)]
 #: Share: 0 to 1; PositiveShare: above 0; Fraction: below 1.
-Share = Annotated[float, Field(strict=True, ge=0, le=1), _NUMBER]
-PositiveShare = Annotated[float, Field(strict=True, gt=0, le=1), _NUMBER]
-Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), _NUMBER]
+Share = Annotated[_Float, Field(ge=0, le=1)]
+PositiveShare = Annotated[_Float, Field(gt=0, le=1)]
+Fraction = Annotated[_Float, Field(ge=0, lt=1)]
 Bool = Annotated[bool, BeforeValidator(_boolean), Field(strict=True)]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_boolean_or_auto)]

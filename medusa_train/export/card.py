@@ -100,7 +100,11 @@ def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) ->
     served = _reports(paths, weights, "eval/served-*/served.json")
     # Earlier versions reported a speedup even without a tree: the same loop compared with itself.
     treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
-    tree_reports = [report for report in reports if report not in treeless]
+    shown = [
+        report
+        for report in reports
+        if report not in treeless and report["overall"].get("speedup") is not None
+    ]
     # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
     trained_on = str(run.get("base_model") or paths.target_model)
@@ -136,7 +140,7 @@ def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) ->
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
         chains=[report for report in reports if report["overall"].get("chain_rates")],
-        shown=[report for report in tree_reports if report["overall"].get("speedup") is not None],
+        shown=shown,
         treeless=treeless,
         served=[report for report in served if report.get("recommendation")],
         licence=export.licence,
@@ -166,7 +170,7 @@ def _is_default(report: Mapping[str, Any]) -> bool:
         return False
     if Path(meta.get("tree_file") or "tree.json").name != "tree.json":
         return False
-    mode = meta.get("decoding") or {}
+    mode = mode_of(meta)
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 
 

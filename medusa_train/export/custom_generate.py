@@ -3,6 +3,9 @@
 
     model.generate(**inputs, custom_generate=DIRECTORY, trust_remote_code=True)
 
+`medusa-export --to transformers` copies this file as it is, so it imports only torch, safetensors
+and transformers.
+
 Each step guesses a tree of tokens with the heads, runs the model once over the whole tree, and
 keeps the longest path of tokens that the model generates itself (Medusa, arXiv 2401.10774). Greedy
 output equals that of plain `generate`, up to rounding if two logits are nearly equal. Sampled
@@ -236,10 +239,9 @@ def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
     directory, dtype or device changes.
     """
     key = (source, model.dtype, model.device)
-    if model in _loaded:
-        loaded_key, heads = _loaded[model]
-        if loaded_key == key:
-            return heads
+    loaded = _loaded.get(model)
+    if loaded is not None and loaded[0] == key:
+        return loaded[1]
     config = _read_json(source, "config.json", hub)
     lm_head = model.get_output_embeddings()
     tensors = load_file(cached_file(source, "medusa_lm_head.safetensors", **hub))
@@ -352,8 +354,7 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
     inputs: list[Tensor] = []
     hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
-        kernels = sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext()
-        with kernels:
+        with sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext():
             logits = model(tokens, use_cache=True, **arguments).logits
     finally:
         hook.remove()

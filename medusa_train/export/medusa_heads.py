@@ -173,10 +173,12 @@ def _write_for_tensorrt(export: Export, heads: HeadTensors) -> None:
     """Write the heads with the target model's config.json plus `num_medusa_heads`, as
     TensorRT-LLM's Medusa conversion reads it, and the tree as the value of `--medusa_choices`.
     """
-    # 1. Read config.json of the target model, which may have to be downloaded first.
+    # 1. Read config.json of the target model.
     paths = export.paths
-    resolve_target_model(paths.target_model, trust_remote_code=paths.trust_remote_code)
     _, config = find_target_model(paths.target_model)
+    if not config:  # it has to be downloaded first
+        resolve_target_model(paths.target_model, trust_remote_code=paths.trust_remote_code)
+        _, config = find_target_model(paths.target_model)
     # 2. Write the heads.
     heads = _with_own_lm_heads(export, heads)
     _announce(export, heads.state)

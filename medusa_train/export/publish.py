@@ -94,8 +94,10 @@ def check_target(export: Export) -> None:
     target = export.target
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    sources = (export.draft.resolve(), Path(export.paths.target_model).resolve())
-    if target.resolve() in sources or _holds_other_files(target, export.to):
+    sources = (export.draft, export.paths.home, Path(export.paths.target_model))
+    if target.resolve() in [path.resolve() for path in sources] or _holds_other_files(
+        target, export.to
+    ):
         raise CheckpointError(
             f"output_dir: {target} holds other files that would be overwritten; name a new"
             " directory"

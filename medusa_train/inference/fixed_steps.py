@@ -163,7 +163,8 @@ class FixedShapeSteps(Steps):
             self._choices[:count, NODE_TOKEN] = proposal.tokens
 
         columns = [buffer.shape[COLUMNS] for buffer in buffers]
-        self._runner.run(self._graphs, (shape, *columns, keep_logits), step)
+        key = (shape.rows, shape.num_columns, *columns, keep_logits)
+        self._runner.run(self._graphs, key, step)
 
     # What was captured
 

@@ -6,7 +6,7 @@ No weights are loaded. With `tokens=60M` no data are read either, so they need n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any
 
@@ -228,7 +228,8 @@ def _describe_data(stage: _StageCosts, tokenizer: Any) -> Iterator[tuple[str, st
     text_config = stage.model_config.get_text_config()
     vocabulary = _draft_vocabulary(cfg, train, tokenizer, int(text_config.vocab_size))
     if vocabulary is not None:
-        yield from zip(("vocabulary", ""), vocabulary.describe(train, validation), strict=False)
+        lines = vocabulary.describe(train, validation)
+        yield from zip_longest(["vocabulary"], lines, fillvalue="")
     if cfg.cache_hidden_states:  # the size includes states that are already stored
         states = 1 + len(cfg.draft_config.aux_layers(text_config.num_hidden_layers))
         spec = StateFormat(states, text_config.hidden_size, stage.precision.dtype)
@@ -326,7 +327,7 @@ def _time_table(stages: Sequence[_StageCosts]) -> Table:
         times.append(f"{duration(seconds)} ({gpu})")
     lines = [f"{total:.1e} operations. One GPU takes, for small models longer:", ", ".join(times)]
     lines += dict.fromkeys(RATES[stage.cfg.recipe].describe() for stage in stages)
-    return _grid(zip(("time", *[""] * len(lines)), lines, strict=False))
+    return _grid(zip_longest(["time"], lines, fillvalue=""))
 
 
 def _grid(rows: Iterable[Sequence[RenderableType]]) -> Table:

@@ -107,7 +107,7 @@ def validate(
     The batches are distributed over the processes, and all processes return the same result.
 
     Args:
-        recipe: the target model; it is in train mode afterwards.
+        recipe, draft: the target model and the heads; both are in train mode afterwards.
         batches: one pass over the whole validation set.
         objective: the run's objective. It gives the weights of the terms.
         stop: called before every batch. If it returns True in any process, the evaluation ends and
@@ -117,7 +117,6 @@ def validate(
     head_sums = torch.zeros(draft.max_depth, 3 + MAX_RANK, dtype=torch.float64)
     lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
-    was_training = draft.training
     recipe.train(False)
     draft.eval()
     try:
@@ -135,7 +134,7 @@ def validate(
             conversations.append(ranked)
     finally:
         recipe.train()
-        draft.train(was_training)
+        draft.train()
     # 2. Compute the means over all processes, for every head and for the target model.
     loss, targets, in_vocab, hits = distributed.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()

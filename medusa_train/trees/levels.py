@@ -57,6 +57,10 @@ class Level:
         """Select the inner nodes' values [B, m, ...] from all nodes' values [B, nodes, ...]."""
         return values if self.inner is None else values[:, self.inner]
 
+    def at_next(self, values: Tensor) -> Tensor:
+        """Select the next level's values [B, next] from those of all candidates, [B, m, width]."""
+        return values.flatten(1)[:, self.candidates]
+
 
 class TreeLevels:
     """A tree by levels, for drafts that predict one level after the other; tensors are on the

@@ -29,7 +29,7 @@ GOOD: dict[str, Any] = {"base_model": "m", "datasets": [{"path": "a"}]}
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return json_schema(TrainConfig, "x")
+    return json_schema(TrainConfig)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -80,7 +80,7 @@ def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
         {"enum": ["lora", "qlora"], "type": "string"},
         {"type": "null"},
     ]
-    assert json_schema(EvalConfig, "x").get("required") is None
+    assert json_schema(EvalConfig).get("required") is None
     assert "title" not in json.dumps(keys)
 
 

@@ -13,7 +13,7 @@ from medusa_train.data.batch import shift_labels
 from medusa_train.models.drafts.base import DraftStep, Proposal, read_prompts
 from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft
-from medusa_train.models.drafts.markov import fill_tree
+from medusa_train.models.drafts.markov import propose_by_rank
 from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.target_model import TargetModel
@@ -192,13 +192,9 @@ class AmphistaDraft(StackedDraft, LMHeadsDraft):
 
     def propose(self, step: DraftStep, states: list[Tensor]) -> Proposal:
         """Fill the tree by rank with the best tokens of each head."""
-        tree = step.tree
-        # 1. logits of the first heads, one for each level of the tree
-        logits = self._head_logits(states, tree.max_depth)  # [max_depth, B, V]
-        # 2. their best tokens
-        head = self.lm_head(1)
-        tokens = fill_tree(logits, step.last_tokens, tree, head, markov=None)  # [B, n + 1]
-        return Proposal(tokens, tree)
+        # logits of the first heads, one for each level of the tree
+        logits = self._head_logits(states, step.tree.max_depth)  # [max_depth, B, V]
+        return propose_by_rank(step, logits, self.lm_head(1))
 
     def parallel_linears(self) -> list[list[Any]]:
         """Return W1 and W2 of all heads."""

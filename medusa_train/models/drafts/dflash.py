@@ -27,7 +27,7 @@ from medusa_train.models.drafts.base import Draft, DraftStep, Proposal, TreeSize
 from medusa_train.models.drafts.dynamic_trees import grow_trees
 from medusa_train.models.drafts.eagle3_layer import Angles, RotaryEmbedding, layer_config
 from medusa_train.models.drafts.lm_heads import check_token_map
-from medusa_train.models.drafts.markov import MarkovBias, fill_tree
+from medusa_train.models.drafts.markov import MarkovBias, propose_by_rank
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype
 from medusa_train.models.target_model import TargetModel
@@ -371,12 +371,10 @@ class DFlashDraft(Draft):
         """Run one block for each last token; the best tokens of its slots fill the tree."""
         if self.dynamic is not None:
             return self._propose_dynamic(step, self.dynamic)
-        tree = step.tree
         # raw logits of the first slots, one for each level of the tree, [depth, B, N]
-        slots = self._run_block(step, tree.max_depth).transpose(0, 1)
+        slots = self._run_block(step, step.tree.max_depth).transpose(0, 1)
         logits = self._lm_head.raw_logits(slots)
-        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head, self.markov)
-        return Proposal(tokens, tree)
+        return propose_by_rank(step, logits, self._lm_head, self.markov)
 
     def _run_block(self, step: DraftStep, depth: int) -> Tensor:
         """Return the normed states of slots 1..depth after the last tokens, [B, depth, d]."""

@@ -365,14 +365,13 @@ class Eagle3Draft(LMHeadsDraft):
         # each level predicts the tokens of the next one. The last level predicts nothing, so the
         # layer does not run there
         for level, next_level in pairwise(levels.levels):
-            # 2. the best children of each node, as a table; the head's logit transform would not
-            # change their order
+            # 2. the best children of each node; the head's logit transform would not change their
+            # order
             normed = self.norm(outputs)  # [B, m, d]
             logits = self.lm_heads[0](normed)  # [B, m, N]
             best = logits.topk(level.width).indices  # [B, m, width]
-            table = best.flatten(1)  # [B, m * width]
-            # 3. the next level: `candidates` are the indices of its nodes in the table
-            level_tokens = head.tokens_of(table[:, level.candidates])  # [B, next]
+            # 3. those that the tree has nodes for: the next level
+            level_tokens = head.tokens_of(level.at_next(best))  # [B, next]
             tokens.append(level_tokens)
             if next_level is levels.levels[-1]:
                 break

@@ -173,8 +173,8 @@ class HydraDraft(LMHeadsDraft):
             head_states = self.blocks[k - 1](x)  # [B, m, d]
             logits = self.lm_heads[k - 1](head_states)  # [B, m, V]
             # 3. its best tokens are the nodes of the next level
-            best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
-            nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
+            best = logits.topk(level.width).indices  # [B, m, width]
+            nodes = self.lm_head(k).tokens_of(level.at_next(best))  # [B, next]
             x = x[:, level.parents]  # [B, next, (k + 1) d]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)

@@ -281,12 +281,12 @@ class KangarooDraft(Draft):
             best, tokens = logits.max(-1, keepdim=True)  # [B, m, 1]
         else:
             best, tokens = logits.topk(level.width)  # [B, m, width]
-        tokens = tokens.flatten(1)[:, level.candidates]  # [B, next]
+        tokens = level.at_next(tokens)  # [B, next]
         if not threshold:
             return tokens, mass, None
         # 2. the probability of each token after its parent
         log_probs = best - logits.logsumexp(-1, keepdim=True)  # [B, m, width]
-        p = log_probs.exp().flatten(1)[:, level.candidates]  # [B, next]
+        p = level.at_next(log_probs.exp())  # [B, next]
         # 3. the probability of its path, relative to all paths that have a next token
         inner_mass = level.at_inner(mass)  # [B, m]
         parent_share = inner_mass / inner_mass.sum(1, keepdim=True)  # [B, m]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import shift_labels
+from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.lm_head import CANDIDATES, LMHead, rank_candidates
 from medusa_train.models.target_states import TokenRows
 from medusa_train.trees.levels import levels_of
@@ -88,37 +89,35 @@ class MarkovBias(nn.Module):
             embedded = self.embedding(nodes)  # [B, m, r]
             best = rank_candidates(scores[k - 1], candidates[k - 1], self.output.weight, embedded)
             # 3. the best tokens are the nodes of the next level
-            table = best[..., : level.width].flatten(1)  # [B, m * width]
-            nodes = table[:, level.candidates]  # [B, next]
+            nodes = level.at_next(best[..., : level.width])  # [B, next]
             if token_map is not None:
                 nodes = token_map[nodes]
             tokens.append(nodes)
         return torch.cat(tokens, dim=1)
 
 
-def fill_tree(
-    logits: Tensor, last_tokens: Tensor, tree: Tree, head: LMHead, markov: MarkovBias | None
-) -> Tensor:
-    """Fill a tree with the best tokens of parallel heads.
+def propose_by_rank(
+    step: DraftStep, logits: Tensor, head: LMHead, markov: MarkovBias | None = None
+) -> Proposal:
+    """Fill the tree of a step with the best tokens of parallel heads.
 
     Args:
+        step: inputs of the step.
         logits: raw logits, without the Markov bias, of the first heads, one for each level of the
             tree, [depth, B, N].
-        last_tokens: long [B].
-        tree: the tree to fill.
         head: maps the logits to token ids.
         markov: the Markov bias, if any.
-
-    Returns:
-        Tokens in the tree's node order, the root first, long [B, n + 1].
     """
+    tree = step.tree
     # 1. with a Markov bias, rank the best tokens again at each node
     if markov is not None:
         count = min(max(tree.width, CANDIDATES), logits.shape[-1])
         best = logits.topk(count)  # [depth, B, count]
-        return markov.fill_tree(best.values, best.indices, last_tokens, tree, head.token_map)
+        tokens = markov.fill_tree(best.values, best.indices, step.last_tokens, tree, head.token_map)
+        return Proposal(tokens, tree)
     # 2. without it, a node of depth k gets the token of its rank among head k's best tokens
     table = logits.topk(tree.width).indices  # [depth, B, width]
     table = table.transpose(0, 1).flatten(1)  # [B, depth * width]
     ranked = table.index_select(1, tree.candidate_index)  # [B, n]
-    return torch.cat([last_tokens[:, None], head.tokens_of(ranked)], dim=1)
+    tokens = torch.cat([step.last_tokens[:, None], head.tokens_of(ranked)], dim=1)  # [B, n + 1]
+    return Proposal(tokens, tree)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, check_token_map, copy_lm_head
-from medusa_train.models.drafts.markov import MarkovBias, fill_tree
+from medusa_train.models.drafts.markov import MarkovBias, propose_by_rank
 from medusa_train.models.drafts.stacked import Stack, StackedDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.target_model import TargetModel
@@ -209,12 +209,9 @@ class MedusaDraft(StackedDraft, LMHeadsDraft):
         """Fill the tree by rank with the best tokens of each head. With a Markov bias, the tokens
         of a level depend on the level before.
         """
-        tree = step.tree
-        # 1. logits of the first heads, one for each level of the tree
-        logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
-        # 2. the tokens of the tree
-        tokens = fill_tree(logits, step.last_tokens, tree, self._lm_head(1), self.markov)
-        return Proposal(tokens, tree)
+        # logits of the first heads, one for each level of the tree
+        logits = self._raw_logits(states, step.tree.max_depth)  # [max_depth, B, V]
+        return propose_by_rank(step, logits, self._lm_head(1), self.markov)
 
     # Decoding with all heads in one matrix product. The logits here are without soft cap and scale,
     # which keep their order.
