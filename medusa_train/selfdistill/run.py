@@ -191,9 +191,11 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     # 2. advice and speed
     if stats.dropped["length"] or stats.dropped["possibly cut"]:
         rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
-    rows["tokens generated"] = f"{stats.tokens:,}"
+    counted = stats.tokens > 0 or stats.written == 0
+    rows["tokens generated"] = f"{stats.tokens:,}" if counted else "not counted by the server"
     rows["time"] = duration(stats.seconds)
-    rows["tokens per second"] = stats.rate
+    if counted:
+        rows["tokens per second"] = stats.rate
     rows.update(engine_stats)
     # 3. the table
     table = Table("name", title="self-distillation", title_justify="left", show_header=False)

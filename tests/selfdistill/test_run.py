@@ -105,6 +105,12 @@ def test_figures_are_told() -> None:
     assert "conversations dropped" not in rows
 
 
+def test_no_speed_is_shown_if_the_server_counts_no_tokens() -> None:
+    names, values = summary(RunStats(total=1, written=1, turns=1), {}).columns
+    assert "tokens per second" not in list(names.cells)
+    assert "not counted by the server" in list(values.cells)
+
+
 def test_looping_answers_are_dropped_with_a_warning_and_a_reason(tmp_path: Path) -> None:
     stats = run(
         tmp_path / "out.jsonl",
