@@ -9,13 +9,14 @@ import contextlib
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-from medusa_train.errors import Terminated
+from medusa_train.errors import Terminated, signal_exit_code
 
 H = TypeVar("H", bound="_Handler")
 
@@ -108,10 +109,23 @@ def signals_as_interrupts() -> Iterator[None]:
     if hangup == signal.SIG_DFL or isinstance(hangup, _Handler):
         numbers.append(signal.SIGHUP)
     handler = _Handler(numbers, _interrupt)
+    report = sys.unraisablehook
+
+    def send_again(lost: sys.UnraisableHookArgs) -> None:
+        # Python drops what is raised in a destructor or in the callback of a weak reference
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            report(lost)
+            return
+        handler.times.clear()
+        number = signal_exit_code(lost.exc_value) - 128
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = send_again
     try:
         with handler:
             yield
     finally:
+        sys.unraisablehook = report
         if handler.times:
             atexit.register(ignore_signals)
 

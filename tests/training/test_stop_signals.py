@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -106,6 +107,19 @@ def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_in_a_destructor_is_not_lost(number):
+    class Signals:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+
+    with pytest.raises(KeyboardInterrupt) as caught, signals_as_interrupts():  # noqa: PT012
+        Signals()
+        time.sleep(5)
+    assert isinstance(caught.value, Terminated) == (number == signal.SIGTERM)
 
 
 def test_a_late_signal_does_not_change_an_exit_code_that_was_decided():
