@@ -137,7 +137,7 @@ def app(
         with importing:
             from medusa_train.evaluation.run_bench import evaluate
 
-        _, written = evaluate(cfg, benchmark, paths, _typed_command(), progress)
+        written = evaluate(cfg, benchmark, paths, _typed_command(), progress)
         _print_paths(progress.console, written)
         print_next(after_evaluation(paths), progress.console)
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Template
 
 from medusa_train.checkpoint.digest import digest_files
@@ -198,10 +198,11 @@ def _public(name: str) -> str:
 def _licence_of(target_model: str) -> str | None:
     """Read the licence from the model card of a local target model; None if there is none."""
     try:
-        card = ModelCard.load(Path(target_model) / "README.md", ignore_metadata_errors=True)
+        metadata = metadata_load(Path(target_model) / "README.md") or {}
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return card.data.license if isinstance(card.data.license, str) else None
+    licence = metadata.get("license")
+    return licence if isinstance(licence, str) else None
 
 
 def _without_directory(argument: str) -> str:
