@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_train.checkpoint.eagle3_layouts import entries_in_files, layer_entries
+from medusa_train.checkpoint.eagle3_layouts import entries_in_files, layer_entries, part_of
 from medusa_train.checkpoint.medusa_layouts import TOKEN_MAP
 from medusa_train.checkpoint.resolve import DFLASH, DSPARK
 from medusa_train.config.types import ExportTarget
@@ -105,9 +105,7 @@ def from_dflash(
         CheckpointError: config.json has no mask token or layers, or describes another attention.
     """
     # 1. Read the block's settings.
-    dflash_config = config.get("dflash_config")
-    if not isinstance(dflash_config, Mapping):
-        dflash_config = {}
+    dflash_config = part_of(config, "dflash_config")
     block = block_size(config)
     mask_token = dflash_config.get("mask_token_id", config.get("mask_token_id"))
     num_layers = config.get("num_hidden_layers")
@@ -151,8 +149,7 @@ def from_dflash(
 
 def block_size(config: Mapping[str, Any]) -> int:
     """Return the block size in a config.json: K + 1, the last token and K draft tokens."""
-    dflash_config = config.get("dflash_config")
-    size = dflash_config.get("block_size") if isinstance(dflash_config, Mapping) else None
+    size = part_of(config, "dflash_config").get("block_size")
     size = size or config.get("block_size", _BLOCK_SIZE)
     if type(size) is not int or size < 2:
         raise CheckpointError(f"block_size {size!r} in config.json is not a number from 2 on")

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from medusa_train.checkpoint.medusa_layouts import LM_HEAD_0, TOKEN_MAP
-from medusa_train.checkpoint.resolve import EAGLE3, EAGLE3_QWEN3
+from medusa_train.checkpoint.resolve import EAGLE3, EAGLE3_QWEN3, architectures_of
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.eagle3_layer import Eagle3Layer
@@ -180,8 +180,8 @@ def from_eagle3(
             describes no layer, or does not match the tensors.
     """
     # 1. Read config.json.
-    layer = _part_of(config, "transformer_layer_config") or config
-    eagle = _part_of(config, "eagle_config")
+    layer = part_of(config, "transformer_layer_config") or config
+    eagle = part_of(config, "eagle_config")
     entries = layer_entries(layer)
     _reject_other_layers(config, layer, eagle)
     settings: dict[str, Any] = {
@@ -228,7 +228,7 @@ def from_eagle3(
     return state, settings, sorted(unread | _unread_entries(config, layer, eagle))
 
 
-def _part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the entries below a key of config.json; empty if the key is missing or null."""
     part = config.get(key) or {}
     if not isinstance(part, Mapping):
@@ -270,7 +270,7 @@ def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
     """
     if config.get(_STATES):
         return None
-    return _part_of(config, "eagle_config").get(_STATES) or None
+    return part_of(config, "eagle_config").get(_STATES) or None
 
 
 def layer_entries(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,10 +313,9 @@ def _names_layer_of_llama(config: Mapping[str, Any]) -> bool:
     """Return whether vLLM builds Llama's layer, whatever model_type is: except for speculators'
     files, it chooses the layer by `architectures`.
     """
-    architectures = config.get("architectures")
-    if "speculators_model_type" in config or not isinstance(architectures, list):
-        return False
-    return any(str(name).startswith(("Llama", "Eagle3Llama")) for name in architectures)
+    names = architectures_of(config)
+    is_llama = any(name.startswith(("Llama", "Eagle3Llama")) for name in names)
+    return is_llama and "speculators_model_type" not in config
 
 
 def _tensor_names(settings: Mapping[str, Any]) -> set[str]:

@@ -251,7 +251,7 @@ def _naming(source: Path) -> Iterator[None]:
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], Any]:
+def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and config.json. For EAGLE-3 and DFlash drafts in a server's layout, they
     are converted to what `save_draft` writes.
     """
@@ -277,6 +277,8 @@ def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     config = {}
     if needs_config or (directory / HEADS_CONFIG).is_file():
         config = read_json(directory / HEADS_CONFIG)
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     # 2. Read the tensors, without the target model's.
     tensors: dict[str, Tensor] = {}
     for path in files:
@@ -312,11 +314,11 @@ def _read_files(head_files: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     return tensors, config
 
 
-def _medusa_heads(head_files: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
+def _medusa_heads(
+    head_files: HeadFiles, tensors: dict[str, Tensor], config: Mapping[str, Any]
+) -> HeadTensors:
     """Build Medusa heads from tensors with a layout's names, and warn about what is not used."""
     directory, layout, files = head_files
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     source = files[0] if len(files) == 1 else directory
     file_layout: FileLayout = "vllm" if layout == "vllm" else "reference"
     with _naming(source):
@@ -475,7 +477,7 @@ def _does_not_fit(
 
 
 def _new_draft(
-    config: Any,
+    config: Mapping[str, Any],
     directory: Path,
     tensors: Mapping[str, Tensor],
     target_model: TargetModel,
@@ -483,7 +485,7 @@ def _new_draft(
 ) -> Draft:
     """Build an untrained draft with the settings in `config` and the vocabulary in `tensors`."""
     path = directory / HEADS_CONFIG
-    kind = config.get("draft") if isinstance(config, dict) else None
+    kind = config.get("draft")
     if not isinstance(kind, str) or kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
     settings = _settings(config, path)

@@ -362,12 +362,17 @@ def heads_of_other_kinds(head_files: HeadFiles) -> list[str]:
     return other_files
 
 
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the architectures in a config.json; empty if it has no list of them."""
+    names = config.get("architectures")
+    return list(map(str, names)) if isinstance(names, list) else []
+
+
 def _is_eagle3(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes an EAGLE-3 draft, from our export for servers, from
     speculators, or from EAGLE's authors.
     """
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and not {EAGLE3, EAGLE3_QWEN3}.isdisjoint(architectures):
+    if {EAGLE3, EAGLE3_QWEN3}.intersection(architectures_of(config)):
         return True
     if "speculators_model_type" in config:
         return config["speculators_model_type"] == "eagle3"
@@ -378,9 +383,7 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a DFlash draft in its authors' layout, or our export
     of one with a Markov bias.
     """
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list):
-        return False
+    architectures = architectures_of(config)
     is_ours = DSPARK in architectures and config.get("sample_from_anchor") is False
     return DFLASH in architectures or is_ours
 
@@ -409,11 +412,9 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
         return f"config.json describes a draft of speculators' kind {kind}, which is not read"
     if any(key.startswith("hydra_") for key in config):
         return "config.json is that of Hydra heads of their authors' code, which are not read"
-    architectures = config.get("architectures")
-    if isinstance(architectures, list):
-        for name in map(str, architectures):
-            if _DRAFT_ARCHITECTURE.fullmatch(name):
-                return f"config.json describes a draft of the kind {name}, which is not read"
+    for name in architectures_of(config):
+        if _DRAFT_ARCHITECTURE.fullmatch(name):
+            return f"config.json describes a draft of the kind {name}, which is not read"
     if config.get("num_hidden_layers") == 1:
         return (
             "config.json describes a model of one layer without draft_vocab_size, as of a draft of"

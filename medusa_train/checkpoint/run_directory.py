@@ -98,8 +98,8 @@ _WRITTEN_PATHS = {
     "tensorboard": ("events.out.tfevents.*",),
     "wandb": ("run-*", "offline-run-*", "latest-run*", "debug*.log", "run_id.txt", "settings"),
 }
-#: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
-NEWEST = ("latest", "auto")
+#: Value of `resume_from_checkpoint` that selects the newest checkpoint in `output_dir`.
+NEWEST = "latest"
 
 
 def check_writable(directory: Path) -> None:
@@ -266,7 +266,7 @@ def named_checkpoint(resume: str | None, run_dir: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the
     newest checkpoint in `run_dir`.
     """
-    if resume is None or resume in NEWEST:
+    if resume in (None, NEWEST):
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():

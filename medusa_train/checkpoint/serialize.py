@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,8 +16,6 @@ from torch import Tensor
 from medusa_train.errors import CheckpointError
 from medusa_train.io import parse_json, sync
 
-#: Number of bytes that are written and added to the checksum at a time.
-_BLOCK = 1 << 20
 #: Names of dtypes in safetensors files.
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -58,17 +55,19 @@ def write_tensors(
             "data_offsets": [start, end],
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    padding = b" " * (-len(encoded) % 8)
-    encoded += padding
+    encoded += b" " * (-len(encoded) % 8)
     # 2. Write the header's length in 8 bytes, the header, and the values.
+    start_of_file = len(encoded).to_bytes(8, "little") + encoded
+    checksum = zlib.crc32(start_of_file)
     with path.open("wb") as file:
-        value = _write(file, len(encoded).to_bytes(8, "little") + encoded, 0)
+        file.write(start_of_file)
         for name in ordered:
             plain = tensors[name].detach().cpu().contiguous().reshape(-1)
-            value = _write(file, plain.view(torch.uint8).numpy().data, value)
-        file.flush()
-        os.fsync(file.fileno())
-    return value
+            values = plain.view(torch.uint8).numpy().data
+            file.write(values)
+            checksum = zlib.crc32(values, checksum)
+    sync(path)
+    return checksum
 
 
 def write_pickled_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -86,16 +85,6 @@ def write_json(path: Path, value: Any) -> int:
     path.write_bytes(content)
     sync(path)
     return zlib.crc32(content)
-
-
-def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
-    """Write `content`; return the checksum `value`, updated with it."""
-    view = memoryview(content)
-    for start in range(0, len(view), _BLOCK):
-        block = view[start : start + _BLOCK]  # small enough to stay in the CPU's cache
-        file.write(block)
-        value = zlib.crc32(block, value)  # releases the GIL, like `write`
-    return value
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ def _draft_charts(report: Json) -> list[Figure]:
             Curve(f"head {k}", list(enumerate(row, start=1)))
             for k, row in enumerate(accuracies, start=1)
         ]
-        drawing = curves(heads, "head accuracy", "k", y_text=_percent)
+        drawing = curves(heads, "head accuracy", "k", y_text=lambda share: f"{100 * share:g} %")
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
@@ -194,10 +194,6 @@ def _draft_charts(report: Json) -> list[Figure]:
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
         charts.append(Figure("The tree", drawing, caption, wide=True))
     return charts
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
 
 
 def _draft_remarks(overall: Json) -> list[str]:

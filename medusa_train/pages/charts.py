@@ -7,14 +7,12 @@ a light and on a dark background. Tooltips are `<title>` elements.
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
 from html import escape
-from typing import Any, ParamSpec
+from typing import Any
 
 #: Number of colours for series and heads. More of them reuse the colours, beginning with the first.
 PALETTE = 8
@@ -110,31 +108,10 @@ def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) 
     return f"<svg {box[0]} {attributes}>{body}".strip()
 
 
-P = ParamSpec("P")
-
-
-def _drawn_once(draw: Callable[P, str]) -> Callable[P, str]:
-    """Keep the last drawings. A report is written several times, mostly with the same charts, and
-    drawing them takes most of the time of writing it.
-    """
-
-    @lru_cache(maxsize=32)
-    def drawing(pickled: bytes) -> str:
-        args, options = pickle.loads(pickled)
-        return draw(*args, **options)
-
-    @wraps(draw)
-    def wrapper(*args: P.args, **options: P.kwargs) -> str:
-        return drawing(pickle.dumps((args, options)))  # lists have no hash
-
-    return wrapper
-
-
 def _colour(number: int) -> str:
     return COLOURS[f"--c{number % PALETTE}"]
 
 
-@_drawn_once
 def bars(
     groups: Sequence[tuple[str, Sequence[Bar]]],
     label: str,
@@ -187,7 +164,6 @@ def bars(
     return _svg(label, 0.6 * width, height, paint)
 
 
-@_drawn_once
 def curves(
     shown: Sequence[Curve],
     label: str,
@@ -228,7 +204,6 @@ def curves(
 Path = tuple[int, ...]
 
 
-@_drawn_once
 def tree_drawing(
     paths: Sequence[Sequence[int]], accepted: Sequence[float], width: float = 1040
 ) -> str:
