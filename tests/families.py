@@ -1,5 +1,7 @@
 """Small random target models of the supported families."""
 
+import hashlib
+
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -152,6 +154,14 @@ def random_target_model(
     """Wrap `random_model` for tests that decode token ids only."""
     model = random_model(family, seed, **changes).to(dtype)
     return TargetModel(model.eval().requires_grad_(False), NoTokenizer(), family)
+
+
+def digest_of(target_model: TargetModel) -> str:
+    """A digest of a target model's configuration and weights, which its device does not change."""
+    digest = hashlib.sha256(target_model.model.config.to_json_string().encode())
+    for parameter in target_model.model.parameters():
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def without_weights(target_model: TargetModel) -> TargetModel:

@@ -77,7 +77,8 @@ def run_page(commands: Commands, name: str, *training: str) -> None:
 def test_agents_with_tools(commands: Commands) -> None:
     (commands.place / "MODEL" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     # the built-in model has fewer tokens than the draft vocabulary of large models
-    run_page(commands, "tutorials/agents-with-tools.md", "eagle3.vocab_size=")
+    overrides = ("eagle3.vocab_size=", "gradient_accumulation_steps=1")
+    run_page(commands, "tutorials/agents-with-tools.md", *overrides)
     assert (commands.place / "runs/agent/eval/tools/report.html").is_file()
     assert (commands.place / "runs/agent/export/vllm/model.safetensors").is_file()
 

@@ -24,7 +24,7 @@ from medusa_train.cli.common import (
     read_arguments,
     table_console,
 )
-from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, check_one_switch, command_app, switch
 from medusa_train.config.docs import format_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
@@ -93,10 +93,7 @@ def app(
     """
     # 1. Read the arguments.
     started = time.perf_counter()
-    if calibrate + compare + interactive > 1:
-        raise ConfigError(
-            "--calibrate, --compare and --interactive exclude each other; give one of them"
-        )
+    check_one_switch(calibrate=calibrate, compare=compare, interactive=interactive)
     if compare:
         _refuse_other_options("--compare", flags, _READ_BY_COMPARE)
         _compare(arguments or [], flags["bench"], flags["output_dir"])
@@ -140,7 +137,7 @@ def app(
         with importing:
             from medusa_train.evaluation.run_bench import evaluate
 
-        _, written = evaluate(cfg, benchmark, paths, _typed_command(), progress)
+        written = evaluate(cfg, benchmark, paths, _typed_command(), progress)
         _print_paths(progress.console, written)
         print_next(after_evaluation(paths), progress.console)
     return 0

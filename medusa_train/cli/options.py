@@ -24,6 +24,7 @@ from medusa_train.cli.common import error_console, print_error, run_command
 from medusa_train.config.keys import Config
 from medusa_train.config.problems import COMMON_NAMES
 from medusa_train.config.removed_keys import REMOVED_KEYS
+from medusa_train.errors import ConfigError
 from medusa_train.hide_secrets import remember_written
 from medusa_train.io import installed_version
 
@@ -41,6 +42,13 @@ _MANY_CHOICES = 9
 def switch(name: str, help_text: str, group: str | None = None) -> Any:
     """Declare a switch that sets no key, as a parameter's default value."""
     return typer.Option(False, name, metavar="", help=help_text, rich_help_panel=group)
+
+
+def check_one_switch(**switches: bool) -> None:
+    """Raise ConfigError if several of these switches are given."""
+    given = [f"--{name.replace('_', '-')}" for name, is_given in switches.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
 
 
 def _print_version(asked: bool) -> None:

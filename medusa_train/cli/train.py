@@ -14,7 +14,7 @@ from medusa_train.cli.common import (
     split_arguments,
     table_console,
 )
-from medusa_train.cli.options import PRINT_CONFIG, Arguments, command_app, switch
+from medusa_train.cli.options import PRINT_CONFIG, Arguments, check_one_switch, command_app, switch
 from medusa_train.config.docs import format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -84,15 +84,7 @@ def app(
 ) -> int:
     """Train, or do what another switch asks for."""
     # 1. Print what needs no configuration.
-    actions = {
-        "--schema": schema,
-        "--doctor": doctor,
-        "--print-config": print_config,
-        "--inspect": inspect,
-    }
-    chosen = [option for option, is_chosen in actions.items() if is_chosen]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} exclude each other: give one")
+    check_one_switch(schema=schema, doctor=doctor, print_config=print_config, inspect=inspect)
     if schema:
         print(schema_text(), end="")
         return printed_all()

@@ -68,6 +68,12 @@ def load_config(
     """
     # 1. The file.
     source = Source("command line") if path is None else _read(path)
+    if cls is not TrainConfig and "datasets" in source.values:
+        run = source.values.get("output_dir") or "RUN"
+        raise ConfigError(
+            f"{path} is a configuration of medusa-train; to measure or export its run:"
+            f" medusa-eval --model {run}, or medusa-export {run}"
+        )
     # 2. The command line.
     _apply_settings(cls, source, overrides, flags or {})
     # 3. All problems, those of stage one included.

@@ -23,7 +23,6 @@ class Example:
         supervised: bool [T], the loss mask. The last token is always supervised.
         key: `content_key` of the chat up to the first answer that is trained. All rows of a
             conversation have the same key.
-        id: id of the record.
         source: where the record was read, as `file:line`.
         row: index among the rows of its conversation.
         dataset: index of its data set, in the order of the configuration.
@@ -34,7 +33,6 @@ class Example:
     tokens: Tensor
     supervised: Tensor
     key: str
-    id: str
     source: str
     row: int = 0
     dataset: int = 0

@@ -113,10 +113,6 @@ class ChatTemplate:
             )
         return spans
 
-    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with the variables of a chat, which replace those in `kwargs`."""
-        return replace(self, kwargs={**self.kwargs, **variables})
-
     @property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads, except those that rendering sets."""
@@ -135,7 +131,7 @@ class ChatTemplate:
 @lru_cache(maxsize=8)
 def _free_variables(source: str) -> frozenset[str]:
     """Return the variables that a template reads and does not set."""
-    environment = _compile_jinja_template("").environment
+    environment = _compiled(source).environment
     names = find_undeclared_variables(environment.parse(source))
     return frozenset(names - environment.globals.keys())
 

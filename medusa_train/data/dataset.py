@@ -103,23 +103,21 @@ def select_validation(examples: Sequence[Example], share: float, seed: int) -> s
             keys.setdefault(example.prompt, []).append(example.key)
     if share <= 0 or len(keys) < 2:
         return set()
-    sizes = {prompt: len(found) for prompt, found in keys.items()}
 
     def rank(prompt: str) -> bytes:
         return hashlib.sha256(f"{seed}/{min(keys[prompt])}".encode()).digest()
 
     # 2. The first prompts whose conversations fit into the share.
-    total = sum(sizes.values())
-    room = max(1, round(share * total))
-    room = min(room, total - 1)
-    order = sorted(sizes, key=rank)
+    total = sum(map(len, keys.values()))
+    room = min(max(1, round(share * total)), total - 1)
+    order = sorted(keys, key=rank)
     chosen: set[str] = set()
     for prompt in order:
-        if sizes[prompt] <= room:
+        if len(keys[prompt]) <= room:
             chosen.add(prompt)
-            room -= sizes[prompt]
+            room -= len(keys[prompt])
     if not chosen:  # no prompt fits into `share`: hold out the one with the fewest answers
-        chosen.add(min(order, key=lambda prompt: sizes[prompt]))
+        chosen.add(min(order, key=lambda prompt: len(keys[prompt])))
     return chosen
 
 
@@ -166,22 +164,22 @@ class BatchLoader:
 
     def __next__(self) -> Batch:
         # the next batch of each rank
-        drawn = [(self._draw(), self._next_rows()) for _ in range(self.size)]
-        draw, rows = drawn[self.rank]
+        batches = [self._next_rows() for _ in range(self.size)]
+        rows, draw = batches[self.rank]
         return replace(self.dataset.batch(rows), draw=draw)
 
-    def _draw(self) -> int:
-        """Return `Batch.draw` of the next batch, which does not depend on the number of ranks."""
-        return random.Random(f"{self.seed}/{self.epoch}/{self._batch}").getrandbits(62)
-
-    def _next_rows(self) -> list[list[int]]:
+    def _next_rows(self) -> tuple[list[list[int]], int]:
+        """Return the rows of the next batch, and its `Batch.draw`. Neither depends on the number of
+        ranks.
+        """
+        draw = random.Random(f"{self.seed}/{self.epoch}/{self._batch}").getrandbits(62)
         rows = self._batches[self._batch]
         self._batch += 1
         if self._batch == len(self._batches):
             self.epoch += 1
             self._batch = 0
             self._batches = self._compose_epoch(self.epoch)
-        return rows
+        return rows, draw
 
     def _compose_epoch(self, epoch: int) -> list[list[list[int]]]:
         """Return an epoch's batches: lists of rows, and a row is a list of example indices.

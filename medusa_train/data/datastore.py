@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.read_chats import parse_records, with_some
-from medusa_train.data.sources import LocalFiles
+from medusa_train.data.sources import SUFFIXES, LocalFiles
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 
 SEPARATOR = -1  # after every document
-CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 
 
 class Datastore:
@@ -75,9 +74,9 @@ class Datastore:
             else:
                 longest = n - 1
         # 2. What follows some of its occurrences, evenly spaced.
-        step = max(1, math.ceil(len(found) / count))
+        stride = max(1, math.ceil(len(found) / count))
         continuations = []
-        for number in found[::step]:
+        for number in found[::stride]:
             following = self._after(int(self._suffixes[number]) + shortest, length)
             if following:
                 continuations.append(following)
@@ -113,7 +112,7 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     """Build a datastore from the assistant turns of a file of chats (JSON, JSON Lines, parquet), or
     from a text file.
     """
-    if path.name.lower().endswith(CHAT_FILES):
+    if path.name.lower().endswith(SUFFIXES):
         source = LocalFiles((path,))
         entry = DatasetConfig(path=source.name)
         result = with_some(parse_records(source.parts(), entry, skip_bad=True), source.name)

@@ -110,8 +110,5 @@ def frequent_tokens(
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:
-    """Return the share of all counted tokens that are in the vocabulary; 1 if none are counted."""
-    total = int(counts.sum())
-    if not total:
-        return 1.0
-    return int(counts[token_map].sum()) / total
+    """Return the share of the counted tokens that are in the vocabulary."""
+    return int(counts[token_map].sum()) / int(counts.sum())

@@ -22,10 +22,6 @@ from medusa_train.io import parse_json
 _CHECKSUM_SIZE = 4
 
 
-class CorruptDataError(Exception):
-    """The bytes of tokenized examples are damaged; the message says how."""
-
-
 def encode_examples(
     conversation: Conversation, encoder: ChatEncoder, report: DataReport
 ) -> list[Example]:
@@ -43,14 +39,13 @@ def encode_examples(
         counts["too_long" if rows else "unsupervised"] += 1
         return []
     # 2. Build an example of each row.
-    key = conversation.first(kept_rows[0].answers[0].message + 1).content_key
+    key = conversation.first(min(kept_rows[0].answers) + 1).content_key
     prompt = conversation.first_prompt.content_key
     examples = [
         Example(
             torch.tensor(row.ids, dtype=torch.int32),
             torch.tensor(row.supervised, dtype=torch.bool),
             key,
-            conversation.id,
             conversation.source,
             number,
             prompt=prompt,
@@ -156,7 +151,7 @@ class EncodedDataset(Sequence[Example]):
             "row_len": self.row_len,
             # `unread` is already described in the notes
             **{name: value for name, value in vars(report).items() if name != "unread"},
-            "examples": [[e.key, e.id, e.source, e.row, e.dataset, e.prompt] for e in examples],
+            "examples": [[e.key, e.source, e.row, e.dataset, e.prompt] for e in examples],
         }
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
         content = save(
@@ -171,10 +166,10 @@ class EncodedDataset(Sequence[Example]):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> EncodedDataset:
-        """Restore what `to_bytes` returned, or raise CorruptDataError."""
+        """Restore what `to_bytes` returned; raise ValueError if the bytes are damaged."""
         checksum, content = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
         if zlib.crc32(content).to_bytes(_CHECKSUM_SIZE, "little") != checksum:
-            raise CorruptDataError("checksum mismatch")
+            raise ValueError("checksum mismatch")
         tensors = load(content)
         info = parse_json(tensors["info"].numpy().tobytes())
         lengths = tensors["lengths"].tolist()

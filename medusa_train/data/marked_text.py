@@ -7,7 +7,7 @@ the chat is rendered. They are then tokenized as plain text.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from medusa_train.data.conversation import ReasoningTags
@@ -135,7 +135,12 @@ def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> str:
     """
     tokens = {str(token) for token in tokenizer.all_special_tokens}
     tokens |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    tokens -= set(reasoning_tags)
-    names = [token for token in tokens if token.strip()]  # white space is plain text
-    names.sort(key=len, reverse=True)
+    return any_of(tokens - set(reasoning_tags))
+
+
+def any_of(tokens: Iterable[str]) -> str:
+    """Return a pattern of tokens, of which the longest one matches. White space is no token, but
+    plain text.
+    """
+    names = sorted(filter(str.strip, tokens), key=len, reverse=True)
     return "|".join(map(re.escape, names)) or "(?!)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -62,17 +63,11 @@ def parse_records(
                 if raw.error is not None:
                     raise RecordError(raw.error)
                 conversation = normalize(
-                    raw.value,
-                    entry,
-                    source=raw.source,
-                    tags=tags,
-                    variables=variables,
-                    unread=report.unread,
+                    raw.value, entry, tags=tags, variables=variables, unread=report.unread
                 )
+                conversations.append(replace(conversation, source=raw.source))
             except RecordError as error:
                 problems.append(f"{raw.source}: {error}")
-                continue
-            conversations.append(conversation)
         if problems and not skip_bad:
             raise DataError(describe_problems(problems, name))
         report.skipped += problems

@@ -36,8 +36,8 @@ class RawRecord:
 
     Attributes:
         source: position for error messages: `file:line`, `file:record N` in an array, or
-            `name:number` for rows.
-        number: the number of the line, record or row, counted from 1.
+            `name:number` in a table.
+        number: the number of the line or record, counted from 1.
         value: the decoded JSON value.
         error: why it could not be decoded, or None.
     """
@@ -59,7 +59,7 @@ def read_file(path: Path) -> Iterator[RawRecord]:
             UTF-32, or holds a broken array.
     """
     if path.suffix.lower() == PARQUET:
-        yield from number_rows(parquet_rows(path), str(path))
+        yield from number_records(parquet_records(path), str(path))
         return
     try:
         data = path.read_bytes()
@@ -86,8 +86,8 @@ def read_file(path: Path) -> Iterator[RawRecord]:
         yield from _read_lines(path, data)
 
 
-def parquet_rows(path: Path) -> Iterator[Any]:
-    """Stream a parquet file's rows, without the copy that `datasets` would write to its cache."""
+def parquet_records(path: Path) -> Iterator[Any]:
+    """Stream a parquet file's records, without the copy that `datasets` would write to its cache."""
     from pyarrow import ArrowException  # takes long to import
     from pyarrow.parquet import ParquetFile
 
@@ -146,9 +146,9 @@ def _reason(error: Exception) -> str:
     return "not valid JSON: a number has thousands of digits"
 
 
-def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
-    """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
-    for number, value in enumerate(rows, start=1):
+def number_records(values: Iterable[Any], name: str) -> Iterator[RawRecord]:
+    """Wrap records of tables; their sources are `name:1`, `name:2`, ..."""
+    for number, value in enumerate(values, start=1):
         yield RawRecord(f"{name}:{number}", number, value)
 
 

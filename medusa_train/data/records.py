@@ -55,7 +55,6 @@ _PROMPT_FORMATS: Formats = {
     "mt_bench": ("turns",),
     **{column: (column,) for column in _PROMPT_COLUMNS},
 }
-_PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: Keys around the request in a line of a batch file.
 _BATCH_KEYS = ("method", "url", "body")
 #: Only output of self-distillation has this key: a list of the reasons why the answers ended.
@@ -84,13 +83,12 @@ def normalize(
     record: object,
     entry: DatasetConfig = USUAL,
     *,
-    source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
     unread: Unread | None = None,
     is_prompt: bool = False,
 ) -> Conversation:
-    """Return the chat of a record.
+    """Return the chat of a record, without its source.
 
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
         -> messages (Message("user", "Hi"), Message("assistant", "Hello!"))
@@ -103,7 +101,6 @@ def normalize(
             content, and `finish_reasons`. A turn's `train` or `training` tells whether it is
             trained; turns of `weight` 0 are not.
         entry: the format (`type`), and the keys and roles of turns that differ from the usual ones.
-        source: `file:line`, stored in the conversation.
         variables: variables of the chat template. Columns of these names, and the entries of
             `chat_template_kwargs`, become variables of the chat. None if the template is not
             known yet; then any entry is allowed.
@@ -152,7 +149,7 @@ def normalize(
     # Hermes lists the tools in the system message
     has_listed_tools = messages[0].role == "system" and "<tools>" in messages[0].content
     template_variables = _variables_of(record, variables, unread_keys, has_listed_tools)
-    conversation = Conversation("", tuple(messages), source, template_variables)
+    conversation = Conversation("", tuple(messages), "", template_variables)
     record_id = usable_id(record, *(PROMPT_IDS if is_prompt else ("id",)))
     if unread is not None:
         unread_keys.add(COLUMNS, *record.unread())
@@ -315,7 +312,7 @@ def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
     """Return the first usable id under one of `keys`, as text; None if there is none."""
     for key in (key for key in keys if key in record):
         value = record[key]
-        if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+        if type(value) in (str, int) and value != "":
             return SURROGATES.sub("?", str(record.get(key)))
     return None
 
@@ -342,7 +339,7 @@ def parse_user_turns(
     turns, keys = _turns_of(record, record_format, _PROMPT_FORMATS[record_format])
     # 2. Their texts.
     texts: dict[Role, list[str]] = {"user": [], "system": []}
-    for message in parse_turns(turns, keys, unread_keys, roles=_PROMPT_ROLES):
+    for message in parse_turns(turns, keys, unread_keys, roles=texts.keys()):
         text = message.content.encode("utf-8", "replace").decode()
         if text.strip():
             texts[message.role].append(text)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, placeholder
 from medusa_train.data.conversation import Message
-from medusa_train.data.marked_text import MARK
+from medusa_train.data.marked_text import MARK, any_of
 
 
 class RenderedAnswer(NamedTuple):
@@ -257,8 +257,7 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
     """Return a pattern that matches tokens which the template wrote. Tokens in contents follow a
     mark, and do not match.
     """
-    names = sorted(filter(str.strip, tokens), key=len, reverse=True)
-    return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, names)) or '(?!)'})")
+    return re.compile(f"(?<!{MARK})(?:{any_of(tokens)})")
 
 
 def _up_to(tokens: frozenset[str], text: str) -> tuple[str, str]:

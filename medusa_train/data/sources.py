@@ -18,7 +18,7 @@ from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.record_files import (
     PARQUET,
     RawRecord,
-    number_rows,
+    number_records,
     read_file,
     settings_path,
     shown_name,
@@ -38,7 +38,8 @@ from medusa_train.network import check_network
 #: Environment variable of a directory with files such as `sharegpt.json`. It is searched before
 #: `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
+#: Suffixes of the files that are read.
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 #: At most this many names of unread files in a message.
 MAX_NAMED = 8
 _SELF_DISTILLATION_FILES = (
@@ -120,19 +121,19 @@ class HubSplit:
     """
 
     name: str
-    rows: Any
+    records: Any
     notes: tuple[str, ...] = ()
     is_public: bool = False
 
     def parts(self) -> list[tuple[str, Iterator[RawRecord]]]:
-        """Return the split's name and its rows."""
-        return [(self.name, number_rows(self.rows, self.name))]
+        """Return the split's name and its records."""
+        return [(self.name, number_records(self.records, self.name))]
 
     def fingerprint(self) -> str:
         """Return a digest of the split's name and the fingerprint that `datasets` gives its
         content.
         """
-        return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.name}\0{self.records._fingerprint}".encode()).hexdigest()
 
 
 def open_source(
@@ -227,7 +228,7 @@ def _local_files(
     """
     for path in paths:
         name = path.name.lower()
-        if path.suffix.lower() in _UNSUPPORTED_SUFFIXES and not name.endswith(_SUFFIXES):
+        if path.suffix.lower() in _UNSUPPORTED_SUFFIXES and not name.endswith(SUFFIXES):
             raise DataError(
                 f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it"
                 " first"
@@ -270,7 +271,7 @@ def _open_directory(entry: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
         items = [item for item in items if item.name != "data"] + inner
         candidates = _data_files(inner)
     if not candidates:
-        names = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        names = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
     # 2. The files of the split.
     paths = _files_of_split(candidates, entry.split, path)
@@ -299,7 +300,7 @@ def _data_files(items: Sequence[Path]) -> list[Path]:
     return [
         item
         for item in items
-        if item.name.lower().endswith(_SUFFIXES)
+        if item.name.lower().endswith(SUFFIXES)
         and not item.name.endswith(_SELF_DISTILLATION_FILES)
         and not (item.name in _METADATA and _is_object(item))
         and item.is_file()
@@ -318,9 +319,8 @@ def _is_saved(path: Path) -> bool:
     """Return whether `save_to_disk` wrote a directory. Other programs write files of the same
     names, but no rows.
     """
-    if not any((path / name).is_file() for name in _SAVED):
-        return False
-    return any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
+    has_its_files = any((path / name).is_file() for name in _SAVED)
+    return has_its_files and any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
 
 
 def _nested(path: Path) -> str:
@@ -403,7 +403,7 @@ def _same_names(paths: Sequence[Path]) -> list[str]:
     """Return a note on files such as `a.json` and `a.jsonl`, which may hold the same records."""
     names_by_stem: dict[Path, list[str]] = {}
     for path in paths:
-        suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
+        suffix = next(suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix))
         stem = path.with_name(path.name[: -len(suffix)])
         names_by_stem.setdefault(stem, []).append(path.name)
     return [
@@ -464,7 +464,7 @@ def is_data_file_name(name: str) -> bool:
     """Return whether `name` can only be a local path, not a hub name. This
     detects misspelt paths.
     """
-    suffixes = (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
+    suffixes = (*SUFFIXES, *_UNSUPPORTED_SUFFIXES)
     return looks_like_path(name) or Path(name).suffix.lower() in suffixes
 
 
@@ -577,8 +577,7 @@ def _open_public(entry: DatasetConfig, on_progress: OnProgress | None) -> LocalF
         file_names = [Path(path).name for path in public.local_paths]
         local_paths = [str(expand_user(directory) / name) for name in file_names] + local_paths
     for path in local_paths:
-        resolved = resolve_path(path)
-        if resolved is not None:
+        if resolve_path(path) is not None:
             local = entry.model_copy(update={"path": path})
             if entry.split is None and public.split is not None:
                 with suppress(ConfigError):  # a copy without splits is read whole
@@ -592,10 +591,10 @@ def _open_public(entry: DatasetConfig, on_progress: OnProgress | None) -> LocalF
             split = entry.split or public.split
             hub_entry = entry.model_copy(update={"path": public.hub_repo, "split": split})
             return _load_split(hub_entry, on_progress)
-        on_bytes = None
+        on_fetch = None
         if on_progress is not None:
-            on_bytes = partial(on_progress, f"{FETCHING} {entry.path} from {public.hub_repo}")
-        file = fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes)
+            on_fetch = partial(on_progress, f"{FETCHING} {entry.path} from {public.hub_repo}")
+        file = fetch_dataset_file(public.hub_repo, public.hub_file, on_fetch)
     except FetchError as error:
         jsonl, original = public.local_paths[:2]
         raise DataError(

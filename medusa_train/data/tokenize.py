@@ -29,19 +29,6 @@ from medusa_train.errors import DataError
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSpan:
-    """Where an answer is in a row: the tokens [start, end).
-
-    Attributes:
-        message: index of the answer among the messages of the chat.
-    """
-
-    message: int
-    start: int
-    end: int
-
-
 @dataclass(slots=True)
 class Row:
     """Tokenized messages of a chat that end with an answer.
@@ -49,32 +36,26 @@ class Row:
     Attributes:
         ids: token ids [T].
         supervised: the loss mask [T].
-        answers: the answers that are not history in this row, in order.
+        answers: for each answer that is not history in this row, in order, its index among the
+            messages of the chat, and the index in `ids` at which it ends.
     """
 
     ids: list[int] = field(default_factory=list)
     supervised: list[bool] = field(default_factory=list)
-    answers: list[AnswerSpan] = field(default_factory=list)
-
-    def append(self, ids: Sequence[int], supervised: Sequence[bool]) -> None:
-        """Append tokens and their loss mask."""
-        self.ids += ids
-        self.supervised += supervised
-
-    def is_prefix_of(self, ids: list[int]) -> bool:
-        """Return whether `ids` begin with all tokens of the row."""
-        return ids[: len(self.ids)] == self.ids
+    answers: dict[int, int] = field(default_factory=dict)
 
     def trimmed(self, max_length: int) -> Row | None:
         """Return the row with as many complete answers as fit, without the tokens after the last
         supervised one, which no loss depends on. None if nothing is left.
         """
-        for count in range(len(self.answers), 0, -1):
-            end = self.answers[count - 1].end
+        answers = dict(self.answers)
+        while answers:
+            end = max(answers.values())
             while end and not self.supervised[end - 1]:
                 end -= 1
             if 0 < end <= max_length:
-                return Row(self.ids[:end], self.supervised[:end], self.answers[:count])
+                return Row(self.ids[:end], self.supervised[:end], answers)
+            answers.popitem()
         return None
 
 
@@ -124,7 +105,7 @@ class ChatEncoder:
             dict(tokenizer.special_tokens_map),
             frozenset(tokenizer.get_added_vocab()),
             dict(template_kwargs or {}),
-            (reasoning_tags[0], reasoning_tags[1]),
+            reasoning_tags,
         )
         ends = {*stops, end_token(self.template), tokenizer.eos_token} - {None, ""}
         self.template = replace(self.template, stops=frozenset(ends))
@@ -212,10 +193,11 @@ class ChatEncoder:
                 given_ids = None
                 counts["ignored_token_ids"] += 1
             answer_ids = self._answer_ids(answer, prompt_ids, given_ids)
-            # 3. Continue the previous row, or begin another one. An answer with given tokens has a
-            # row of its own, since as history it has the tokens of its text.
+            # 3. Continue the previous row if the prompt begins with its tokens, or begin another
+            # one. An answer with given tokens has a row of its own, since as history it has the
+            # tokens of its text.
             has_own_row = has_given_ids or given_ids is not None
-            if has_own_row or not rows or not rows[-1].is_prefix_of(prompt_ids):
+            if has_own_row or not rows or prompt_ids[: len(rows[-1].ids)] != rows[-1].ids:
                 rows.append(Row())
             row = rows[-1]
             start = len(row.ids)
@@ -226,9 +208,9 @@ class ChatEncoder:
             mask = [False] * len(prompt_ids)
             if any(is_chosen):
                 mask = self._text.overlaps(answer.prompt, is_chosen)
-            row.append(prompt_ids[start:], mask[start:])
-            row.append(answer_ids, [self._is_trained(message)] * len(answer_ids))
-            row.answers.append(AnswerSpan(index, len(prompt_ids), len(row.ids)))
+            row.ids += prompt_ids[start:] + answer_ids
+            row.supervised += mask[start:] + [self._is_trained(message)] * len(answer_ids)
+            row.answers[index] = len(row.ids)
             has_given_ids, first = given_ids is not None, index + 1
         return rows
 
@@ -325,8 +307,13 @@ class ChatEncoder:
             raise DataError(str(error)) from None
 
     def _template_of(self, variables: str) -> ChatTemplate:
-        """Return the template with the variables of a chat, which are JSON text."""
-        return self.template.with_variables(json.loads(variables)) if variables else self.template
+        """Return the template with the variables of a chat, which are JSON text and replace those
+        in `kwargs`.
+        """
+        if not variables:
+            return self.template
+        kwargs = {**self.template.kwargs, **json.loads(variables)}
+        return replace(self.template, kwargs=kwargs)
 
     def tokenize_continuation(self, text: str) -> list[int]:
         """Tokenize text that follows other text."""

@@ -27,7 +27,7 @@ import torch
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.examples import CorruptDataError, EncodedDataset, encode_examples
+from medusa_train.data.examples import EncodedDataset, encode_examples
 from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.report import DataReport
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
@@ -46,8 +46,6 @@ CONVERSATIONS_PER_WORKER = 2000
 CHUNK = 128
 #: Default limit. More workers would wait for the one process that reads and collects.
 MAX_WORKERS = 16
-#: Name of the progress of tokenization, which counts conversations of a data set.
-TOKENIZING = "tokenizing"
 
 
 def encode_datasets(
@@ -141,7 +139,7 @@ def load_or_encode(path: Path, encode: Callable[[], EncodedDataset]) -> EncodedD
         return encoded
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, CorruptDataError) as error:
+    except (OSError, ValueError) as error:
         notes.append(f"{path} is corrupt ({error}), tokenizing again")
     encoded = encode()
     try:
@@ -227,7 +225,7 @@ def encode_conversations(
         for number, part in enumerate(parts, start=1):
             encoded.extend(part)
             if on_progress is not None:
-                on_progress(TOKENIZING, min(number * CHUNK, total), total)
+                on_progress("tokenizing", min(number * CHUNK, total), total)
     return encoded
 
 
@@ -254,7 +252,7 @@ def default_workers() -> int:
 
 # Processes
 
-_settings: tuple[ChatEncoder, int]  # encoder and max_length of this worker
+_worker: tuple[ChatEncoder, int]  # encoder and max_length of this worker
 
 
 def _encode_in_workers(
@@ -302,8 +300,8 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 def _start(encoder: ChatEncoder, max_length: int) -> None:
     """Prepare a worker. It ends with its parent, even if the parent is killed."""
-    global _settings
-    _settings = encoder, max_length
+    global _worker
+    _worker = encoder, max_length
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -316,4 +314,4 @@ def _end_with_parent() -> None:
 
 
 def _work(conversations: Sequence[Conversation]) -> EncodedDataset:
-    return _encode_chunk(conversations, *_settings)
+    return _encode_chunk(conversations, *_worker)

@@ -80,7 +80,13 @@ def load_reports(names: Sequence[str], bench: str | None) -> dict[str, Json]:
 
 def _read(path: Path) -> Json:
     try:
-        report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
+        report: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        if _lacks_tree(report["meta"]):
+            # reports of earlier versions have metrics of an empty tree, which are noise: both sides
+            # of a ratio are the same decoding loop
+            tree_metrics = (*TREE_RATIOS, "speedup_without_loops")
+            for group in (report["overall"], *report["categories"].values()):
+                group.update({**dict.fromkeys(tree_metrics), "intervals": {}})
         # build everything that is shown later: a damaged report fails here, where its path is known
         _sections({str(report["meta"]["bench"]): report})
         describe_mode(mode_of(report["meta"]))
@@ -92,18 +98,6 @@ def _read(path: Path) -> Json:
 def _lacks_tree(meta: Json) -> bool:
     """Return whether nothing was drafted: the heads' tree is empty and there is no other draft."""
     return meta.get("tree_nodes") == 0 and not meta.get("draft") and not meta.get("dynamic_trees")
-
-
-def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
-    """Drop the tree metrics of an empty tree, which reports of earlier versions contain.
-
-    With an empty tree both sides of a ratio are the same decoding loop, so the ratio is noise.
-    """
-    if _lacks_tree(report["meta"]):
-        for group in (report["overall"], *report["categories"].values()):
-            tree_metrics = (*TREE_RATIOS, "speedup_without_loops")
-            group.update({**dict.fromkeys(tree_metrics), "intervals": {}})
-    return report
 
 
 def differences(reports: Mapping[str, Json]) -> list[str]:

@@ -303,14 +303,13 @@ def model_answers(records: Sequence[Turn], model_id: str) -> list[dict[str, Any]
             "wall_time": [answer.seconds for answer in answers],
             "accept_lengths": [length for answer in answers for length in _step_lengths(answer)],
         }
-        lines.append(
-            {
-                "question_id": question_id,
-                "category": turns[0].category,
-                "answer_id": hashlib.sha256(content.encode()).hexdigest()[:22],
-                "model_id": model_id,
-                "choices": [choice],
-                "tstamp": time.time(),
-            }
-        )
+        line = {
+            "question_id": question_id,
+            "category": turns[0].category,
+            "answer_id": hashlib.sha256(content.encode()).hexdigest()[:22],
+            "model_id": model_id,
+            "choices": [choice],
+            "tstamp": time.time(),
+        }
+        lines.append(line)
     return lines

@@ -303,6 +303,19 @@ class Counts(NamedTuple):
     cost: float
 
 
+def pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
+    """Return [pairs, 4]: tokens and cost of the first run, then tokens and cost of the second."""
+    return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
+
+
+def ratio_of_rates(sums: Tensor) -> Tensor:
+    """Return the second run's rate divided by the first's [...], from sums [..., 4] of pairs."""
+    first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
+    first_rate = first_tokens / first_cost
+    second_rate = second_tokens / second_cost
+    return second_rate / first_rate
+
+
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
     """Return the 95 % interval of the ratio of two runs' rates (tokens over cost), from the same
     blocks of both runs. None with fewer than `LEAST_BLOCKS` blocks.
@@ -314,22 +327,14 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     count = len(first)
     if count < LEAST_BLOCKS:
         return None
-    # the log ratio of all blocks, and for the jackknife those with each block left out in turn
-    sums = torch.tensor([first, second], dtype=torch.float64)  # [runs, blocks, (tokens, cost)]
-    total = sums.sum(dim=1, keepdim=True)
-    (log_ratio,) = _log_ratio(total)
-    error = ((count - 1) * _log_ratio(total - sums).var(correction=0)).sqrt()
+    rows = pair_rows(zip(first, second, strict=True))
+    total = rows.sum(dim=0)
+    log_ratio = ratio_of_rates(total).log()
+    # the jackknife: the same ratio with each block left out in turn
+    ratios_without_block = ratio_of_rates(total - rows).log()  # [blocks]
+    error = ((count - 1) * ratios_without_block.var(correction=0)).sqrt()
     margin = student_quantile(count - 1) * error
     return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())
-
-
-def _log_ratio(sums: Tensor) -> Tensor:
-    """Return the logarithm of the second run's rate divided by the first's [blocks], from sums
-    [runs, blocks, (tokens, cost)].
-    """
-    tokens, cost = sums.unbind(dim=2)
-    first_rate, second_rate = tokens / cost
-    return (second_rate / first_rate).log()
 
 
 def student_quantile(freedom: int) -> float:

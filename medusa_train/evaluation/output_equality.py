@@ -101,10 +101,8 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
     If one answer is a prefix of the other, the index is the length of the prefix.
     """
-    for index, (left, right) in enumerate(zip_longest(first, second)):
-        if left != right:
-            return index
-    return None
+    pairs = enumerate(zip_longest(first, second))
+    return next((index for index, (left, right) in pairs if left != right), None)
 
 
 @torch.no_grad()

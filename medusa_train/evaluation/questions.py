@@ -15,8 +15,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,7 +34,7 @@ from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
-from medusa_train.network import check_network
+from medusa_train.network import check_network, client_options
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 FETCH_TIMEOUT = 15  # seconds
@@ -261,6 +259,8 @@ def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> 
     if public.hub_repo is not None and public.hub_file is not None:
         fetching = f"bench {name}: fetching {public.hub_file} of {public.hub_repo}"
         return fetch_dataset_file(public.hub_repo, public.hub_file, lambda *_: note(fetching))
+    import httpx
+
     url = public.url
     if url is None:
         raise FetchError("it ships with this project")
@@ -271,20 +271,14 @@ def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> 
     target = user_cache_dir() / "bench" / name / FILES[0]
 
     def write(temporary: Path) -> None:
-        with (
-            urllib.request.urlopen(url, timeout=FETCH_TIMEOUT) as answer,
-            temporary.open("wb") as file,
-        ):
-            shutil.copyfileobj(answer, file)
-            # if the connection closes early, the response ends without an error
-            stated = answer.headers.get("Content-Length")
-            if stated not in (None, str(file.tell())):
-                raise FetchError(f"the answer has {file.tell()} bytes in place of {stated}")
+        # raises an error if the connection closes before the end of the answer
+        answer = httpx.get(url, timeout=FETCH_TIMEOUT, follow_redirects=True, **client_options(url))
+        temporary.write_bytes(answer.raise_for_status().content)
         read_questions(temporary, skipped=[])  # raises for an error page, which is not kept
 
     try:
         replace_file(target, write)
-    except (OSError, DataError) as error:
+    except (OSError, httpx.HTTPError, DataError) as error:
         raise FetchError(str(error)) from error
     return target
 

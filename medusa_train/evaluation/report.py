@@ -228,14 +228,13 @@ def decoders_table(report: Json) -> Table:
         per_step = overall["acceleration_rate"]
         decoders["tree"] = {**overall, "tokens_per_step": per_step, "speedup": None}
     decoders |= report["baselines"]
-    is_greedy = mode_of(report["meta"])["acceptance"] == "greedy"
+    is_greedy = mode_of(report["meta"])["acceptance"] == "greedy"  # sampled answers differ anyway
     rows = [
         {
             "decoder": name.replace("_", " "),
             "tokens/s": number(row["tokens_per_s"], 0),
             "tokens per step": number(row["tokens_per_step"]),
             "tree's speedup over it": number(row["speedup"], 2, "x", row.get("speedup_interval")),
-            # sampled answers differ anyway
             "answers equal to plain ones": number(
                 row.get("equal_to_plain") if is_greedy else None, 0
             ),

@@ -167,7 +167,7 @@ def _draft_charts(report: Json) -> list[Figure]:
             Curve(f"head {k}", list(enumerate(row, start=1)))
             for k, row in enumerate(accuracies, start=1)
         ]
-        drawing = curves(heads, "head accuracy", "k", y_text=_percent)
+        drawing = curves(heads, "head accuracy", "k", y_text=lambda share: f"{100 * share:g} %")
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
@@ -194,10 +194,6 @@ def _draft_charts(report: Json) -> list[Figure]:
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
         charts.append(Figure("The tree", drawing, caption, wide=True))
     return charts
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
 
 
 def _draft_remarks(overall: Json) -> list[str]:
@@ -228,27 +224,28 @@ def size_charts(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     """Draw simulated tokens per step and tokens per second over the number of nodes, with a ring
     around the chosen size.
     """
-    charts = {
-        "Tokens per step over tree size": (
+    charts = [
+        (
             "tokens_per_step",
+            "Tokens per step over tree size",
             "From the tree's calibration. Simulated on answers that the tree was not fitted to. The"
             " ring marks the chosen size.",
         ),
-        "Speed over tree size": (
+        (
             "tokens_per_s",
+            "Speed over tree size",
             "Those tokens per step over the measured step latency. Unlike the tokens per second"
             " above these are of the calibration's answers and without prefill.",
         ),
-    }
+    ]
     ringed = [] if chosen is None else [chosen]
     drawn = []
-    for title, (key, caption) in charts.items():
+    for key, title, caption in charts:
         points = [(size["nodes"], size[key]) for size in sizes if size[key] is not None]
-        if not points:
-            continue
-        curve = Curve("tree", points, ringed)
-        drawing = curves([curve], title.lower(), "nodes", from_zero=False)
-        drawn.append(Figure(title, drawing, caption))
+        if points:
+            curve = Curve("tree", points, ringed)
+            drawing = curves([curve], title.lower(), "nodes", from_zero=False)
+            drawn.append(Figure(title, drawing, caption))
     return drawn
 
 
@@ -258,10 +255,9 @@ def answers_section(answers: Sequence[Json]) -> PageSection:
     """
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
-    heads = 0
     for answer in answered:
         categories.setdefault(answer["category"], []).append(_shown_answer(answer))
-        heads = max(heads, *answer["accepted"], 0)
+    heads = max(chain.from_iterable(answer["accepted"] for answer in answered), default=0)
     lines = []
     if heads:
         lines.append("Accepted tokens by their place in the draft of their step:")

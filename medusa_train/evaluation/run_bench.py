@@ -90,8 +90,9 @@ JUDGE_RETRY_SECONDS = 300.0  # a failed request is retried for this long
 
 def evaluate(
     cfg: EvalConfig, benchmark: Benchmark, paths: ModelPaths, command: str, progress: RunProgress
-) -> tuple[dict[str, Any], list[Path]]:
-    """Measure speed and output equality of a model on a benchmark, and write the report.
+) -> list[Path]:
+    """Measure speed and output equality of a model on a benchmark, and write the report; return the
+    paths of its files.
 
     The files are written three times: when the benchmark is timed, before other models are loaded,
     and at the end. The measurements in between may take as long as the benchmark. The same command
@@ -100,9 +101,6 @@ def evaluate(
     Args:
         paths: target model and draft heads; without heads only the baselines are measured.
         command: what the user typed, for the report.
-
-    Returns:
-        The report and the paths of its files.
 
     Raises:
         CheckpointError: another process evaluates into the same directory.
@@ -153,7 +151,7 @@ class Evaluation:
         """The turns that have answers."""
         return [turn for turn in self.turns if not turn.skipped]
 
-    def run(self, command: str) -> tuple[dict[str, Any], list[Path]]:
+    def run(self, command: str) -> list[Path]:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. first the steps that may fail without a model
@@ -162,7 +160,11 @@ class Evaluation:
         torch.manual_seed(cfg.seed)
 
         # 2. load the model, time the benchmark, and write the first report
-        log = self._open_log()
+        settings = measurement_settings(cfg, self.benchmark, self.paths)
+        log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
+        resumption = log.resumption("evaluation", "turns", len(log.entries))
+        if resumption is not None:
+            progress.print(resumption)
         model, dtype, load = self._load_and_time(log)
         trace_turns(self.answered, model, progress)
         if model.dynamic is None:
@@ -215,7 +217,7 @@ class Evaluation:
                 f"{skipped} turns were skipped: prompt and answer do not fit the model's context"
             )
         progress.console.print(progress.table())
-        return report, written
+        return written
 
     def write(self) -> tuple[dict[str, Any], list[Path]]:
         """Write the files with everything measured so far; return the report and their paths."""
@@ -226,15 +228,6 @@ class Evaluation:
         return report, write_report(report, self.turns, self.directory)
 
     # Timing
-
-    def _open_log(self) -> MeasurementLog[Turn]:
-        """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-        settings = measurement_settings(self.cfg, self.benchmark, self.paths)
-        log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
-        resumption = log.resumption("evaluation", "turns", len(log.entries))
-        if resumption is not None:
-            self.progress.print(resumption)
-        return log
 
     def _load_and_time(
         self, log: MeasurementLog[Turn]
@@ -319,15 +312,9 @@ class Evaluation:
         """Time every decoder on every turn of the benchmark, and log each turn."""
         cfg, questions, progress = self.cfg, self.benchmark.questions, self.progress
         # 1. the decoders
-        compared = self.paths.tree_mode != NO_TREE
-        decoders = build_decoders(
-            model,
-            self.mode,
-            generate=cfg.generate and compared,
-            prompt_lookup=cfg.prompt_lookup and compared,
-            assistant_model=cfg.assistant_model if compared else None,
-            note=progress.print,
-        )
+        keys = {"generate": False, "prompt_lookup": False, "assistant_model": None}
+        compared = cfg if self.paths.tree_mode != NO_TREE else cfg.model_copy(update=keys)
+        decoders = build_decoders(model, self.mode, compared, progress.print)
         self.baselines = {name: one.description for name, one in decoders.items() if name != TREE}
         note = chat.template.describe_unused_kwargs()
         if note:
@@ -547,13 +534,12 @@ def _target_model_quality(paths: ModelPaths, progress: RunProgress) -> dict[str,
     release_memory()
     reason = NO_MEMORY
     try:
+        title = "perplexity before and after joint training"
         with (
             catch_out_of_memory(),
-            progress.phase(
-                "perplexity before and after joint training", QUALITY_TOKENS, "tokens", ticking=True
-            ) as phase,
+            progress.phase(title, QUALITY_TOKENS, "tokens", ticking=True) as phase,
         ):
-            return measure_target_model_quality(paths, phase=phase)
+            return measure_target_model_quality(paths, phase)
     except MedusaError as error:
         reason = str(error)
     progress.print(f"perplexity was not measured: {reason}")

@@ -52,12 +52,13 @@ def collect_metadata(
         baselines: descriptions of the decoders that the tree is compared with, by name.
     """
     mode = DecodingMode.from_config(cfg)
+    target_model = model.target_model
+    runner = target_model.step_runner
     plain_equal_generate = exactness = None
     if mode.acceptance == "greedy":
         if GENERATE in baselines:
             answers = [turn.answers for turn in turns if not turn.skipped]
-            equal = [one[PLAIN].tokens == one[GENERATE].tokens for one in answers]
-            plain_equal_generate = sum(equal)
+            plain_equal_generate = sum(one[PLAIN].tokens == one[GENERATE].tokens for one in answers)
         if model.proposer is not None:
             exactness = dict.fromkeys(EQUALITY_DTYPES, "not compared")
     return {
@@ -70,14 +71,19 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": paths.chat_template and public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
-        "stop_tokens": list(model.target_model.eos_ids),
+        "stop_tokens": list(target_model.eos_ids),
         "decoding": mode.as_json,
-        **_describe_target_model(model, paths, dtype),
+        "backbone": paths.target_model_form,
+        "dtype": dtype,
+        "packed": is_prepacked(target_model.model),
+        "attention": target_model.attention,
+        "compiled": target_model.compiled is not None,
+        "cuda_graphs": getattr(runner, "works", runner is not None),
         **_describe_draft(model, paths),
         "baselines": {BASELINE_KEYS.get(name, name): baselines[name] for name in baselines},
         "plain_equal_generate": plain_equal_generate,
         "exactness": exactness,
-        "device": device_name(model.target_model.device),
+        "device": device_name(target_model.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
         "torch": torch.__version__,
@@ -88,46 +94,33 @@ def collect_metadata(
     }
 
 
-def _describe_target_model(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
-    """Return how the target model's passes are computed."""
-    target_model = model.target_model
-    runner = target_model.step_runner
-    return {
-        "backbone": paths.target_model_form,
-        "dtype": dtype,
-        "packed": is_prepacked(target_model.model),
-        "attention": target_model.attention,
-        "compiled": target_model.compiled is not None,
-        "cuda_graphs": getattr(runner, "works", runner is not None),
-    }
-
-
 def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     """Return a description of the draft and its tree."""
     draft, tree, dynamic = model.draft, model.tree, model.dynamic
     # a replayed CUDA graph always fills the whole tree, so there is no early stop
     fixed_shape = model.proposer is not None and model.proposer.fixed_shape
     is_replayed = model.target_model.step_runner is not None and fixed_shape
-    described: dict[str, Any] = {
+    datastore = weights = None
+    if isinstance(model.lookup, RestDraft):
+        datastore = model.lookup.datastore.describe()
+    if paths.heads is not None:
+        weights = digest_files(find_heads(paths.heads).files)[:16]
+    nodes: int | str | None = None
+    if dynamic is not None:
+        nodes = "dynamic"
+    elif tree is not None:
+        nodes = tree.size
+    return {
         "draft": None if paths.lookup is None else paths.lookup.describe(),
-        "datastore": None,
+        "datastore": datastore,
         "heads": None if draft is None else draft.max_depth,
-        "weights": None,
+        "weights": weights,
         "early_stop": 0.0 if draft is None or is_replayed else draft.threshold,
-        "tree_nodes": None,
-        "tree_depth": None,
-        "dynamic_trees": None,
+        "tree_nodes": nodes,
+        "tree_depth": None if tree is None or dynamic is not None else tree.max_depth,
+        "dynamic_trees": None if dynamic is None else dynamic._asdict(),
         "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
     }
-    if isinstance(model.lookup, RestDraft):
-        described["datastore"] = model.lookup.datastore.describe()
-    if paths.heads is not None:
-        described["weights"] = digest_files(find_heads(paths.heads).files)[:16]
-    if dynamic is not None:
-        described |= {"tree_nodes": "dynamic", "dynamic_trees": dynamic._asdict()}
-    elif tree is not None:
-        described |= {"tree_nodes": tree.size, "tree_depth": tree.max_depth}
-    return described
 
 
 def measurement_settings(
@@ -138,13 +131,19 @@ def measurement_settings(
     """
     mode = DecodingMode.from_config(cfg)
     keys = {"max_new_tokens", "dtype", "compile", "generate", "prompt_lookup", "assistant_model"}
-    settings: dict[str, Any] = {
+    draft = tree = None
+    if paths.lookup is not None:
+        draft = [paths.lookup.name, paths.lookup.settings]
+    if paths.tree is not None:
+        # an empty tree is not timed; older logs in which it was timed are discarded
+        tree = Tree.load(paths.tree).paths or "empty"
+    return {
         "format": 4,  # version of the log's line format
         **benchmark_settings(benchmark),
         **model_settings(paths),
         **cfg.model_dump(include=keys),
-        "draft": None,
-        "tree": None,
+        "draft": draft,
+        "tree": tree,
         "dynamic": paths.tree_mode,
         "threshold": paths.threshold,
         "backbone": paths.target_model_form,
@@ -154,16 +153,8 @@ def measurement_settings(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "device": platform.node(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node(),
     }
-    if paths.lookup is not None:
-        settings["draft"] = [paths.lookup.name, paths.lookup.settings]
-    if paths.tree is not None:
-        # an empty tree is not timed; older logs in which it was timed are discarded
-        settings["tree"] = Tree.load(paths.tree).paths or "empty"
-    if torch.cuda.is_available():
-        settings["device"] = torch.cuda.get_device_name()
-    return settings
 
 
 def benchmark_settings(benchmark: Benchmark) -> dict[str, Any]:

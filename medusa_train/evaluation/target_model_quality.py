@@ -53,9 +53,7 @@ class Quality(NamedTuple):
     kl: float  # mean KL(before || after)
 
 
-def measure_target_model_quality(
-    paths: ModelPaths, phase: Phase | None = None
-) -> dict[str, Any] | None:
+def measure_target_model_quality(paths: ModelPaths, phase: Phase) -> dict[str, Any] | None:
     """Return perplexity before and after joint training, and KL(before || after) in nats per token,
     for the report.
 
@@ -77,11 +75,9 @@ def measure_target_model_quality(
     if validation is None:
         return None
     conversations, is_held_out, _ = validation
-    if phase is not None:
-        phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
+    phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
     versions = load_versions(paths, cfg.base_model)
-    on_batch = (lambda tokens: None) if phase is None else phase.advance
-    quality = compare_target_models(*versions, _batches(conversations), on_batch)
+    quality = compare_target_models(*versions, _batches(conversations), phase.advance)
     held_out = "held-out conversations"
     return {
         "tokens": quality.tokens,
@@ -200,7 +196,7 @@ def compare_target_models(
     before: Version,
     after: Version,
     batches: Iterable[Batch],
-    on_batch: Callable[[int], object] = lambda tokens: None,
+    on_batch: Callable[[int], object],
 ) -> Quality:
     """Measure both versions of a target model on `batches`.
 

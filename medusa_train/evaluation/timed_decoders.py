@@ -16,6 +16,7 @@ from transformers import GenerationConfig, __version__
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.turns import GENERATE, PLAIN, TREE, TimedAnswer
 from medusa_train.inference.accept import AcceptanceRule, Greedy
@@ -221,18 +222,15 @@ def _bare_config(target_model: TargetModel, mode: DecodingMode) -> GenerationCon
 
 
 def build_decoders(
-    model: LoadedModel,
-    mode: DecodingMode = GREEDY,
-    *,
-    generate: bool = True,
-    prompt_lookup: bool = False,
-    assistant_model: str | None = None,
-    note: Callable[[str], None] = print,
+    model: LoadedModel, mode: DecodingMode, cfg: EvalConfig, note: Callable[[str], None]
 ) -> dict[str, TimedDecoder]:
     """Return the decoders to time by name, in the order of the report.
 
     They are the model with its draft, plain decoding and `generate`. With dynamic trees the fixed
     tree is added, with a merged draft each of its parts, and for single rows `extra_baselines`.
+
+    Args:
+        cfg: says whether `generate` is timed, and which `extra_baselines`.
 
     Raises:
         TargetModelError: the model cannot decode in batches.
@@ -254,7 +252,7 @@ def build_decoders(
     if model.proposer is not None:
         decoders[TREE] = loop(model.proposer, tree, "the draft")
     decoders[PLAIN] = loop(None, None, "the empty tree")
-    if generate:
+    if cfg.generate:
         description = f"generate, {_describe_sampling(mode)}, with its own cache"
         decoders[GENERATE] = GenerateDecoder(target_model, mode, description)
     extra_decoders: dict[str, TimedDecoder] = {}
@@ -270,9 +268,7 @@ def build_decoders(
                 model.lookup, None, "the draft without training alone"
             )
     if mode.batch_size == 1:
-        extra_decoders |= extra_baselines(
-            target_model, assistant_model, prompt_lookup=prompt_lookup, note=note, mode=mode
-        )
+        extra_decoders |= extra_baselines(target_model, mode, cfg, note)
     return decoders | dict(sorted(extra_decoders.items()))
 
 
@@ -283,29 +279,24 @@ def _describe_sampling(mode: DecodingMode) -> str:
 
 
 def extra_baselines(
-    target_model: TargetModel,
-    assistant_model: str | None,
-    *,
-    prompt_lookup: bool,
-    note: Callable[[str], None],
-    mode: DecodingMode = GREEDY,
+    target_model: TargetModel, mode: DecodingMode, cfg: EvalConfig, note: Callable[[str], None]
 ) -> dict[str, GenerateDecoder]:
-    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if
-    there is an `assistant_model`.
+    """Return the baselines for single rows: prompt-lookup decoding if `cfg` asks for it, and
+    assisted generation if it has an `assistant_model`.
 
     Each baseline first generates a few tokens as a test, since some architectures' caches cannot be
     cropped. A baseline that fails is left out, with a line to `note`.
     """
     baselines: dict[str, GenerateDecoder] = {}
     how = _describe_sampling(mode)
-    if prompt_lookup:
+    if cfg.prompt_lookup:
         description = f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step"
         baselines[PROMPT_LOOKUP] = GenerateDecoder(
             target_model, mode, description, prompt_lookup_num_tokens=LOOKUP_TOKENS
         )
-    if assistant_model is not None:
-        assistant = _load_assistant(assistant_model, target_model, mode)
-        description = f"assisted generation, {how}, with {assistant_model}"
+    if cfg.assistant_model is not None:
+        assistant = _load_assistant(cfg.assistant_model, target_model, mode)
+        description = f"assisted generation, {how}, with {cfg.assistant_model}"
         baselines[ASSISTED] = GenerateDecoder(
             target_model, mode, description, assistant_model=assistant
         )

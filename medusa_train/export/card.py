@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Template
 
 from medusa_train.checkpoint.digest import digest_files
@@ -100,7 +100,11 @@ def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) ->
     served = _reports(paths, weights, "eval/served-*/served.json")
     # Earlier versions reported a speedup even without a tree: the same loop compared with itself.
     treeless = [report for report in reports if report["meta"].get("tree_nodes") == 0]
-    tree_reports = [report for report in reports if report not in treeless]
+    shown = [
+        report
+        for report in reports
+        if report not in treeless and report["overall"].get("speedup") is not None
+    ]
     # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
     trained_on = str(run.get("base_model") or paths.target_model)
@@ -136,7 +140,7 @@ def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) ->
         data=[_public(name) for name in data],
         settings=Table(["setting", "value"], settings).markdown() if settings else "",
         chains=[report for report in reports if report["overall"].get("chain_rates")],
-        shown=[report for report in tree_reports if report["overall"].get("speedup") is not None],
+        shown=shown,
         treeless=treeless,
         served=[report for report in served if report.get("recommendation")],
         licence=export.licence,
@@ -194,10 +198,11 @@ def _public(name: str) -> str:
 def _licence_of(target_model: str) -> str | None:
     """Read the licence from the model card of a local target model; None if there is none."""
     try:
-        card = ModelCard.load(Path(target_model) / "README.md", ignore_metadata_errors=True)
+        metadata = metadata_load(Path(target_model) / "README.md") or {}
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return card.data.license if isinstance(card.data.license, str) else None
+    licence = metadata.get("license")
+    return licence if isinstance(licence, str) else None
 
 
 def _without_directory(argument: str) -> str:

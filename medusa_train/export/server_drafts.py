@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from functools import partial
-from typing import Any
 
 from medusa_train.checkpoint.dflash_layout import to_dflash
 from medusa_train.checkpoint.eagle3_layouts import to_eagle3
@@ -44,39 +43,40 @@ def write_server_draft(export: Export, kind: str) -> None:
         tensors, config = to_dflash(state, settings, layer, num_layers, vocab_size, name, to)
     write_weights(export.files, VLLM_WEIGHTS, tensors, config)
     # 3. Describe the draft, and the command that serves it.
-    described: dict[str, Any]
+    title = DRAFT_CONFIGS[kind].title
     if kind == "eagle3":
+        method, tokens = kind, 2
         drafted = f"{config['draft_vocab_size']:,} of {vocab_size:,} tokens"
-        described = {"drafted": drafted}
-        command = partial(_serve_command, to, kind, 2)
-        export.facts.append(f"EAGLE-3, {drafted}; target model {name}")
         notes = ["vLLM drafts a chain, SGLang a chain or a tree of its own; tree.json is not read"]
         if "lm_heads.0.bias" in state:
             export.warnings.append(BIAS_IGNORED)
         if to != "sglang":
             export.warnings += vllm_eagle3_warnings(target_model)
     else:
-        tokens = settings["max_draft_tokens"]
-        described = {"num_layers": settings["num_layers"], "tokens": tokens}
-        command = partial(_serve_command, to, kind, tokens)
-        export.facts.append(f"DFlash, {tokens} guesses in a pass; target model {name}")
+        method, tokens = kind, settings["max_draft_tokens"]
+        drafted = f"{tokens} guesses in a pass"
         notes = ["servers verify a chain; tree.json is not read"]
         if settings.get("markov_rank"):
-            command = partial(_serve_command, to, "dspark", tokens)
+            method = "dspark"
             notes.append(
                 "a Markov bias is written in DSpark's layout, which needs vLLM's newer runner; it"
                 " was never served by this project"
             )
-    export.facts += [f"serve it: {command(name, str(export.target))}", *notes]
+    command = partial(_serve_command, to, method, tokens)
+    export.facts += [
+        f"{title}, {drafted}; target model {name}",
+        f"serve it: {command(name, str(export.target))}",
+        *notes,
+    ]
     text = card(
         export,
         tag=kind,
         target_model=name,
-        title=f"{DRAFT_CONFIGS[kind].title} draft",
+        title=f"{title} draft",
+        draft=settings,
+        drafted=drafted,
         command=command,
-        layers=", ".join(map(str, settings["layers"])),
         served_by_vllm=to != "sglang",
-        **described,
     )
     replace_text(export.files / CARD, text)
 

@@ -7,14 +7,12 @@ a light and on a dark background. Tooltips are `<title>` elements.
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
 from html import escape
-from typing import Any, ParamSpec
+from typing import Any
 
 #: Number of colours for series and heads. More of them reuse the colours, beginning with the first.
 PALETTE = 8
@@ -110,31 +108,10 @@ def _svg(label: str, width: float, height: float, paint: Callable[[Any], None]) 
     return f"<svg {box[0]} {attributes}>{body}".strip()
 
 
-P = ParamSpec("P")
-
-
-def _drawn_once(draw: Callable[P, str]) -> Callable[P, str]:
-    """Keep the last drawings. A report is written several times, mostly with the same charts, and
-    drawing them takes most of the time of writing it.
-    """
-
-    @lru_cache(maxsize=32)
-    def drawing(pickled: bytes) -> str:
-        args, options = pickle.loads(pickled)
-        return draw(*args, **options)
-
-    @wraps(draw)
-    def wrapper(*args: P.args, **options: P.kwargs) -> str:
-        return drawing(pickle.dumps((args, options)))  # lists have no hash
-
-    return wrapper
-
-
 def _colour(number: int) -> str:
     return COLOURS[f"--c{number % PALETTE}"]
 
 
-@_drawn_once
 def bars(
     groups: Sequence[tuple[str, Sequence[Bar]]],
     label: str,
@@ -187,7 +164,6 @@ def bars(
     return _svg(label, 0.6 * width, height, paint)
 
 
-@_drawn_once
 def curves(
     shown: Sequence[Curve],
     label: str,
@@ -228,16 +204,12 @@ def curves(
 Path = tuple[int, ...]
 
 
-@_drawn_once
-def tree_drawing(
-    paths: Sequence[Sequence[int]], accepted: Sequence[float], width: float = 1040
-) -> str:
+def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float]) -> str:
     """Draw a draft tree with one row per head; node size and edge width show the share of steps.
 
     Args:
         paths: rank paths of the nodes, prefix-closed.
         accepted: share of steps that accept each node, in the same order.
-        width: width of the drawing in pixels, if the leaves fit.
     """
     nodes = [tuple(path) for path in paths]
     columns = _node_columns(nodes)
@@ -273,8 +245,8 @@ def tree_drawing(
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    drawn_width = max(16 * leaves, min(0.7 * width, 50 * leaves))
-    return _svg("draft tree", drawn_width, 52 * depth, paint)
+    width = max(16 * leaves, min(728, 50 * leaves))
+    return _svg("draft tree", width, 52 * depth, paint)
 
 
 def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:

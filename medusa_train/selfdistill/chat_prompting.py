@@ -83,7 +83,7 @@ class ChatPrompting:
             row = self.encoder.encode(chat)[-1]
         except DataError:
             row = Row()
-        if len(request.messages) not in (answer.message for answer in row.answers):
+        if len(request.messages) not in row.answers:
             # training would leave the answer out, since the template renders earlier calls
             # differently
             return parsed(text, "refused")

@@ -55,28 +55,24 @@ class OutputWriter:
             self.drop_reasons: dict[str, str] = {}
             for name, _, reason in _read(self.dropped.path):
                 # files of earlier versions also list prompts that a server failed to answer
-                if name not in self._asked and not self._is_asked_again(reason):
+                asked_again = is_asked_again(reason, from_server=self._from_server)
+                if name not in self._asked and not asked_again:
                     self.drop_reasons[name] = reason
             self.done = {*self._asked, *self.drop_reasons}
             opened.pop_all()
-
-    def _is_asked_again(self, reason: str) -> bool:
-        return is_asked_again(reason, from_server=self._from_server)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if a conversation in the file has the id of one of `prompts`, but
         another first question.
         """
         for prompt in prompts:
-            if not prompt.turns or prompt.id not in self._asked:
-                continue
-            asked_question = mask_keys(prompt.turns[0])  # the file contains masked text
-            answered_question = self._asked[prompt.id]
-            if asked_question != answered_question:
+            question = mask_keys("".join(prompt.turns[:1]))  # the file contains masked text
+            answered = self._asked.get(prompt.id, question)
+            if question != answered:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {prompt.id}"
-                    f" asks {excerpt(answered_question, 60)!r}, and now"
-                    f" {excerpt(asked_question, 60)!r}. Choose another output=FILE.jsonl"
+                    f" asks {excerpt(answered, 60)!r}, and now {excerpt(question, 60)!r}. Choose"
+                    " another output=FILE.jsonl"
                 )
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -92,7 +88,7 @@ class OutputWriter:
         name = str(record["id"])
         reason = record["dropped"]["reason"]
         self.drop_reasons[name] = reason
-        if not self._is_asked_again(reason):
+        if not is_asked_again(reason, from_server=self._from_server):
             self.done.add(name)
             self.dropped.append(record)
 

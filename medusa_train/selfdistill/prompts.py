@@ -60,12 +60,10 @@ def load_prompts(
     with LoadingProgress(progress) as shown:
         source = open_prompts(cfg.seed_dataset, cfg.split, shown.update, cfg.name)
         unread = Unread()
-        skips = cfg.skip_bad_records or source.is_public
-        skipped_records = invalid if skips else None
         prompts = read_prompts(
             source,
             cfg.type,
-            skipped=skipped_records,
+            skipped=invalid if cfg.skip_bad_records or source.is_public else None,
             unread=unread,
             # in self-talk the model also writes the user's turns, and it has no tools
             turns_per_chat=cfg.turns_per_chat if cfg.mode == "replay" else 0,

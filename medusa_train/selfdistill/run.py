@@ -67,13 +67,8 @@ def open_answer_source(
         optional=["skip_special_tokens", "return_token_ids"],
         note=note,
     )
-    parameters = request_parameters(
-        temperature=cfg.temperature,
-        max_new_tokens=cfg.max_new_tokens,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        chat_template_kwargs=cfg.chat_template_kwargs,
-    )
+    keys = {"temperature", "max_new_tokens", "top_p", "top_k", "chat_template_kwargs"}
+    parameters = request_parameters(**cfg.model_dump(include=keys))
     return ServerAnswers(servers, model_name(cfg), parameters, cfg.reasoning_tags)
 
 

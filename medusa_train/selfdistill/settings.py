@@ -111,12 +111,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
     be continued. The selection of prompts is left out, so that a run can be extended to more
     prompts. The server's address is left out too.
     """
-    heads = None
-    if cfg.heads is not None:
-        heads = public_name(cfg.heads)
-    reasoning_tags = None
-    if cfg.reasoning_tags != SelfDistillConfig.model_fields["reasoning_tags"].default:
-        reasoning_tags = list(cfg.reasoning_tags)
+    usual_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
     return _without_none(
         model=model_name(cfg),
         seed_dataset=public_name(cfg.seed_dataset),
@@ -127,14 +122,14 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
         split=cfg.split,
         name=cfg.name,
         max_turns=cfg.max_turns,
-        heads=heads,
+        heads=cfg.heads and public_name(cfg.heads),
         weights=weights_digest(cfg),
         drop_looping=cfg.drop_looping or None,
         engine="openai" if cfg.engine == "openai" else None,
         chat_template_kwargs=cfg.chat_template_kwargs,
         special_tokens=cfg.special_tokens,
         stop_tokens=_added_stop_tokens(cfg),
-        reasoning_tags=reasoning_tags,
+        reasoning_tags=None if cfg.reasoning_tags == usual_tags else list(cfg.reasoning_tags),
         mode=None if cfg.mode == "replay" else cfg.mode,
         rounds=cfg.rounds if cfg.mode == "selftalk" else None,
     )

@@ -229,11 +229,8 @@ class BenchmarkRun:
                     await server.warm_up(self._questions, max(self.cfg.warmup, concurrency))
             # 2. measure each block on all servers; the order is reversed from block to block
             for block in blocks:
-                in_order = servers
-                if block.number % 2 == 1:
-                    in_order = servers[::-1]
                 measured = {}
-                for server in in_order:
+                for server in servers[::-1] if block.number % 2 else servers:
                     measured[server.target.name] = await self._measure_block(server, block, phase)
                 self.measured[block] = measured
                 self.log.append((block, measured))
@@ -370,19 +367,19 @@ def _find_server(name: str, url: str, cfg: EvalConfig) -> MeasuredServer:
             f"server {server.url}: cannot be reached ({fault.reason}); is it running?"
         ) from None
     listed = ", ".join(models)
-    if model is None and len(models) != 1:
-        problem = "lists no models (does the URL end with /v1?)"
-        if models:
-            problem = f"lists several models ({listed})"
-        raise ConfigError(
-            f"server {server.url}: {problem}; set base_model to the name of the one to measure"
-        )
-    if model is not None and models and model not in models:
+    if model is None:
+        if len(models) != 1:
+            problem = "lists no models (does the URL end with /v1?)"
+            if models:
+                problem = f"lists several models ({listed})"
+            raise ConfigError(
+                f"server {server.url}: {problem}; set base_model to the name of the one to measure"
+            )
+        (model,) = models
+    elif models and model not in models:
         raise ConfigError(
             f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)"
         )
-    if model is None:
-        model = next(iter(models))
     is_vllm = models.get(model, {}).get("owned_by") == "vllm"
     return MeasuredServer(name, server.url, model, is_vllm)
 

@@ -98,22 +98,26 @@ def started_servers(
         "arguments": options,
         "draft": draft,
     }
-    metadata: dict[str, Any] = {
+    weights = {}
+    public_draft = dict(draft)
+    if paths.heads is not None:
+        weights["weights"] = digest_files(find_heads(paths.heads).files)[:16]
+        public_draft["model"] = public_name(draft["model"])
+    turns = (
+        "one server at a time; the one without heads first and last, and the faster of the two"
+        " counts"
+    )
+    if together:
+        turns = "the server without heads next to each one with heads, in turns, block by block"
+    metadata = {
         "model": public_name(str(paths.home)),
         "base_model": public_name(target_model),
+        **weights,
+        "draft": public_draft,
+        "server": version,
+        "arguments": options,
+        "turns": turns,
     }
-    if paths.heads is not None:
-        metadata["weights"] = digest_files(find_heads(paths.heads).files)[:16]
-    public = {"model": public_name(draft["model"])} if "model" in draft else {}
-    metadata["draft"] = {**draft, **public}
-    metadata["server"] = version
-    metadata["arguments"] = options
-    metadata["turns"] = (
-        "the server without heads next to each one with heads, in turns, block by block"
-        if together
-        else "one server at a time; the one without heads first and last, and the faster of the"
-        " two counts"
-    )
 
     def start(count: int) -> VLLMServer:
         name = server_name(count)

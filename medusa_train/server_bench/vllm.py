@@ -144,15 +144,11 @@ class VLLMServer:
             while time.monotonic() < deadline:
                 if self._process.poll() is not None:
                     raise ServerError(self.explain())
-                try:
-                    if (
-                        httpx.get(health, timeout=2.0, trust_env=False, verify=False).status_code
-                        == 200
-                    ):
+                with contextlib.suppress(httpx.TransportError):
+                    answer = httpx.get(health, timeout=2.0, trust_env=False, verify=False)
+                    if answer.status_code == 200:
                         self._ready = True
                         return
-                except httpx.TransportError:
-                    pass
                 time.sleep(POLL_SECONDS)
         raise ServerError(
             f"vLLM ({self.name}) was not ready within {seconds:g} s (serve_start_seconds); the last"

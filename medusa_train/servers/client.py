@@ -336,7 +336,10 @@ class Servers:
             server = await self._slots.get()
             try:
                 answer = await server.complete(body)
-                self._count_answer(server)
+                if server.faults >= FAULTS:
+                    self._note(f"server {server.url}: answers again")
+                server.faults = 0
+                self._answered_at = time.monotonic()
                 return answer
             except Fault as fault:
                 now = time.monotonic()
@@ -382,12 +385,6 @@ class Servers:
             reason = f"failed for {waited} while other requests were answered: {self.last_fault}"
             return RequestRejected(reason, failed=True)
         return ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
-
-    def _count_answer(self, server: Server) -> None:
-        if server.faults >= FAULTS:
-            self._note(f"server {server.url}: answers again")
-        server.faults = 0
-        self._answered_at = time.monotonic()
 
     def _count_fault(self, server: Server, fault: Fault) -> None:
         place = f"{server.url}: " if len(self.servers) > 1 else ""

@@ -283,7 +283,7 @@ def assumed_data(
     cfg = _fit_sequence_len(cfg, model_config.get_text_config(), console)
     length = min(ASSUMED_LENGTH, cfg.sequence_len)
     supervised = torch.arange(length) >= round((1 - ASSUMED_SHARE) * length)
-    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "", "")
+    example = Example(torch.zeros(length, dtype=torch.int32), supervised, "", "")
     report = DataReport(cfg.sequence_len)
     row_len = cfg.sequence_len if cfg.sample_packing else None
     train = EncodedDataset([example] * max(1, tokens // length), report, row_len)

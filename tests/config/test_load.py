@@ -514,6 +514,16 @@ def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> No
         load_config(TrainConfig, tmp_path)
 
 
+@pytest.mark.parametrize("cls", [EvalConfig, ExportConfig])
+def test_a_training_configuration_given_to_another_command_leads_to_its_run(
+    cls: type[Config], tmp_path: Path
+) -> None:
+    path = write(tmp_path, GOOD + "output_dir: runs/x\n")
+    with pytest.raises(ConfigError, match=r"--model runs/x, or medusa-export runs/x") as caught:
+        load_config(cls, path)
+    assert len(caught.value.problems) == 1
+
+
 @pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 300 + "/d.yaml", "e/" * 3000, "f\0g"])
 def test_a_file_name_that_no_file_can_have_is_no_such_file(name: str) -> None:
     (message,) = problems(Path(name))

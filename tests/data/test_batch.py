@@ -11,7 +11,7 @@ X = IGNORE_INDEX
 def example(first: int, length: int, supervised: int) -> Example:
     """Tokens first, first + 1, ...; the last `supervised` of them are supervised."""
     tokens = torch.arange(first, first + length, dtype=torch.int32)
-    return Example(tokens, torch.arange(length) >= length - supervised, "", "", f"from {first}")
+    return Example(tokens, torch.arange(length) >= length - supervised, "", f"from {first}")
 
 
 def test_rows_of_several_documents() -> None:

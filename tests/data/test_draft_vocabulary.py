@@ -22,7 +22,6 @@ def text(*rows: tuple[list[int], str]) -> EncodedDataset:
             torch.tensor(ids, dtype=torch.int32),
             torch.tensor([c == "+" for c in mask]),
             str(i),
-            str(i),
             "x",
         )
         for i, (ids, mask) in enumerate(rows)

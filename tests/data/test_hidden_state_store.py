@@ -20,7 +20,6 @@ def example(*tokens: int) -> Example:
         torch.ones(len(tokens), dtype=torch.bool),
         "",
         "",
-        "",
     )
 
 

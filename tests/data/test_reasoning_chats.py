@@ -91,16 +91,15 @@ def test_prompts_equal_those_of_decoding_and_each_answer_is_trained_once(
     trained = []
     for row in encoder.encode(conversation):
         starts = [t for t, s in enumerate(row.supervised) if s and not row.supervised[t - 1]]
-        for start, span in zip(starts, row.answers, strict=True):
-            assert span.start == start
-            assert row.ids[:start] == encoder.prompt(conversation.messages[: span.message])
-            assert all(row.supervised[start : span.end])
-            answer = encoder.tokenizer.decode(row.ids[start : span.end])
-            said = answers[indices.index(span.message)]
+        for start, (index, answer_end) in zip(starts, row.answers.items(), strict=True):
+            assert row.ids[:start] == encoder.prompt(conversation.messages[:index])
+            assert all(row.supervised[start:answer_end])
+            answer = encoder.tokenizer.decode(row.ids[start:answer_end])
+            said = answers[indices.index(index)]
             end = ENDS[TEMPLATES[family]]
             assert answer.endswith(end)
             assert answer.removesuffix(end).strip().endswith(said.strip().split("\n")[-1])
-            trained.append(span.message)
+            trained.append(index)
     assert trained == indices
 
 
@@ -317,7 +316,7 @@ def test_a_prompt_has_the_tokens_that_it_has_alone(
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lookahead, bytes_alone])
     encoder, conversation = ChatEncoder(tokenizer), chat("A", "four", "B", "five")
     encoded = encoder.encode(conversation)
-    assert [[span.message for span in row.answers] for row in encoded] == [[1], [3]]
+    assert [list(row.answers) for row in encoded] == [[1], [3]]
     for row, messages in zip(encoded, (1, 3), strict=True):
         assert row.ids[: row.supervised.index(True)] == encoder.prompt(
             conversation.messages[:messages]

@@ -16,7 +16,7 @@ from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
 from medusa_train.data.read_chats import ReadResult
-from medusa_train.data.record_files import parquet_rows
+from medusa_train.data.record_files import parquet_records
 from medusa_train.data.sources import HubSplit, LocalFiles, open_prompts, open_source
 from medusa_train.data.tokenize_datasets import DatasetReader, open_datasets
 from medusa_train.errors import ConfigError, DataError
@@ -119,7 +119,7 @@ def test_a_path_with_brackets_is_no_pattern(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(
             pyarrow.Table.from_pylist([{"prompt": text}] * 2000), tmp_path / name / "x.parquet"
         )
-    assert list(parquet_rows(tmp_path / "a[1]" / "x.parquet")) == [{"prompt": "mine"}] * 2000
+    assert list(parquet_records(tmp_path / "a[1]" / "x.parquet")) == [{"prompt": "mine"}] * 2000
 
 
 def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:

@@ -79,12 +79,8 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
         for got, expected in zip(parts, plain, strict=True):
             assert got.fingerprint() == expected.fingerprint()
             assert [one.prompts() for one in got] == [one.prompts() for one in expected]
-            names = [
-                (e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples
-            ]
-            assert names == [
-                (e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples
-            ]
+            names = [(e.key, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples]
+            assert names == [(e.key, e.source, torch.int32, torch.bool) for e in expected.examples]
     assert first[0].report.describe() == plain[0].report.describe()
     assert second[0].report.describe() == [
         *plain[0].report.describe(),

@@ -132,7 +132,7 @@ def rows_of(prompts: Sequence[str]) -> list[Example]:
     """A conversation for each prompt, with an answer of its own."""
     empty = torch.zeros(0)
     return [
-        Example(empty, empty, key=f"{prompt}{n}", id="", source="", prompt=prompt)
+        Example(empty, empty, key=f"{prompt}{n}", source="", prompt=prompt)
         for n, prompt in enumerate(prompts)
     ]
 

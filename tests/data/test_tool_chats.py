@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ A = {"role": "assistant", "content": "A"}
 
 def chat(*turns: Turn, **columns: object) -> Conversation:
     record = {"messages": list(turns), **columns}
-    return normalize(record, variables=["tools"], source="d.jsonl:1")
+    return replace(normalize(record, variables=["tools"]), source="d.jsonl:1")
 
 
 AGENT = [Q, calls(call(x=1), content="C"), result(), A]
@@ -140,9 +141,11 @@ def test_every_row_begins_with_the_prompt_of_decoding(name: str, make: Make) -> 
     conversation = chat(*AGENT, Q, calls(call(2, y="é")), result("S", 2), A)
     rows = encoder.encode(conversation)
     for row in rows:
-        for answer in row.answers:
-            prompt = encoder.prompt(conversation.messages[: answer.message])
-            assert row.ids[: answer.start] == prompt
+        for index in row.answers:
+            prompt = encoder.prompt(conversation.messages[:index])
+            start = len(prompt)  # of the answer, which is supervised
+            assert row.ids[:start] == prompt
+            assert row.supervised[start - 1 : start + 1] == [False, True]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -241,7 +244,7 @@ def test_a_chat_ends_before_a_turn_that_is_rendered_without_its_header(
     encoder, counts = make(templates.TOOLS_HEADLESS), Counter[str]()
     turns = [Q, calls(call(1)), result(content), calls(call(2)), result("S", 2), A]
     (row,) = encoder.encode(chat(*turns), counts)
-    assert [answer.message for answer in row.answers] == [1]
+    assert list(row.answers) == [1]
     assert counts["cut_before_turn"] == 1
 
 
@@ -294,11 +297,11 @@ def test_long_chats_keep_the_last_rows_and_some_others(make: Make) -> None:
     report = DataReport(100_000)
     encoder = make(templates.TOOLS_OPENED, max_tool_rows=5)
     rows = encoder.encode(conversation)
-    messages = [row.answers[0].message for row in rows]
+    messages = [min(row.answers) for row in rows]
     assert messages[-3:] == [19, 21, 23]
     assert len(messages) == 5
     assert messages == sorted(messages)
-    assert messages == [row.answers[0].message for row in encoder.encode(conversation)]
+    assert messages == [min(row.answers) for row in encoder.encode(conversation)]
     assert len(encode_examples(conversation, encoder, report)) == 5
     assert "7 rows of long chats with tools left out (max_rows_per_chat)" in report.describe()
 

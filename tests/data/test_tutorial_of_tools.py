@@ -23,7 +23,7 @@ def test_the_page_marks_what_is_supervised_in_its_chat(make_tokenizer: Callable[
     assert shown is not None
     tags = ["<tool_call>", "</tool_call>"]
     tokenizer = make_tokenizer(chat_templates.TOOLS_CHATML, special=[*SPECIAL, *tags])
-    conversation = normalize(json.loads(record), variables=["tools"], source="agent.jsonl:1")
+    conversation = normalize(json.loads(record), variables=["tools"])
     report = DataReport(sequence_len=8192)
     (example,) = encode_examples(conversation, ChatEncoder(tokenizer), report)
     assert masked_text(example, tokenizer, limit=len(example)).plain == shown[1]

@@ -1,8 +1,9 @@
 import gzip
-import io
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from medusa_train.evaluation.questions import (
     load_benchmark,
     read_questions,
 )
+from tests.fake_server import serving
 from tests.tool_chats import CHAT, TOOL
 
 GOOD = {"question_id": 81, "category": "writing", "turns": ["Say something.", "Say it again."]}
@@ -129,56 +131,64 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Answered(io.BytesIO):
-    """What urlopen returns, with the headers of the answer."""
+@contextmanager
+def spec_bench_at(
+    monkeypatch: pytest.MonkeyPatch, status: int, content: bytes, **headers: str
+) -> Iterator[list[None]]:
+    """Serve Spec-Bench's file from this machine; yield a list with an entry per download."""
+    downloads: list[None] = []
 
-    def __init__(self, content: bytes, **headers: str) -> None:
-        super().__init__(content)
-        self.headers = headers
+    def answer(body: object) -> tuple[int, dict[str, str], bytes]:
+        downloads.append(None)
+        return status, headers, content
 
-
-def test_a_bench_of_another_length_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection that closes early ends the answer without an error, perhaps after whole lines."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("medusa_train.evaluation.questions.hub_is_unreachable", lambda: False)
-    line = b'{"question_id": 1, "turns": ["a"]}\n'
-    length = {"Content-Length": str(2 * len(line))}
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Answered(line, **length))
-    with pytest.raises(DataError, match=f"the answer has {len(line)} bytes in place of"):
-        load_benchmark("specbench")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with serving() as server:
+        server.others["/question.jsonl"] = answer
+        url = f"{server.url.removesuffix('/v1')}/question.jsonl"
+        public = replace(benches.NAMED_BENCHMARKS["specbench"], url=url)
+        monkeypatch.setitem(benches.NAMED_BENCHMARKS, "specbench", public)
+        yield downloads
 
 
 def test_a_bench_with_a_url_is_downloaded_once(
     nothing_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-
-    def urlopen(url: str, timeout: float) -> Answered:
-        asked.append(url)
-        return Answered(json.dumps(GOOD).encode() + b"\n{}\n")  # one odd line stops no download
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
     kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
-    for _ in range(2):
-        assert load_benchmark("specbench").path == kept
-    assert len(asked) == 1
-    assert "Spec-Bench" in asked[0]
+    content = json.dumps(GOOD).encode() + b"\n{}\n"  # one odd line stops no download
+    with spec_bench_at(monkeypatch, 200, content) as downloads:
+        for _ in range(2):
+            assert load_benchmark("specbench").path == kept
+        assert len(downloads) == 1
 
 
-def test_a_download_that_is_no_question_file_is_not_kept(
-    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+LINE = b'{"question_id": 1, "turns": ["a"]}\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "length", "reason"),
+    [
+        (200, b"<html>sign in</html>", 20, "JSON"),
+        (404, LINE, len(LINE), "404 Not Found"),
+        # a connection that closes early, after a whole line
+        (200, LINE, 2 * len(LINE), "without sending complete message body"),
+    ],
+    ids=["no question file", "an error page", "cut"],
+)
+def test_a_failed_download_is_an_error_and_leaves_no_file(
+    status: int,
+    content: bytes,
+    length: int,
+    reason: str,
+    nothing_here: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "urllib.request.urlopen", lambda url, timeout: Answered(b"<html>sign in</html>")
-    )
-    with pytest.raises(DataError, match="could not be downloaded"):
+    headers = {"content-length": str(length), "connection": "close"}
+    with (
+        spec_bench_at(monkeypatch, status, content, **headers),
+        pytest.raises(DataError, match=f"could not be downloaded: .*{reason}"),
+    ):
         load_benchmark("specbench")
-    assert not (
-        nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
-    ).exists()
+    assert not [path for path in nothing_here.rglob("*") if path.is_file()]
 
 
 def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:

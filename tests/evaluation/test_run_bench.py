@@ -255,13 +255,9 @@ def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
     for keys in ({"threshold": 1.0}, {"threshold": 0.0, "tree": str(tmp_path / "two.json")}):
         cfg = EvalConfig(**asked, **keys)
         paths = resolve_model(str(tmp_path / "run"), None, cfg.tree, threshold=cfg.threshold)
-        report, _ = evaluate(
-            cfg,
-            load_benchmark(cfg.bench).limited(1),
-            paths,
-            "",
-            RunProgress(Console(file=io.StringIO())),
-        )
+        progress = RunProgress(Console(file=io.StringIO()))
+        written = evaluate(cfg, load_benchmark(cfg.bench).limited(1), paths, "", progress)
+        report = json.loads(written[0].read_text())
         longest.append(len(report["overall"]["ctar"]))
         assert report["meta"]["early_stop"] == cfg.threshold
     assert longest[0] <= 1  # it stops after every token

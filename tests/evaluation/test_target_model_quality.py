@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def joint_run(tmp_path: Path, target_model_dir: Path) -> Path:
 
 
 def test_a_joint_runs_target_model_is_compared_with_the_original(joint_run: Path) -> None:
-    found = measure_target_model_quality(resolve_model(str(joint_run), None, None))
+    found = measure_target_model_quality(resolve_model(str(joint_run), None, None), Mock())
     assert found is not None
     assert found["kl"] > 1e-4
     assert found["perplexity_after"] != found["perplexity_before"]
@@ -73,14 +74,14 @@ def test_a_joint_runs_target_model_is_compared_with_the_original(joint_run: Path
 
 
 def test_a_run_with_a_frozen_target_model_is_not_measured(run_dir: Path) -> None:
-    assert measure_target_model_quality(resolve_model(str(run_dir), None, None)) is None
+    assert measure_target_model_quality(resolve_model(str(run_dir), None, None), Mock()) is None
 
 
 def test_a_run_without_its_data_is_not_measured(joint_run: Path) -> None:
     config = yaml.safe_load((joint_run / "config.yaml").read_text(encoding="utf-8"))
     config["datasets"][0]["path"] = "absent.jsonl"
     (joint_run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    assert measure_target_model_quality(resolve_model(str(joint_run), None, None)) is None
+    assert measure_target_model_quality(resolve_model(str(joint_run), None, None), Mock()) is None
 
 
 def batches() -> list[Batch]:
@@ -142,7 +143,9 @@ def test_a_run_with_an_adapter_against_plain_formulas(
     write_config(tmp_path, target_model_dir)
     adapted(target_model_dir, tmp_path / "adapter")
     found = compare_target_models(
-        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)), batches()
+        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)),
+        batches(),
+        print,
     )
     merged = load_target_model(str(target_model_dir))
     Adapter.load(merged, tmp_path / "adapter").merge()
@@ -166,7 +169,9 @@ def test_a_trained_model_is_compared_with_the_original(
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, target_model_dir)
     found = compare_target_models(
-        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)), batches()
+        *load_versions(resolve_model(str(tmp_path), None, None), str(target_model_dir)),
+        batches(),
+        print,
     )
     _, before, after, kl = plain(load_target_model(str(target_model_dir)), changed)
     assert kl > 0.001
@@ -177,7 +182,9 @@ def test_a_trained_model_is_compared_with_the_original(
 
 def test_a_frozen_target_model_is_bitwise_unchanged(run_dir: Path, target_model_dir: Path) -> None:
     found = compare_target_models(
-        *load_versions(resolve_model(str(run_dir), None, None), str(target_model_dir)), batches()
+        *load_versions(resolve_model(str(run_dir), None, None), str(target_model_dir)),
+        batches(),
+        print,
     )
     assert found.loss_before > 0
     assert (found.loss_after, found.kl) == (found.loss_before, 0.0)
@@ -189,7 +196,7 @@ def test_conversations_are_measured_in_batches_and_counted(
     progress = RunProgress(Console(quiet=True))
     paths = resolve_model(str(joint_run), None, None)
     with progress.phase("perplexity", QUALITY_TOKENS, "tokens") as phase:
-        together = measure_target_model_quality(paths, phase=phase)
+        together = measure_target_model_quality(paths, phase)
     assert together is not None
     assert phase.line().startswith(f"perplexity: {together['tokens']}/{together['tokens']} tokens")
 
@@ -198,9 +205,9 @@ def test_conversations_are_measured_in_batches_and_counted(
     monkeypatch.setattr(
         EncodedDataset, "batch", lambda self, rows: batches.append(len(rows)) or batch(self, rows)
     )
-    assert measure_target_model_quality(paths) == together
+    assert measure_target_model_quality(paths, Mock()) == together
     monkeypatch.setattr(target_model_quality, "_POSITIONS", 1)
-    apart = measure_target_model_quality(paths)
+    apart = measure_target_model_quality(paths, Mock())
     count = batches[0]
     assert count > 1
     assert batches[1:] == [1] * count

@@ -6,8 +6,14 @@ import pytest
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import TargetModelError
-from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder, extra_baselines
+from medusa_train.evaluation.timed_decoders import (
+    GREEDY,
+    GenerateDecoder,
+    LoopDecoder,
+    extra_baselines,
+)
 from medusa_train.inference.generate import Decoder, Generation
 from tests.evaluation.tiny_model import write_target_model
 
@@ -35,9 +41,8 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(
     subject: LoadedModel, target_model_dir: Path
 ) -> None:
     notes: list[str] = []
-    baselines = extra_baselines(
-        subject.target_model, str(target_model_dir), prompt_lookup=True, note=notes.append
-    )
+    cfg = EvalConfig(prompt_lookup=True, assistant_model=str(target_model_dir))
+    baselines = extra_baselines(subject.target_model, GREEDY, cfg, notes.append)
     assert list(baselines) == ["prompt_lookup", "assisted"]
     assert notes == []
     prompt = [1, 50, 60, 50, 60, 50]
@@ -63,9 +68,8 @@ def test_tokens_of_the_prefill_do_not_count_as_steps(
     subject: LoadedModel, target_model_dir: Path
 ) -> None:
     """The target model as its own assistant: every pass accepts all guesses, the first one included."""
-    assistant = extra_baselines(
-        subject.target_model, str(target_model_dir), prompt_lookup=False, note=print
-    )["assisted"]
+    cfg = EvalConfig(prompt_lookup=False, assistant_model=str(target_model_dir))
+    assistant = extra_baselines(subject.target_model, GREEDY, cfg, print)["assisted"]
     answer = assistant.answer([[1, 50, 60]], 24)[0]
     assert answer.prefill_tokens > 1
     assert answer.steps >= 1
@@ -81,7 +85,8 @@ def test_an_unsupported_baseline_is_left_out_with_a_note(
 
     monkeypatch.setattr(subject.target_model.model, "generate", refuses)
     notes: list[str] = []
-    assert extra_baselines(subject.target_model, None, prompt_lookup=True, note=notes.append) == {}
+    cfg = EvalConfig(prompt_lookup=True)
+    assert extra_baselines(subject.target_model, GREEDY, cfg, notes.append) == {}
     assert "prompt_lookup" in notes[0]
     assert "can't be cut back" in notes[0]
 
@@ -92,8 +97,9 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(
     other = write_target_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    cfg = EvalConfig(prompt_lookup=False, assistant_model=str(other))
     with pytest.raises(TargetModelError, match="its tokenizer differs"):
-        extra_baselines(subject.target_model, str(other), prompt_lookup=False, note=print)
+        extra_baselines(subject.target_model, GREEDY, cfg, print)
 
 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import TargetModelError
 from medusa_train.evaluation.questions import Question, load_benchmark
@@ -177,7 +178,10 @@ def bench_questions(count: int) -> list[Question]:
 
 
 def mode_test(subject: LoadedModel, mode: DecodingMode, max_new_tokens: int = 24) -> SpeedTest:
-    target_model, decoders = subject.target_model, build_decoders(subject, mode)
+    target_model, decoders = (
+        subject.target_model,
+        build_decoders(subject, mode, EvalConfig(prompt_lookup=False), print),
+    )
     chat = ChatEncoder(target_model.tokenizer)
     return SpeedTest(target_model, chat, decoders, max_new_tokens, mode.batch_size)
 

@@ -3,6 +3,7 @@ directories.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,19 @@ def test_the_licence_is_read_from_a_local_target_model(
     (base / "README.md").write_text(text)
     header, _ = card(make_run(base_model=str(base)))
     assert header["license"] == expected
+
+
+def test_a_local_target_model_without_a_header_is_no_warning(
+    make_run: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """huggingface_hub's would say nothing about the export."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("no header")
+    logger = logging.getLogger("huggingface_hub")
+    logger.addHandler(caplog.handler)
+    card(make_run(base_model=str(tmp_path / "base")))
+    logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.errors import CheckpointError
-from medusa_train.export.medusa_heads import check_vllm_config
 from medusa_train.export.merged_model import untie_config
 from medusa_train.export.write import export_run
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -150,12 +149,3 @@ def test_a_merge_that_unties_lm_head_says_so(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(loaded(tokens).logits, expected, atol=1e-5)
     assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
-
-
-@pytest.mark.parametrize("sizes", [{"vocab_size": 7}, {"text_config": {"vocab_size": 7}}])
-def test_vllm_s_sizes_are_those_of_the_text_model(tmp_path: Path, sizes: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-    heads = {"base_model_name_or_path": str(tmp_path), "vocab_size": 300, "hidden_size": 64}
-    with pytest.raises(CheckpointError, match=r"their vocab_size is 300, that of .*config.json 7"):
-        check_vllm_config(heads)
-    check_vllm_config({**heads, "vocab_size": 7})

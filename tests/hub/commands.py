@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -21,11 +22,10 @@ class Commands:
 
     def __init__(self, place: Path, environment: Mapping[str, str]) -> None:
         self.place = place
-        self._output = place / "output.txt"
+        self._environment = {**os.environ, **environment}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command = [sys.executable, __file__, str(self._output)]
         self._process = subprocess.Popen(
-            command, cwd=place, env=os.environ | environment, text=True, **pipes
+            [sys.executable, __file__], cwd=place, env=self._environment, text=True, **pipes
         )
 
     def run(self, *words: str, code: int = 0) -> tuple[float, str]:
@@ -35,21 +35,34 @@ class Commands:
         Raises:
             AssertionError: the command ended with another exit code than `code`.
         """
+        started = time.perf_counter()
+        done = self.complete(words, self._environment)
+        output = done.stdout + done.stderr
+        assert done.returncode == code, f"{' '.join(words)}\n{output}"
+        return time.perf_counter() - started, output
+
+    def complete(
+        self, words: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command with other variables, of which libraries may have read some; return its exit
+        code and what it printed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
-        self._process.stdin.flush()
-        ended, seconds = json.loads(self._process.stdout.readline())
-        output = self._output.read_text(encoding="utf-8")
-        assert ended == code, f"{' '.join(words)}\n{output}"
-        return seconds, output
+        with tempfile.TemporaryDirectory() as directory:
+            printed = [f"{directory}/stdout", f"{directory}/stderr"]
+            self._process.stdin.write(json.dumps([words, dict(environment), printed]) + "\n")
+            self._process.stdin.flush()
+            code = int(self._process.stdout.readline())
+            texts = [Path(path).read_text(encoding="utf-8") for path in printed]
+        return subprocess.CompletedProcess(words, code, *texts)
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
 
 
-def _serve(output: str) -> None:
+def _serve() -> None:
     for name in (
         "cli.evaluate",
         "cli.export",
@@ -64,19 +77,19 @@ def _serve(output: str) -> None:
     choosing.THOROUGH = choosing.QUICK = choosing.Effort(rounds=1, steps=2)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        words = json.loads(line)
-        started = time.perf_counter()
+        words, environment, printed = json.loads(line)
         child = os.fork()
         if child == 0:
-            with open(output, "w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
+            for handle, path in enumerate(printed, start=1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), handle)
+            os.environ.clear()
+            os.environ.update(environment)
             sys.argv = words
             import_module(f"medusa_train.cli.{_MODULES.get(words[0], 'export')}").app()
             sys.exit()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps([code, time.perf_counter() - started]), file=answers, flush=True)
+        print(code, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve()

@@ -2,7 +2,6 @@
 states; files.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from medusa_train.models.target_states import Rows
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.traces import trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
-from tests.families import random_target_model, without_weights
+from tests.families import digest_of, random_target_model, without_weights
 from tests.inference.chi_square import check_lossless, five_token_target_model
 from tests.inference.equality import check_equals_plain
 
@@ -95,14 +94,6 @@ def random_draft(kind: str, target_model: TargetModel, spread: float = 0.03) -> 
 
 #: Weights of drafts that a test of this process has trained, by kind, spread and target model.
 TRAINED: dict[tuple[str, float, str], dict[str, torch.Tensor]] = {}
-
-
-def digest_of(target_model: TargetModel) -> str:
-    """A digest of a target model's configuration and weights, which its device does not change."""
-    digest = hashlib.sha256(target_model.model.config.to_json_string().encode())
-    for parameter in target_model.model.parameters():
-        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def train_briefly(draft: Draft, target_model: TargetModel) -> None:

@@ -23,6 +23,7 @@ from medusa_train.models.target_model import TargetModel
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
 from tests.inference.chi_square import check_lossless, five_token_target_model
+from tests.inference.equality import plain_answers
 from tests.inference.steps import small_blocks
 from tests.inference.test_batch_decoder import QUEUE as SHORT_QUEUE
 from tests.inference.test_batch_decoder import streamed
@@ -60,7 +61,7 @@ def make_lookup(name: str, target_model: TargetModel) -> LookupDraft:
         return PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9)
     if name == "lookahead":
         return LookaheadDraft(window=4, ngram=4, guesses=3)
-    answers = [Decoder(target_model).generate(prompt, 20).tokens for prompt in QUEUE[::2]]
+    answers = [out.tokens for out in plain_answers(target_model, QUEUE[::2], 20)]
     return RestDraft(Datastore(answers, 12), max_ngram=4, max_tokens=6, nodes=8)
 
 
@@ -94,7 +95,7 @@ def answers_alone(
 
 def ends(target_model: TargetModel, max_new_tokens: int) -> list[int]:
     """Tokens that end answers at different moments."""
-    free = answers_alone(Decoder(target_model), max_new_tokens, ())
+    free = plain_answers(target_model, QUEUE, max_new_tokens, ())
     return [free[n].tokens[max_new_tokens * part // 12] for n, part in ((0, 2), (3, 5), (5, 8))]
 
 
@@ -111,7 +112,7 @@ def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(
     draft = make_draft(name, target_model)
     length = 40 if name in LOOKUPS else 14  # a text repeats itself after a while
     eos = ends(target_model, length)
-    plain = answers_alone(Decoder(target_model), length, eos)
+    plain = plain_answers(target_model, QUEUE, length, eos)
     # so that rows join others of different length
     assert len({len(out.tokens) for out in plain}) > 3
     with draft.no_early_exit():
@@ -137,7 +138,7 @@ def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(
     target_model = random_target_model("llama")
     draft = make_draft(name, target_model)
     target_model.max_context = 24
-    plain = answers_alone(Decoder(target_model), 17, ())
+    plain = plain_answers(target_model, QUEUE, 17, ())
     assert {out.finish for out in plain} == {"length", "context"}
     for rows in (2, 5):
         together, sizes = streamed(

@@ -23,6 +23,7 @@ from medusa_train.models.target_states import HiddenStates
 from medusa_train.trees.transformers_adapters import NodeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_target_model
+from tests.inference.equality import plain_answers
 from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch_decoder import streamed
@@ -92,7 +93,7 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
     target_model = random_target_model(family)
     draft, tree = draft_of(kind, target_model)
     eos = ends(target_model, 14)
-    plain = answers_alone(Decoder(target_model), 14, eos)
+    plain = plain_answers(target_model, QUEUE, 14, eos)
     expected = alone(target_model, draft, tree, 14, eos)
     assert results(expected) == results(plain)
     assert draft is None or sum(sum(out.accepted) for out in expected) > 3  # paths were compacted
@@ -201,7 +202,7 @@ def test_the_contexts_end(kind: str) -> None:
     target_model = random_target_model("gemma3")
     target_model.max_context = 24
     draft, tree = draft_of(kind, target_model)
-    plain = answers_alone(Decoder(target_model), 17, ())
+    plain = plain_answers(target_model, QUEUE, 17, ())
     assert {out.finish for out in plain} == {"length", "context"}
     target_model.step_runner = FixedShapeRunner()
     for rows in (2, 5):
@@ -263,7 +264,7 @@ def test_drafts_that_choose_their_trees_decode_without(
 ) -> None:
     target_model = random_target_model("llama")
     draft = make_draft(name, target_model)
-    plain = answers_alone(Decoder(target_model), 14, ())
+    plain = plain_answers(target_model, QUEUE, 14, ())
     target_model.step_runner = TapeRunner()
     decoder = BatchDecoder(target_model, draft, TREE)
     with caplog.at_level(logging.INFO):

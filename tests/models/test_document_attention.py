@@ -46,7 +46,7 @@ def documents(seed: int = 0) -> list[list[Example]]:
 
     def example(length: int) -> Example:
         tokens = torch.randint(2, 61, (length,), generator=draw, dtype=torch.int32)
-        return Example(tokens, torch.arange(length) >= length // 3, "", "", f"{length}")
+        return Example(tokens, torch.arange(length) >= length // 3, "", f"{length}")
 
     return [[example(length) for length in row] for row in LENGTHS]
 

@@ -18,19 +18,17 @@ from tests.models.test_compatibility import SMALL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
-    """Sliding windows included: the text is longer than the windows, and a 4-D mask replaces the
-    model's.
+def test_a_document_of_a_packed_row_gets_the_models_states(family: str) -> None:
+    """Sliding windows included: the document is longer than the windows, and a 4-D mask replaces
+    the model's.
     """
     target_model = random_target_model(family)
-    tokens = torch.arange(2, 26)[None]
-    causal = torch.zeros(24, 24, dtype=torch.float64)
-    causal.masked_fill_(torch.ones(24, 24, dtype=torch.bool).triu(1), float("-inf"))
+    tokens = torch.arange(2, 28)[None]
+    positions = torch.cat([torch.arange(24), torch.arange(2)])[None]
+    segments = torch.tensor([[0] * 24 + [1] * 2])
     with torch.no_grad():
-        ours = target_model.run(
-            tokens, positions=torch.arange(24)[None], mask=causal[None, None]
-        ).final
-        assert torch.allclose(ours, target_model.run(tokens).final, atol=1e-9)
+        ours = target_model.run(tokens, positions=positions, segments=segments).final[:, :24]
+        assert torch.allclose(ours, target_model.run(tokens[:, :24]).final, atol=1e-9)
 
 
 def test_a_mistyped_relative_path_is_not_taken_for_a_hub_name() -> None:

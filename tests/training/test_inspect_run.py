@@ -56,7 +56,7 @@ def test_the_mask_in_colour(target_model_dir):
         "input_ids"
     ]
     learnt = tokens.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1
-    example = Example(torch.tensor(tokens), torch.arange(len(tokens)) >= learnt, "", "", "")
+    example = Example(torch.tensor(tokens), torch.arange(len(tokens)) >= learnt, "", "")
     text = masked_text(example, tokenizer)
     assert text.plain == "<s><|user|>two red<|assistant|>« one five</s>»"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}

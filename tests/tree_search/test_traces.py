@@ -191,7 +191,7 @@ def test_prompts_suffice_if_answers_are_a_quarter_as_long_as_the_datas() -> None
         Example(
             torch.tensor([i, i + 1, 5, 6, 7, 8, 9, 10, 11, 12], dtype=torch.int32),
             torch.arange(10) >= 2,  # an answer of eight tokens
-            *("key", "id", "source"),
+            *("key", "source"),
             prompt=str(i),
         )
         for i in range(20)
