@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -67,17 +68,26 @@ def fetch_dataset_file(
     check_network()
     if on_fetch is not None:
         on_fetch(0, 0)
-    try:
+    with _fetching(repo, "dataset"):
         return Path(hf_hub_download(repo, filename, repo_type="dataset"))
+
+
+@contextmanager
+def _fetching(
+    repo: str, kind: Literal["model", "dataset"], advice: str | None = None
+) -> Iterator[None]:
+    """Turn the errors of a download in the block into FetchError.
+
+    Args:
+        advice: what an error means that the hub did not answer; None: its own message says it.
+    """
+    try:
+        yield
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
-        reason = describe_hub_error(error, repo, "dataset")
+        reason = describe_hub_error(error, repo, kind) or advice
         if reason is None and not isinstance(error, OSError):
             raise
-        raise FetchError(reason or _one_line(error)) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise FetchError(reason or " ".join(str(error).split())) from error
 
 
 #: Small files of a repository of heads, including those of a tokenizer if it also has a target
@@ -102,28 +112,24 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     offline = hub_is_unreachable()
-    if not offline:
+    advice = None
+    if offline:
+        place = f"models/{Path(repo).name}"
+        advice = f"{offline_advice(repo, 'model', place)}, then name {place}"
+    else:
         check_network()
 
     def download(patterns: tuple[str, ...]) -> Path:
         directory = snapshot_download(repo, allow_patterns=list(patterns), local_files_only=offline)
         return Path(directory)
 
-    try:
+    with _fetching(repo, "model", advice):
         directory = download(_SETTINGS_FILES)
         if weights:
             directory = download(_WEIGHTS)
             if not any(directory.glob("*.safetensors")):
                 directory = download(_PICKLED_WEIGHTS)
         return directory
-    except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
-        reason = describe_hub_error(error, repo, "model")
-        if reason is None and offline:
-            place = f"models/{Path(repo).name}"
-            reason = f"{offline_advice(repo, 'model', place)}, then name {place}"
-        if reason is None and not isinstance(error, OSError):
-            raise
-        raise FetchError(reason or _one_line(error)) from error
 
 
 def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str) -> str:

@@ -1,5 +1,7 @@
 """Fixtures of all tests."""
 
+import atexit
+import gc
 import getpass
 import os
 import signal
@@ -46,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="needs a CUDA GPU; benchmarks/gpu.sh runs it on one")
             )
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of garbage collection. The end of every training collects, and
+    would look at 700,000 objects of modules and tests each time, for 0.4 s.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries report objects that are left at the end
 
 
 def has_gpu() -> bool:

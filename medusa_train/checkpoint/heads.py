@@ -409,7 +409,8 @@ def load_draft(
         )
     is_eagle3 = head_files.layout == "eagle3"  # an EAGLE-3 draft in a server's layout
     if is_eagle3:
-        _check_target(head_files.directory, tensors, target_model, config)
+        for problem in _problems_with_target(tensors, target_model, config):
+            raise _does_not_fit(head_files.directory, target_model, problem, config)
     # 2. Build a draft with these settings.
     draft = _new_draft(config, head_files.directory, tensors, target_model, dtype)
     draft_state = draft.state_dict()
@@ -435,33 +436,25 @@ def load_draft(
     return draft.eval()
 
 
-def _check_target(
-    directory: Path,
-    tensors: Mapping[str, Tensor],
-    target_model: TargetModel,
-    config: Mapping[str, Any],
-) -> None:
-    """Check that an EAGLE-3 draft in a server's layout fits the size of `target_model`."""
+def _problems_with_target(
+    tensors: Mapping[str, Tensor], target_model: TargetModel, config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield in what an EAGLE-3 draft in a server's layout does not fit `target_model`."""
     width = tensors["fc.weight"].shape[1] // 3
     tables = {"embeddings": tensors.get("embed_tokens.weight")}
     if TOKEN_MAP not in tensors:
         tables["lm_head"] = tensors.get(LM_HEAD_0)
     last_layer = max(config.get("layers") or [0])
-    problem = None
     if width != target_model.hidden_size:
-        problem = f"fc reads states of {width}, the target model has {target_model.hidden_size}"
+        yield f"fc reads states of {width}, the target model has {target_model.hidden_size}"
     for name, table in tables.items():
-        if problem is None and table is not None and len(table) != target_model.vocab_size:
-            problem = (
-                f"{name} of {len(table)} tokens, the target model has {target_model.vocab_size}"
-            )
-    if problem is None and last_layer > target_model.num_layers:
-        problem = (
+        if table is not None and len(table) != target_model.vocab_size:
+            yield f"{name} of {len(table)} tokens, the target model has {target_model.vocab_size}"
+    if last_layer > target_model.num_layers:
+        yield (
             f"reads states after {last_layer} layers, the target model has"
             f" {target_model.num_layers}"
         )
-    if problem is not None:
-        raise _does_not_fit(directory, target_model, problem, config)
 
 
 def _does_not_fit(

@@ -153,7 +153,7 @@ class DraftConfig(Section):
 # Keys of several drafts.
 _VOCAB_SIZE = key(
     None,
-    "N: heads predict only the N most frequent tokens of the training data; default: all tokens",
+    "N: predict only the N most frequent tokens of the training data; default: all tokens",
     HEADS,
 )
 _NORMALIZE_EMBEDDINGS = key(
@@ -429,12 +429,7 @@ class Eagle3Config(DraftConfig):
         " but 3",
         HEADS,
     )
-    vocab_size: VocabSize | None = key(
-        None,
-        "N: the draft predicts only the N most frequent tokens of the training data; default: all"
-        " tokens",
-        HEADS,
-    )
+    vocab_size: VocabSize | None = _VOCAB_SIZE
     fc_norm: Bool = key(
         False, "norm each of the three states before they are joined (EAGLE 3.1)", HEADS
     )

@@ -66,31 +66,22 @@ def _has_validation(cfg: Any) -> bool:
 
 def train_violations(cfg: Any) -> Iterator[Violation]:
     """Yield the rules of `medusa-train` that are broken."""
-    is_joint = cfg.recipe == "medusa2"
-    is_quantized = cfg.load_in_4bit or cfg.load_in_8bit
-    exported = set(cfg.export or ())
-    draft = DRAFT_CONFIGS[cfg.draft]
     for name, other in EXCLUSIVE:
         if _is_chosen(getattr(cfg, name)) and _is_chosen(getattr(cfg, other)):
             yield (name, other), f"cannot be set together with {other}; choose one"
-    # 1. The target model and its trained parts.
+    yield from _target_model_violations(cfg)
+    yield from _draft_violations(cfg)
+    yield from _export_violations(cfg)
+    yield from _data_violations(cfg)
+
+
+def _target_model_violations(cfg: Any) -> Iterator[Violation]:
+    """Yield broken rules on the target model and its trained parts."""
+    is_joint = cfg.recipe == "medusa2"
     if cfg.adapter == "qlora" and not cfg.load_in_4bit:
         yield (
             ("adapter", "load_in_4bit"),
             "qlora is an adapter on a 4-bit target model; set load_in_4bit: true, or adapter: lora",
-        )
-    templates = [dataset.conversation for dataset in cfg.datasets]
-    if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
-        yield (
-            ("chat_template", "datasets"),
-            "no data set has this template: each sets another one in `conversation`, which takes"
-            " precedence; remove chat_template, or those `conversation` keys",
-        )
-    if cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head:
-        yield (
-            ("medusa_num_layers", "medusa_share_lm_head"),
-            "heads without residual blocks that share the lm_head have no parameters to train; set"
-            " 1 or more",
         )
     for name in ("medusa_self_distillation", "medusa_distillation_regularization"):
         if getattr(cfg, name) and not cfg.adapter:
@@ -99,7 +90,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
                 "the teacher is the target model with its adapter disabled; set adapter: lora or"
                 " qlora, or remove it",
             )
-    if cfg.medusa_num_unfreeze_layers and is_quantized:
+    if cfg.medusa_num_unfreeze_layers and cfg.quantization:
         yield (
             ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
             "quantized layers cannot be trained; use an adapter, or load the target model"
@@ -117,7 +108,7 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
         )
     trains_part = cfg.adapter or cfg.medusa_num_unfreeze_layers
-    if is_joint and is_quantized and not trains_part:
+    if is_joint and cfg.quantization and not trains_part:
         yield (
             ("load_in_4bit", "load_in_8bit", *_RECIPE),
             "a quantized target model can be trained jointly only with an adapter; set adapter, or"
@@ -129,11 +120,21 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "heads cannot share an lm_head that is being trained; keep it frozen (recipe: medusa1,"
             " or an adapter with other lora_target_modules)",
         )
-    # 2. The draft.
+
+
+def _draft_violations(cfg: Any) -> Iterator[Violation]:
+    """Yield broken rules on the draft, and on what needs a frozen target model."""
+    is_joint = cfg.recipe == "medusa2"
+    if cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head:
+        yield (
+            ("medusa_num_layers", "medusa_share_lm_head"),
+            "heads without residual blocks that share the lm_head have no parameters to train; set"
+            " 1 or more",
+        )
     for name in SECTIONS:
         if getattr(cfg, name) is not None and cfg.draft != name:
             yield (name, "draft"), f"belongs to another draft; set draft: {name}, or remove it"
-    if is_joint and not draft.trains_jointly:
+    if is_joint and not DRAFT_CONFIGS[cfg.draft].trains_jointly:
         yield (
             ("draft", *_RECIPE),
             "can be trained on a frozen target model only; remove the keys of joint training"
@@ -156,10 +157,14 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             ("cache_hidden_states", "dataset_prepared_path"),
             "requires a directory for the hidden states; set dataset_prepared_path",
         )
-    # 3. Exports.
-    if not exported.issubset(draft.exports):
+
+
+def _export_violations(cfg: Any) -> Iterator[Violation]:
+    """Yield broken rules on `export`."""
+    exported = set(cfg.export or ())
+    if not exported.issubset(DRAFT_CONFIGS[cfg.draft].exports):
         yield ("export", "draft"), f"{_describe_exports()}; remove the others"
-    if "merged" in exported and not is_joint:
+    if "merged" in exported and cfg.recipe == "medusa1":
         yield (
             ("export", *_RECIPE),
             "merged is the jointly trained target model, but this recipe keeps it frozen; remove"
@@ -183,7 +188,17 @@ def train_violations(cfg: Any) -> Iterator[Violation]:
             "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses"
             " depend on the token before; remove export, or train without it",
         )
-    # 4. Validation, and the length of rows.
+
+
+def _data_violations(cfg: Any) -> Iterator[Violation]:
+    """Yield broken rules on the data, validation, and the length of rows."""
+    templates = [dataset.conversation for dataset in cfg.datasets]
+    if cfg.chat_template and None not in templates and cfg.chat_template not in templates:
+        yield (
+            ("chat_template", "datasets"),
+            "no data set has this template: each sets another one in `conversation`, which takes"
+            " precedence; remove chat_template, or those `conversation` keys",
+        )
     if cfg.test_datasets and cfg.val_set_size:
         yield (
             ("val_set_size", "test_datasets"),

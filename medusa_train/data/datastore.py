@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.read_chats import parse_records, with_some
+from medusa_train.data.read_chats import read_chats
 from medusa_train.data.sources import SUFFIXES, LocalFiles
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
@@ -115,7 +115,7 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     if path.name.lower().endswith(SUFFIXES):
         source = LocalFiles((path,))
         entry = DatasetConfig(path=source.name)
-        result = with_some(parse_records(source.parts(), entry, skip_bad=True), source.name)
+        result = read_chats(source, entry, skip_bad=True)
         for note in [
             *(f"{path}: {line}" for line in result.report.describe()),
             *result.report.unread.describe(str(path)),

@@ -11,10 +11,9 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
 from medusa_train.data.json_values import RecordError
-from medusa_train.data.record_files import RawRecord
 from medusa_train.data.records import normalize
 from medusa_train.data.report import DataReport
-from medusa_train.data.sources import BUILDERS, LocalFiles, open_source
+from medusa_train.data.sources import BUILDERS, HubSplit, LocalFiles, open_source
 from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
 
@@ -30,35 +29,37 @@ class ReadResult(NamedTuple):
     report: DataReport
 
 
-def parse_records(
-    parts: Iterable[tuple[str, Iterable[RawRecord]]],
+def read_chats(
+    source: LocalFiles | HubSplit,
     entry: DatasetConfig,
     *,
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] | None = (),
+    most: int | None = None,
 ) -> ReadResult:
-    """Parse the records of files or splits.
+    """Read the chats of files or of a split.
 
     Args:
-        parts: name and records of each file or split.
-        skip_bad: list invalid records in the report instead of raising. The result may then have no
-            conversation; `with_some` checks that.
+        skip_bad: list invalid records in the report instead of raising.
         tags, variables: as in `normalize`.
+        most: stop after this many records; None: read all.
 
     Returns:
         The conversations and the report, which notes files without records.
 
     Raises:
-        DataError: a file or split has invalid records (unless `skip_bad`). The message covers all
-            invalid records of that file.
+        DataError: a file or the split has invalid records (unless `skip_bad`; the message covers
+            all invalid records of that file), or there is no conversation. That the first records
+            are all skipped is no error.
     """
     conversations: list[Conversation] = []
     report = DataReport()
-    for name, records in parts:
+    left = most
+    for name, records in source.parts():
         problems = []
         earlier = len(conversations)
-        for raw in records:
+        for raw in islice(records, left):
             try:
                 if raw.error is not None:
                     raise RecordError(raw.error)
@@ -68,22 +69,31 @@ def parse_records(
                 conversations.append(replace(conversation, source=raw.source))
             except RecordError as error:
                 problems.append(f"{raw.source}: {error}")
+        count = len(conversations) - earlier + len(problems)
+        if left is not None:
+            left -= count
         if problems and not skip_bad:
-            raise DataError(describe_problems(problems, name))
+            place = f"{name}, its first records" if left == 0 else name
+            raise DataError(describe_problems(problems, place))
         report.skipped += problems
-        if not problems and len(conversations) == earlier:
+        if not count:
             report.notes.append(f"{name}: no records")
+    if not conversations and (most is None or not report.skipped):
+        reason = "no records"
+        if skipped := report.skipped:
+            reason = f"all {len(skipped)} records are invalid; the first: {skipped[0]}"
+        raise DataError(f"{source.name}: no conversation to read: {reason}")
     return ReadResult(conversations, report)
 
 
 def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> None:
-    """Parse the first `FIRST_RECORDS` of each data set that consists of local files, so that a
+    """Read the first `FIRST_RECORDS` of each data set that consists of local files, so that a
     problem is reported before torch is imported.
 
     Data sets that may be on the hub are not opened, since that would fetch them.
 
     Raises:
-        DataError: an invalid record, as in `parse_records`, or a data set without records.
+        DataError: as in `read_chats`.
         ConfigError: as in `open_source`.
     """
     for entry in entries:
@@ -91,30 +101,14 @@ def check_first_records(entries: Iterable[DatasetConfig], *, skip_bad: bool) -> 
         if not is_local and not hub_is_unreachable():
             continue
         source = open_source(entry)
-        if not isinstance(source, LocalFiles):
-            continue
-        count = 0
-        for name, records in source.parts():
-            first_records = list(islice(records, FIRST_RECORDS - count))
-            count += len(first_records)
-            parse_records(
-                [(name if count < FIRST_RECORDS else f"{name}, its first records", first_records)],
+        if isinstance(source, LocalFiles):
+            read_chats(
+                source,
                 entry,
                 skip_bad=skip_bad or source.is_public,
                 variables=None,  # the tokenizer is not loaded yet
+                most=FIRST_RECORDS,
             )
-        if not count:
-            raise DataError(f"{entry.path}: no conversation to read: no records")
-
-
-def with_some(result: ReadResult, name: str) -> ReadResult:
-    """Return `result`; raise DataError if it has no conversation."""
-    if result.conversations:
-        return result
-    reason = "no records"
-    if skipped := result.report.skipped:
-        reason = f"all {len(skipped)} records are invalid; the first: {skipped[0]}"
-    raise DataError(f"{name}: no conversation to read: {reason}")
 
 
 def describe_problems(problems: Sequence[str], name: str) -> str:

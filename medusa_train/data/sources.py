@@ -327,13 +327,13 @@ def _nested(path: Path) -> str:
     """Return a hint that lists the subdirectories with data files, for the error on a directory
     without any. '' if there are none.
     """
-    nested = []
-    for place in (path, path / "data"):
-        if not place.is_dir():
-            continue
-        for item in _visible(place):
-            if item.is_dir() and _data_files(_visible(item)):
-                nested.append(str(item.relative_to(path)))
+    nested = [
+        str(item.relative_to(path))
+        for place in (path, path / "data")
+        if place.is_dir()
+        for item in _visible(place)
+        if item.is_dir() and _data_files(_visible(item))
+    ]
     if not nested:
         return ""
     return f"; set `path` to one of its directories {', '.join(nested)}"

@@ -28,7 +28,7 @@ import torch
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.examples import EncodedDataset, encode_examples
-from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
+from medusa_train.data.read_chats import ReadResult, describe_problems, read_chats
 from medusa_train.data.report import DataReport
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
@@ -104,7 +104,7 @@ def open_datasets(
 @dataclass(frozen=True)
 class DatasetReader:
     """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
-    `parse_records`.
+    `read_chats`.
     """
 
     entry: DatasetConfig
@@ -117,15 +117,15 @@ class DatasetReader:
         noted.
         """
         template = self.encoder.template
-        result = parse_records(
-            self.source.parts(),
+        result = read_chats(
+            self.source,
             self.entry,
             skip_bad=self.skip_bad,
             tags=template.reasoning_tags,
             variables=template.variables,
         )
         result.report.notes += result.report.unread.describe(self.entry.path)
-        return with_some(result, self.source.name)
+        return result
 
 
 def load_or_encode(path: Path, encode: Callable[[], EncodedDataset]) -> EncodedDataset:

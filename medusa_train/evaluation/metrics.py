@@ -283,10 +283,11 @@ def _bootstrap(
     if len(units) < LEAST_QUESTIONS:
         return {}
     totals = [_totals(unit) for unit in units.values()]
-    rows = torch.tensor([list(one.values()) for one in totals], dtype=torch.float64)
+    decoders = list(totals[0])
+    rows = torch.tensor([[one[name] for name in decoders] for one in totals], dtype=torch.float64)
     # [units, decoders, 6] -> [R, decoders, 6]: each sample draws the same units for all decoders
     drawn = resample(rows.flatten(1)).unflatten(1, rows.shape[1:]).unbind(1)
-    samples = {name: Totals(*sums.unbind(1)) for name, sums in zip(totals[0], drawn, strict=True)}
+    samples = {name: Totals(*sums.unbind(1)) for name, sums in zip(decoders, drawn, strict=True)}
     return {name: interval(ratio) for name, ratio in _ratios(samples).items()}
 
 

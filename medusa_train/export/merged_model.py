@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +91,7 @@ def write_merged(paths: ModelPaths, directory: Path) -> str:
             original = paths.target_model
         if isinstance(original, str):
             _copy_tokenizer(model_directory(original), directory)
-        template = paths.chat_template and get_template(paths.chat_template)
-        _set_tokenizer(directory, paths.special_tokens, template)
+        _set_tokenizer(paths, directory)
     except WRITE_ERRORS as error:
         shutil.rmtree(directory, ignore_errors=True)  # delete before free space is measured
         raise CheckpointError(write_failure("the merged target model", directory, error)) from error
@@ -114,15 +112,14 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _set_tokenizer(
-    directory: Path, special_tokens: Mapping[str, str], template: str | None
-) -> None:
+def _set_tokenizer(paths: ModelPaths, directory: Path) -> None:
     """Write the special tokens and the chat template of training. The template is written to its
     own file, and also to tokenizer_config.json for versions of transformers that do not read that
     file.
     """
-    entries = dict(special_tokens)
-    if template is not None:
+    entries = dict(paths.special_tokens)
+    if paths.chat_template:
+        template = get_template(paths.chat_template)
         entries["chat_template"] = template
         replace_text(directory / CHAT_TEMPLATE, template)
         (directory / "chat_template.json").unlink(missing_ok=True)
@@ -148,10 +145,5 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     untie_config(target_model)
     target_model.save(directory)
-    facts = [paths.target_model]
-    if paths.quantization:
-        facts.append(f"dequantised from {paths.quantization}")
-    if paths.adapter is not None:
-        facts.append("adapter merged")
-    facts.append(str(target_model.dtype).removeprefix("torch."))
-    return ", ".join(facts)
+    dtype = str(target_model.dtype).removeprefix("torch.")
+    return f"{paths.target_model}, {paths.target_model_form}, {dtype}"

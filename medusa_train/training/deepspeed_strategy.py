@@ -361,7 +361,7 @@ def _forget_module(root: nn.Module) -> None:
     """
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    stack = parameter_offload.FWD_MODULE_STACK
+    stack = getattr(parameter_offload, "FWD_MODULE_STACK", [])
     if root in stack:
         stack.remove(root)
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():

@@ -5,6 +5,7 @@ They are forked from one that has imported what takes long and computed nothing.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -73,6 +74,7 @@ def _run(log: Path, name: str, arguments: list[str]) -> None:
         os.dup2(handle, stream)
     import importlib
 
+    gc.freeze()  # a collection need not look at what is imported
     module = {"eval": "evaluate"}.get(name, name)
     sys.argv = [f"medusa-{name}", *arguments]
     importlib.import_module(f"medusa_train.cli.{module}").app()

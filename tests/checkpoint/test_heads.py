@@ -16,6 +16,7 @@ from medusa_train.checkpoint.heads import (
     PICKLED,
     SAFETENSORS,
     load_draft,
+    read_draft,
     read_heads,
     save_draft,
     write_heads,
@@ -43,6 +44,13 @@ from tests.full_disk import full_disk
 @pytest.fixture(scope="module")
 def target_model() -> TargetModel:
     return random_target_model("llama", dtype=torch.float32)
+
+
+def test_a_config_that_is_no_mapping_is_an_error(tmp_path: Path) -> None:
+    save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "draft.safetensors")
+    (tmp_path / HEADS_CONFIG).write_text('["eagle3"]')
+    with pytest.raises(CheckpointError, match=f"{HEADS_CONFIG}: expected a mapping of keys"):
+        read_draft(tmp_path, "eagle3")
 
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])

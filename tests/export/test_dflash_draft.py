@@ -247,6 +247,7 @@ def test_rotary_angles_are_those_of_the_file(
         ("is_causal", False, "causal False and a window of 2048"),
         ("layer_types", ["sliding_attention", "full_attention"], "several kinds of attention"),
         ("attention_bias", True, "biases"),
+        ("dflash_config", "none", "dflash_config 'none' in config.json is not a mapping"),
         ("dflash_config", {"target_layer_ids": [0]}, "mask_token_id None"),
         (
             "dflash_config",

@@ -53,7 +53,7 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     assert not torch.allclose(
         merged, logits(target_model_dir), atol=1e-2
     )  # the adapter did change it
-    assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
+    assert ("nf4, dequantised, adapter folded in" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
     assert tokenizer.chat_template == get_template("zephyr")  # with which it was trained
 

@@ -2,6 +2,8 @@
 second each, not ten.
 """
 
+import atexit
+import gc
 import json
 import os
 import subprocess
@@ -75,6 +77,8 @@ def _serve() -> None:
     # steps over trees are timed once: which tree is chosen is tested elsewhere
     choosing = import_module("medusa_train.tree_search.choose_tree")
     choosing.THOROUGH = choosing.QUICK = choosing.Effort(rounds=1, steps=2)
+    gc.freeze()  # a collection need not look at what is imported
+    atexit.register(gc.unfreeze)  # or libraries report objects that are left at the end
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         words, environment, printed = json.loads(line)

@@ -5,6 +5,7 @@ The processes are forked from one that has imported everything and computed noth
 instead of ten.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -133,4 +134,5 @@ def _run(
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.environ.update(environ)
+    gc.freeze()  # a collection need not look at what is imported
     target(*arguments)
