@@ -43,10 +43,13 @@ class OutputWriter:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
         self._from_server = settings.get("engine") == "openai"
-        _check_settings(output, settings)  # before opening, which truncates an incomplete last line
+        # before opening, which truncates an incomplete last line
+        same_settings = _check_settings(output, settings)
         with ExitStack() as opened:
             self.lines = opened.enter_context(_open(output))
             self.dropped = opened.enter_context(_open(dropped_path(output)))
+            if not same_settings:
+                self.dropped.path.write_bytes(b"")
             if not has_conversations(output):
                 text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
                 replace_text(settings_path(output), f"{text}\n")
@@ -141,14 +144,18 @@ def _read(path: Path) -> Iterator[tuple[str, str, str]]:
         yield entry
 
 
-def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `output` contains conversations that were generated with other or
-    unknown settings.
+def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether the conversations of earlier runs were generated with these settings. If not,
+    all of them were dropped, and may be kept now.
+
+    Raises:
+        ConfigError: `output` contains conversations that were generated with other or unknown
+            settings.
     """
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
     if not has_conversations(output):
-        return
+        return True
     path = settings_path(output)
     try:
         stored_settings = dict(parse_json(path.read_text(encoding="utf-8")))
@@ -165,13 +172,16 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> None:
         f"  {name}: {stored_settings.get(name)!r} in the file, {settings_now.get(name)!r} now"
         for name in differing_keys(stored_settings, settings_now)
     ]
-    if lines:
+    if not lines:
+        return True
+    if output.exists() and output.stat().st_size:
         head = f"output {output}: it holds conversations generated with other settings"
         advice = (
             "Choose another output=FILE.jsonl, or delete this one with its settings and dropped"
             " files."
         )
         raise ConfigError("\n".join([head, *lines, advice]))
+    return False
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: Mapping[str, Any]) -> None:

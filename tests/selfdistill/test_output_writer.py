@@ -62,6 +62,19 @@ def test_changed_settings_are_refused_with_the_differences(tmp_path: Path) -> No
     assert ids(out) == ["a"]
 
 
+def test_changed_settings_ask_again_what_earlier_ones_dropped_entirely(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with OutputWriter(out, SETTINGS) as writer:
+        writer.drop({"id": "a", "seed_id": "a", "dropped": {"reason": "length", "turns": 1}})
+    with OutputWriter(out, SETTINGS) as writer:
+        assert writer.done == {"a"}
+    with OutputWriter(out, {"model": "m", "temperature": 0}) as writer:
+        assert not writer.done
+        writer.write({"id": "a"})
+    assert ids(out) == ["a"]
+    assert '"temperature": 0\n' in out.with_name("out.settings.json").read_text()
+
+
 def test_a_file_of_unknown_origin_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "theirs"}')
