@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.resolve import ModelPaths, heads_kind
+from medusa_train.checkpoint.resolve import (
+    DSPARK,
+    ModelPaths,
+    architectures_of,
+    heads_kind,
+    read_mapping,
+)
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.types import ExportTarget
@@ -65,7 +71,8 @@ def after_export(paths: ModelPaths, to: ExportTarget) -> str | None:
 
 def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
     """Return the command that serves a run with the number of draft tokens that is recommended for
-    the fewest concurrent requests. None if no number is recommended, or nothing is exported.
+    the fewest concurrent requests. The target model of a LoRA run is merged before, if it is not.
+    None if no number is recommended, or nothing is exported.
     """
     recommended = [one for one in report["recommendation"] if one["use"]]
     export = paths.home / "export" / "vllm"
@@ -73,11 +80,18 @@ def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
     if kind is None or not recommended or not export.is_dir():
         return None
     count = recommended[0]["num_speculative_tokens"]
-    draft = {"method": kind, "model": str(export), "num_speculative_tokens": count}
+    has_bias = DSPARK in architectures_of(read_mapping(export / "config.json"))
+    method = "dspark" if has_bias else kind
+    draft = {"method": method, "model": str(export), "num_speculative_tokens": count}
     model = paths.target_model
+    commands = []
     if paths.adapter is not None:
-        model = str(paths.home / "export" / "merged")
-    return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(draft)])
+        merged = paths.home / "export" / "merged"
+        model = str(merged)
+        if not merged.is_dir():
+            commands.append(["medusa-export", str(paths.home), "--to", "merged"])
+    commands.append(["vllm", "serve", model, "--speculative-config", json.dumps(draft)])
+    return " && ".join(map(shlex.join, commands))
 
 
 def _kind_of_run(paths: ModelPaths) -> str | None:

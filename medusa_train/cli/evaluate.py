@@ -95,6 +95,7 @@ def app(
     started = time.perf_counter()
     check_one_switch(calibrate=calibrate, compare=compare, interactive=interactive)
     if compare:
+        check_one_switch(compare=compare, print_config=print_config)
         _refuse_other_options("--compare", flags, _READ_BY_COMPARE)
         _compare(arguments or [], flags["bench"], flags["output_dir"])
         return 0

@@ -87,7 +87,7 @@ def launch(arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int)
         ignore_signals()
         return 130 if error.sigval == signal.SIGINT else 143
     except ChildFailedError as error:
-        return _report_failure(error.failures, Path(cfg.output_dir), num_gpus)
+        return _report_failure(error.failures, cfg, num_gpus)
     finally:
         logging.disable(logging.NOTSET)
     return 0
@@ -105,7 +105,7 @@ def _words_of_flags(flags: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _report_failure(failures: Mapping[int, ProcessFailure], output_dir: Path, num_gpus: int) -> int:
+def _report_failure(failures: Mapping[int, ProcessFailure], cfg: TrainConfig, num_gpus: int) -> int:
     """If a process was killed, print which one, and how to resume; return the exit code.
 
     A process that fails in another way prints its own error.
@@ -128,10 +128,13 @@ def _report_failure(failures: Mapping[int, ProcessFailure], output_dir: Path, nu
     number = -first.exitcode
     message = f"the process of rank {rank} was ended by {first.signal_name()} (signal {number})"
     message += _CAUSES.get(number, "")
+    output_dir = Path(cfg.output_dir)
     saved = [*output_dir.glob("checkpoints/step-*"), *output_dir.glob("stage_one/**/step-*")]
     if saved:
         config = str(output_dir / CONFIG)
         command = ["medusa-train", config, "resume_from_checkpoint=auto"]
+        if cfg.trust_remote_code:  # the run's own file cannot allow it
+            command.append("trust_remote_code=true")
         message += f". To resume: {shlex.join([*command, '--num-gpus', str(num_gpus)])}"
     else:
         message += ". No checkpoint was saved yet: start the run again"

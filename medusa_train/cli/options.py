@@ -70,7 +70,7 @@ _VERSION = inspect.Parameter(
         help="Print the version.",
     ),
 )
-#: A switch of all commands that have a configuration.
+#: A switch of all commands but medusa-export.
 PRINT_CONFIG = switch("--print-config", "Print all values and where they are set, then exit.")
 #: The words of a command line that are not options.
 Arguments = Annotated[

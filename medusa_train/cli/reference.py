@@ -22,8 +22,8 @@ INTRODUCTION = """\
 # Commands
 
 Each command takes a configuration file, options, and `key=value` for every [key](configuration.md). An option is a
-short form of a key; if both are given, the option wins. `--help` shows the same with examples. `--print-config`
-prints what the keys resolve to, and runs nothing.
+short form of a key; if both are given, the option wins. `--help` shows the same with examples. `--print-config`,
+which medusa-export lacks, prints what the keys resolve to, and runs nothing.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 

@@ -29,7 +29,7 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, TargetModelError
 from medusa_train.export.card import model_card
 from medusa_train.export.merged_model import load_for_export
-from medusa_train.export.publish import CARD, Export
+from medusa_train.export.publish import CARD, CHOICES, Export
 from medusa_train.export.server_drafts import BIAS_IGNORED
 from medusa_train.io import describe_size, replace_text
 from medusa_train.models.architecture import describe_without_trees
@@ -39,7 +39,6 @@ from medusa_train.trees.tree import Tree
 
 #: Number of heads that the public Medusa loader builds, whatever config.json says.
 PUBLIC_HEADS = 5
-CHOICES = "medusa_choices.json"
 #: Limit of TensorRT-LLM on a --medusa_choices tree.
 MAX_NODES = 63
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
@@ -199,7 +198,6 @@ def _write_for_tensorrt(export: Export, heads: HeadTensors) -> None:
             f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts 1"
             f" to {MAX_NODES} nodes, and there are {heads.num_heads} heads: {advice}"
         )
-    (export.target / CHOICES).unlink(missing_ok=True)  # delete an earlier tree
     export.warnings.append(warning)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS
 from medusa_train.checkpoint.resolve import SAFETENSORS, ModelPaths, find_heads, holds_merged
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, make_readable, write_failure
@@ -18,6 +18,8 @@ from medusa_train.io import WRITE_ERRORS, make_readable, write_failure
 CARD = "README.md"
 #: The value of the key `to` for a target model with its adapter merged.
 MERGED: ExportTarget = "merged"
+#: The tree for TensorRT-LLM.
+CHOICES = "medusa_choices.json"
 #: Subdirectory of an export that has its files until all of them are complete.
 UNFINISHED = ".unfinished-export"
 
@@ -57,7 +59,7 @@ class Export:
 @contextmanager
 def published(export: Export) -> Iterator[None]:
     """At the end of the `with` block, move the files in `export.files` to `export.target`, where
-    they replace those of the same name, and delete other model*.safetensors files there.
+    they replace those of the same name, and delete the weights and trees of an earlier export.
 
     If an export fails or is killed, the files of an earlier export stay unchanged.
 
@@ -76,9 +78,11 @@ def published(export: Export) -> Iterator[None]:
         for name in names:
             shutil.rmtree(target / name, ignore_errors=True)  # only directories; files are replaced
             (files / name).replace(target / name)
-        for path in target.glob("model*.safetensors"):  # an earlier model may have had more shards
+        # an earlier model may have had more shards, or a tree
+        earlier = [*target.glob("model*.safetensors*"), target / TREE, target / CHOICES]
+        for path in earlier:
             if path.name not in names:
-                path.unlink()
+                path.unlink(missing_ok=True)
     except WRITE_ERRORS as error:
         shutil.rmtree(files, ignore_errors=True)  # delete before free space is measured
         raise CheckpointError(write_failure("the export", target, error)) from error

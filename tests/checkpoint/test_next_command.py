@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from medusa_train.checkpoint.next_command import (
     after_serving,
     after_training,
 )
-from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.checkpoint.resolve import DSPARK, ModelPaths, resolve_model
 from medusa_train.config.paths import PROJECT_ROOT
 
 
@@ -26,6 +27,12 @@ def make_run(run: Path, draft: str, base_model: str = "org/model") -> ModelPaths
         (heads / "draft.safetensors").touch()
         (heads / "config.json").write_text(json.dumps({"draft": draft}))
     return resolve_model(str(run), None, None)
+
+
+def make_export(run: Path, architecture: str) -> None:
+    directory = run / "export" / "vllm"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
 
 
 def test_a_run_is_measured_on_sixteen_questions() -> None:
@@ -96,7 +103,7 @@ def test_a_draft_that_was_measured_to_win_is_served(
     run = tmp_path / "run"
     paths = make_run(run, "eagle3")
     if exported:
-        (run / "export" / "vllm").mkdir(parents=True)
+        make_export(run, "LlamaForCausalLMEagle3")
     lost = {"use": False, "num_speculative_tokens": 4}
     # of eight concurrent requests and of sixteen; the least load counts
     won = [{"use": use, "num_speculative_tokens": count} for count in (2, 1)]
@@ -109,3 +116,28 @@ def test_a_draft_that_was_measured_to_win_is_served(
         export = str(run / "export" / "vllm")
         expected = {"method": "eagle3", "model": export, "num_speculative_tokens": 2}
         assert json.loads(draft) == expected
+
+
+def test_a_block_draft_with_a_markov_bias_is_served_by_its_own_method(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "dflash")
+    make_export(paths.home, DSPARK)
+    command = after_serving(paths, {"recommendation": [{"use": True, "num_speculative_tokens": 3}]})
+    assert command is not None
+    assert json.loads(shlex.split(command)[-1])["method"] == "dspark"
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_the_target_model_of_a_lora_run_is_merged_before_it_is_served(
+    tmp_path: Path, is_merged: bool
+) -> None:
+    paths = make_run(tmp_path / "run", "medusa")
+    paths = replace(paths, adapter=paths.home / "adapter")
+    make_export(paths.home, "MedusaModel")
+    merged = paths.home / "export" / "merged"
+    if is_merged:
+        merged.mkdir()
+    command = after_serving(paths, {"recommendation": [{"use": True, "num_speculative_tokens": 3}]})
+    assert command is not None
+    serve = f"vllm serve {merged} --speculative-config"
+    expected = serve if is_merged else f"medusa-export {paths.home} --to merged && {serve}"
+    assert command.startswith(f"{expected} ")

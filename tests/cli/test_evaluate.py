@@ -103,6 +103,7 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "code", "message"),
     [
         (["--compare", "--calibrate"], 2, "give one of them"),
+        (["--compare", "--print-config", "a", "b"], 2, "give one of them"),
         (["--interactive", "--calibrate"], 2, "give one of them"),
         (["--compare", "only-one"], 2, "two runs or more"),
         (["--compare", "a", "b", "--limit", "3"], 2, "--compare does not read --limit"),

@@ -116,13 +116,15 @@ def test_a_killed_process_is_named_with_the_command_that_resumes(victim, saved, 
     words = []
     if saved:
         (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
-        words.append("--resume")
+        words += ["--resume", "trust_remote_code=true"]
     result = launch(*words, **{f"ENDING_{victim}": "SIGKILL", f"ENDING_{1 - victim}": "1"})
     said = " ".join(result.output.split())
     assert result.exit_code == 1
     assert f"the process of rank {victim} was ended by SIGKILL (signal 9)" in said
     assert "memory was full" in said
-    resumes = f"{tmp_path}/run/config.yaml resume_from_checkpoint=auto --num-gpus 2"
+    # the configuration of a run cannot allow code of the model's repository
+    allowed = "resume_from_checkpoint=auto trust_remote_code=true"
+    resumes = f"{tmp_path}/run/config.yaml {allowed} --num-gpus 2"
     assert (resumes in said) is saved
     assert ("No checkpoint was saved" in said) is not saved
 

@@ -8,9 +8,10 @@ import pytest
 
 from medusa_train import io
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_directory import TREE
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
-from medusa_train.export.publish import UNFINISHED
+from medusa_train.export.publish import CHOICES, UNFINISHED
 from medusa_train.export.write import export_run
 from tests.full_disk import full_disk
 
@@ -93,3 +94,18 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     with full_disk(60_000), pytest.raises(CheckpointError):
         export_run(paths, "tgi", target, target_model_name="owner/other")
     assert {path: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_a_tree_and_an_index_of_an_earlier_export_are_deleted(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_run()
+    for to in ("tgi", "trtllm"):
+        export_run(resolve_model(str(run), None, None), to, tmp_path / to)
+        (tmp_path / to / "model.safetensors.index.json").touch()
+    (run / TREE).unlink()
+    for to in ("tgi", "trtllm"):
+        export_run(resolve_model(str(run), None, None), to, tmp_path / to)
+        assert not list((tmp_path / to).glob("*.index.json"))
+        assert not (tmp_path / to / TREE).exists()
+    assert not (tmp_path / "trtllm" / CHOICES).exists()
