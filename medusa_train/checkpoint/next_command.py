@@ -1,5 +1,8 @@
 """The next command to print after a command, in README's order and with the user's own draft:
 train, measure, export, measure in vLLM, serve.
+
+If the user allowed Python code of the target model's repository, each command allows it again, since
+the run's own file cannot.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ def is_embedded(target_model: str) -> bool:
     return path is not None and path.resolve() == _TINY.resolve()
 
 
-def after_training(target_model: str, run: Path, *, lacks_tree: bool = False) -> str:
+def after_training(
+    target_model: str, run: Path, *, lacks_tree: bool = False, trust_remote_code: bool = False
+) -> str:
     """Return the command that measures a run, or fits its tree."""
     bench = "tiny" if is_embedded(target_model) else "mtbench"
     options = ["--calibrate"] if lacks_tree else ["--bench", bench, "--limit", "16"]
-    return shlex.join(["medusa-eval", *options, "--model", str(run)])
+    words = ["medusa-eval", *options, "--model", str(run)]
+    return shlex.join(words + permission(trust_remote_code))
 
 
 def after_evaluation(paths: ModelPaths) -> str | None:
@@ -51,9 +57,10 @@ def after_evaluation(paths: ModelPaths) -> str | None:
     if kind not in targets:
         return None
     export = ["medusa-export", str(paths.home), "--to"]
-    commands = [[*export, targets[kind]]]
+    allowed = permission(paths.trust_remote_code)
+    commands = [[*export, targets[kind], *allowed]]
     if paths.trained_target_model:  # the heads need the target model that was trained with them
-        commands.insert(0, [*export, "merged"])
+        commands.insert(0, [*export, "merged", *allowed])
     return " && ".join(map(shlex.join, commands))
 
 
@@ -66,6 +73,7 @@ def after_export(paths: ModelPaths, to: ExportTarget) -> str | None:
     words.append("concurrency=[1, 8]")
     if kind == "eagle3":
         words.append("serve_speculative_tokens=[2, 4]")
+    words += permission(paths.trust_remote_code)
     return shlex.join(["medusa-eval", *words])
 
 
@@ -89,9 +97,20 @@ def after_serving(paths: ModelPaths, report: Mapping[str, Any]) -> str | None:
         merged = paths.home / "export" / "merged"
         model = str(merged)
         if not merged.is_dir():
-            commands.append(["medusa-export", str(paths.home), "--to", "merged"])
-    commands.append(["vllm", "serve", model, "--speculative-config", json.dumps(draft)])
+            words = ["medusa-export", str(paths.home), "--to", "merged"]
+            commands.append(words + permission(paths.trust_remote_code))
+    serve = ["vllm", "serve", model, "--speculative-config", json.dumps(draft)]
+    if paths.trust_remote_code:
+        serve.append("--trust-remote-code")
+    commands.append(serve)
     return " && ".join(map(shlex.join, commands))
+
+
+def permission(trust_remote_code: bool) -> list[str]:
+    """Return the override that allows Python code of the target model's repository, if it was
+    allowed.
+    """
+    return ["trust_remote_code=true"] if trust_remote_code else []
 
 
 def _kind_of_run(paths: ModelPaths) -> str | None:

@@ -105,11 +105,13 @@ class ModelPaths:
     @property
     def arguments(self) -> list[str]:
         """Arguments of medusa-eval that select these heads, and the target model if it is not from
-        a run.
+        a run, and allow its code if the user did.
         """
         options = ["--model", self.hub_name or str(self.home)]
         if not (self.home / CONFIG).is_file():
             options += ["--base-model", self.target_model]
+        if self.trust_remote_code:
+            options.append("trust_remote_code=true")
         return options
 
     @property

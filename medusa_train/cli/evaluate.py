@@ -133,7 +133,10 @@ def app(
             from medusa_train.evaluation.refit_tree import calibrate as calibrate_tree
 
         _print_paths(progress.console, calibrate_tree(cfg, benchmark, paths, progress))
-        print_next(after_training(paths.target_model, paths.home), progress.console)
+        command = after_training(
+            paths.target_model, paths.home, trust_remote_code=paths.trust_remote_code
+        )
+        print_next(command, progress.console)
     else:
         with importing:
             from medusa_train.evaluation.run_bench import evaluate

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa_train.checkpoint.next_command import permission
 from medusa_train.checkpoint.run_directory import CONFIG, check_output_dir
 from medusa_train.cli.common import error_console, print_error, read_arguments
 from medusa_train.config.schema import TrainConfig
@@ -133,9 +134,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], cfg: TrainConfig, nu
     if saved:
         config = str(output_dir / CONFIG)
         command = ["medusa-train", config, "resume_from_checkpoint=auto"]
-        if cfg.trust_remote_code:  # the run's own file cannot allow it
-            command.append("trust_remote_code=true")
-        message += f". To resume: {shlex.join([*command, '--num-gpus', str(num_gpus)])}"
+        command += [*permission(cfg.trust_remote_code), "--num-gpus", str(num_gpus)]
+        message += f". To resume: {shlex.join(command)}"
     else:
         message += ". No checkpoint was saved yet: start the run again"
     print_error(message)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
-from medusa_train.checkpoint.next_command import after_training
+from medusa_train.checkpoint.next_command import after_training, permission
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
 from medusa_train.config.schema import TrainConfig
@@ -180,9 +180,15 @@ def _print_results(
     following = "stage two"
     if trainer.parent_run_dir is None:
         lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
-        following = after_training(cfg.base_model, run_dir, lacks_tree=lacks_tree)
+        following = after_training(
+            cfg.base_model,
+            run_dir,
+            lacks_tree=lacks_tree,
+            trust_remote_code=cfg.trust_remote_code,
+        )
         if trainer.recipe.target_model.tree_unsupported_reason is not None:
-            following = shlex.join(["medusa-export", str(run_dir), "--to", "vllm"])
+            words = ["medusa-export", str(run_dir), "--to", "vllm"]
+            following = shlex.join(words + permission(cfg.trust_remote_code))
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
@@ -223,8 +229,7 @@ def resume_command(trainer: Trainer) -> str:
     # gets no --num-gpus.
     config = (trainer.parent_run_dir or trainer.run_dir) / CONFIG
     command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
-    if trainer.cfg.trust_remote_code:  # the run's own file cannot allow it
-        command.append("trust_remote_code=true")
+    command += permission(trainer.cfg.trust_remote_code)
     if processes > 1 and is_one_machine:
         command += ["--num-gpus", str(processes)]
     return shlex.join(command)
@@ -278,7 +283,8 @@ def _choose_and_save_tree(trainer: Trainer, data: TrainingData) -> TreeChoice | 
     """
     cfg, draft, progress = trainer.cfg, trainer.draft, trainer.progress
     run_dir = trainer.run_dir
-    again = shlex.join(["medusa-eval", "--calibrate", "--model", str(run_dir)])
+    words = ["medusa-eval", "--calibrate", "--model", str(run_dir)]
+    again = shlex.join(words + permission(cfg.trust_remote_code))
     trainer.recipe.train(False)
     draft.eval()
     try:

@@ -141,3 +141,19 @@ def test_the_target_model_of_a_lora_run_is_merged_before_it_is_served(
     serve = f"vllm serve {merged} --speculative-config"
     expected = serve if is_merged else f"medusa-export {paths.home} --to merged && {serve}"
     assert command.startswith(f"{expected} ")
+
+
+def test_a_model_with_code_of_its_own_is_allowed_in_every_command(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "eagle3")
+    paths = replace(paths, trust_remote_code=True, adapter=paths.home / "adapter")
+    make_export(paths.home, "LlamaForCausalLMEagle3")
+    served = {"recommendation": [{"use": True, "num_speculative_tokens": 3}]}
+    for command in (
+        after_training("org/model", paths.home, trust_remote_code=True),
+        after_evaluation(paths),
+        after_export(paths, "vllm"),
+        after_serving(paths, served),
+    ):
+        assert command is not None
+        for one in command.split(" && "):
+            assert one.split()[-1] in ("trust_remote_code=true", "--trust-remote-code")
