@@ -89,9 +89,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # a full disk is found while writing, where Python names no file
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
-            error.filename = str(path)
+        # A full disk is found while writing, where Python names no file. An error without a number
+        # has a message of its own, which a file name would hide.
+        match error:
+            case OSError(errno=int()) if error.filename in (None, str(temporary)):
+                error.filename = str(path)
         raise
 
 

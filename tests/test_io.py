@@ -65,6 +65,14 @@ def test_the_file_that_a_full_disk_cannot_take_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_with_a_message_of_its_own_keeps_it(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        raise OSError("the archive is damaged")
+
+    with pytest.raises(OSError, match="the archive is damaged"):
+        replace_file(tmp_path / "weights", write)
+
+
 def test_ctrl_c_leaves_no_temporary_file(tmp_path: Path) -> None:
     def write(temporary: Path) -> None:
         temporary.write_text("half of it")

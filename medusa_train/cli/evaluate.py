@@ -212,9 +212,10 @@ def _measure_servers(cfg: EvalConfig, benchmark: Benchmark, progress: RunProgres
 
 
 def _chat(cfg: EvalConfig, progress: RunProgress) -> None:
+    loading = RunProgress(error_console())  # stdout has only the chat
     paths = _resolve_paths(cfg)
     progress.print(f"medusa-eval: {_describe_model(cfg, paths)}")
-    with progress.phase("importing torch and transformers", ticking=True):
+    with loading.phase("importing torch and transformers", ticking=True):
         from medusa_train.api import load_resolved
         from medusa_train.cli.chat import Chat
 
@@ -223,7 +224,7 @@ def _chat(cfg: EvalConfig, progress: RunProgress) -> None:
     options["typical"] = cfg.acceptance == "typical"
     if "seed" in cfg.model_fields_set:  # otherwise each answer has its own
         options["seed"] = cfg.seed
-    with progress.phase("loading the model", ticking=True):
+    with loading.phase("loading the model", ticking=True):
         model = load_resolved(paths, cfg.dtype, compiled=cfg.compile is True)
     if (ends := model.target_model.stop_tokens.describe(model.target_model.tokenizer)) is not None:
         progress.print(ends)

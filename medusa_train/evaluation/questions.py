@@ -279,7 +279,7 @@ def _download(name: str, public: PublicDataset, note: Callable[[str], None]) -> 
     try:
         replace_file(target, write)
     except (OSError, httpx.HTTPError, DataError) as error:
-        raise FetchError(str(error)) from error
+        raise FetchError(str(error).partition("\n")[0]) from error
     return target
 
 

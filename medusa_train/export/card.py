@@ -108,7 +108,10 @@ def card(export: Export, *, tag: str, target_model: str | None, **facts: Any) ->
     # 2. Read the run's configuration, and build the hub's header.
     run = read_mapping(paths.home / CONFIG)
     trained_on = str(run.get("base_model") or paths.target_model)
-    data = [str(entry["path"]) for entry in run.get("datasets") or ()]
+    data = [
+        str(entry["path"] if isinstance(entry, Mapping) else entry)
+        for entry in run.get("datasets") or ()
+    ]
     header = ModelCardData(
         license=export.licence or _licence_of(trained_on) or "other",
         tags=[tag, "speculative-decoding"],
@@ -157,7 +160,8 @@ def _reports(paths: ModelPaths, weights: str, pattern: str) -> list[Json]:
     return [
         report
         for report in reports
-        if "meta" in report and report["meta"].get("weights", weights) == weights
+        if isinstance(meta := report.get("meta"), Mapping)
+        and meta.get("weights", weights) == weights
     ]
 
 

@@ -48,10 +48,12 @@ ANNOUNCED = 256 * 2**20
 
 def write_medusa_heads(export: Export) -> None:
     """Write the heads in the layout of `export.to`, with a card and the run's tree."""
-    # 1. Read the heads, and check that the layout can store all of their weights.
+    # 1. Read the heads and the reports that the card shows, and check that the layout can store
+    # all weights.
     heads = read_heads(export.draft)
     heads = replace(heads, target_model_name=export.target_model_name)
     _check_layout(export, heads)
+    text = model_card(export, heads)
     export.facts.append(describe(heads))
     # 2. Write weights, config.json and what else the target program reads.
     if export.to == "vllm":
@@ -64,7 +66,7 @@ def write_medusa_heads(export: Export) -> None:
         _write_for_public_code(export, heads)
     # 3. Add warnings, the card and the tree.
     export.warnings += warnings_for(export.to, heads)
-    replace_text(export.files / CARD, model_card(export, heads))
+    replace_text(export.files / CARD, text)
     if export.paths.tree is not None:
         replace_text(export.files / TREE, export.paths.tree.read_text(encoding="utf-8"))
 
@@ -172,8 +174,9 @@ def _write_for_tensorrt(export: Export, heads: HeadTensors) -> None:
     """Write the heads with the target model's config.json plus `num_medusa_heads`, as
     TensorRT-LLM's Medusa conversion reads it, and the tree as the value of `--medusa_choices`.
     """
-    # 1. Read config.json of the target model.
+    # 1. Read the tree, and config.json of the target model.
     paths = export.paths
+    tree = None if paths.tree is None else Tree.load(paths.tree)
     _, config = find_target_model(paths.target_model)
     if not config:  # it has to be downloaded first
         resolve_target_model(paths.target_model, trust_remote_code=paths.trust_remote_code)
@@ -185,7 +188,6 @@ def _write_for_tensorrt(export: Export, heads: HeadTensors) -> None:
     write_heads(heads, export.files, pickled=True, config=config)
     # 3. Write the tree.
     advice = "pass a --medusa_choices to TensorRT-LLM yourself"
-    tree = None if paths.tree is None else Tree.load(paths.tree)
     if tree is None:
         warning = f"no tree.json in the run: {advice}"
     elif 0 < tree.size <= MAX_NODES and tree.max_depth <= heads.num_heads:

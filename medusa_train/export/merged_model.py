@@ -71,9 +71,9 @@ def write_merged_export(export: Export) -> None:
             f"{export.paths.home}: this run did not train the target model, so there is nothing to"
             f" merge: use {export.paths.target_model}"
         )
-    heads = read_heads(export.draft)
+    text = model_card(export, read_heads(export.draft))
     export.facts.append(write_merged(export.paths, export.files))
-    replace_text(export.files / CARD, model_card(export, heads))
+    replace_text(export.files / CARD, text)
 
 
 def write_merged(paths: ModelPaths, directory: Path) -> str:

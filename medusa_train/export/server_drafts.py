@@ -41,7 +41,6 @@ def write_server_draft(export: Export, kind: str) -> None:
         tensors, config = to_eagle3(state, settings, layer, vocab_size, name, to)
     else:
         tensors, config = to_dflash(state, settings, layer, num_layers, vocab_size, name, to)
-    write_weights(export.files, VLLM_WEIGHTS, tensors, config)
     # 3. Describe the draft, and the command that serves it.
     title = DRAFT_CONFIGS[kind].title
     if kind == "eagle3":
@@ -78,6 +77,8 @@ def write_server_draft(export: Export, kind: str) -> None:
         command=command,
         served_by_vllm=to != "sglang",
     )
+    # 4. Write them.
+    write_weights(export.files, VLLM_WEIGHTS, tensors, config)
     replace_text(export.files / CARD, text)
 
 

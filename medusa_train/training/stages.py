@@ -76,9 +76,8 @@ def train_stages(
         # 2. Check all stages, and load their data.
         stages = [cfg] if stage_one is None else [stage_one, cfg]
         with LoadingProgress(progress) as shown:
-            with distributed.failing_together():
-                for stage in stages:
-                    check_run(stage, distributed.size)
+            for stage in stages:
+                distributed.run_on_main(check_run, stage, distributed.size)
             data = load_stages(stages, console, distributed, shown)
         schedules = [
             plan_steps(stage, read.train, distributed.rank, distributed.size)[1]

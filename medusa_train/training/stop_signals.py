@@ -109,6 +109,7 @@ def signals_as_interrupts() -> Iterator[None]:
     if hangup == signal.SIG_DFL or isinstance(hangup, _Handler):
         numbers.append(signal.SIGHUP)
     handler = _Handler(numbers, _interrupt)
+    in_main_thread = threading.current_thread() is threading.main_thread()
     report = sys.unraisablehook
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
@@ -120,12 +121,14 @@ def signals_as_interrupts() -> Iterator[None]:
         number = signal_exit_code(lost.exc_value) - 128
         threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
-    sys.unraisablehook = send_again
+    if in_main_thread:
+        sys.unraisablehook = send_again
     try:
         with handler:
             yield
     finally:
-        sys.unraisablehook = report
+        if in_main_thread:
+            sys.unraisablehook = report
         if handler.times:
             atexit.register(ignore_signals)
 

@@ -50,4 +50,6 @@ def test_a_command_names_what_it_waits_for(app, words, place, said, tmp_path, mo
     slow_down(monkeypatch, place)
     result = CliRunner().invoke(app, words, input="/exit\n")
     assert re.search(rf"^{said}: 0 s so far$", result.output, re.MULTILINE), result.output
+    if "--interactive" in words:  # stdout has only the chat
+        assert said in result.stderr
     assert "Traceback" not in result.output

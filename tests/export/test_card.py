@@ -238,6 +238,13 @@ def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path:
     assert "# Target model trained with Medusa heads" in merged
 
 
+def test_a_report_without_metadata_is_left_out(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    path = run / "eval" / "mtbench" / "report.json"
+    path.write_text('{"meta": null}')
+    assert "| mtbench |" not in card(run)[1]
+
+
 def test_a_run_without_a_tree_has_no_speedup_in_its_card(make_run: Callable[..., Path]) -> None:
     report = {
         "meta": {"bench": "mtbench", "device": "A CPU", "dtype": "float32", "tree_nodes": 0},

@@ -109,3 +109,35 @@ def test_a_tree_and_an_index_of_an_earlier_export_are_deleted(
         assert not list((tmp_path / to).glob("*.index.json"))
         assert not (tmp_path / to / TREE).exists()
     assert not (tmp_path / "trtllm" / CHOICES).exists()
+
+
+@pytest.mark.parametrize("to", ["vllm", "trtllm", "transformers", "merged"])
+def test_what_the_card_shows_is_read_before_weights_are_written(
+    to: ExportTarget, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(adapter=to == "merged")
+
+    def unreadable(*_: object) -> str:
+        raise CheckpointError("report.json cannot be read")
+
+    def write(*_: object, **__: object) -> None:
+        pytest.fail("written")
+
+    for name in ("medusa_heads", "merged_model"):
+        monkeypatch.setattr(f"medusa_train.export.{name}.model_card", unreadable)
+    for name in ("medusa_heads.write_heads", "merged_model.write_merged"):
+        monkeypatch.setattr(f"medusa_train.export.{name}", write)
+    with pytest.raises(CheckpointError, match="report"):
+        export_run(resolve_model(str(run), None, None), to)
+
+
+def test_a_damaged_tree_is_found_before_weights_are_written(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    (run / TREE).write_text("{")
+    monkeypatch.setattr(
+        "medusa_train.export.medusa_heads.write_heads", lambda *_, **__: pytest.fail("written")
+    )
+    with pytest.raises(CheckpointError, match=r"tree\.json"):
+        export_run(resolve_model(str(run), None, None), "trtllm")
