@@ -43,12 +43,11 @@ class OutputWriter:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
         self._from_server = settings.get("engine") == "openai"
-        # before opening, which truncates an incomplete last line
-        same_settings = _check_settings(output, settings)
+        _check_settings(output, settings)  # before opening, which truncates an incomplete last line
         with ExitStack() as opened:
             self.lines = opened.enter_context(_open(output))
             self.dropped = opened.enter_context(_open(dropped_path(output)))
-            if not same_settings:
+            if not _check_settings(output, settings):  # again, since the file is locked only now
                 self.dropped.path.write_bytes(b"")
             if not has_conversations(output):
                 text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
