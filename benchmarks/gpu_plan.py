@@ -311,9 +311,9 @@ def command_problems(
             key: value for key, value in given.items() if value is not None and value is not False
         }
         words = flags.pop("arguments", None) or []
+        flags.pop("num_gpus", None)  # an option of the command, not a key
         if program == "selfdistill":
-            # drop options of the command that are not configuration keys
-            flags = {key: value for key, value in flags.items() if value and key != "local_rank"}
+            flags = {key: value for key, value in flags.items() if value}
             read_arguments(SelfDistillConfig, words, flags=flags)
             return []
         if program == "eval":

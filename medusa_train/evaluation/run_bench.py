@@ -159,7 +159,7 @@ class Evaluation:
         judge = _judge(cfg, progress)
         torch.manual_seed(cfg.seed)
 
-        # 2. load the model, time the benchmark, and write the first report
+        # 2. load the model, time the benchmark, and describe both
         settings = measurement_settings(cfg, self.benchmark, self.paths)
         log = MeasurementLog(self.directory / "turns.jsonl", settings, TURN)
         resumption = log.resumption("evaluation", "turns", len(log.entries))
@@ -176,7 +176,6 @@ class Evaluation:
         resumed = completed_turns(log.entries, self.benchmark.questions)
         self.meta["resumed_turns"] = sum(map(len, resumed.values()))
         self.parts |= _calibration(self.paths)
-        self.write()
         try:
             # 3. measurements that need the tokenizer or the timed model
             self._score(model.target_model.tokenizer, scorer)

@@ -170,7 +170,8 @@ def test_an_unknown_finish_reason_is_counted_and_the_other_answers_stay(at_work:
     words = ["--seed", "mine.jsonl", "--model", "m", "--output", "unknown.jsonl"]
     with serving(script) as server:
         output = succeed([*words, "--server-url", server.url]).output
-    (line,) = [line for line in output.splitlines() if "insufficient_system_resource" in line]
+    assert "'insufficient_system_resource'" in output
+    (line,) = [line for line in output.splitlines() if "unknown finish_reason" in line]
     assert line.split()[-2] == "1"  # before the border of the table
     assert "the same command asks 1 prompt again" in output
     assert len(read(at_work / "unknown.jsonl")) == 3

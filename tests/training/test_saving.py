@@ -55,12 +55,11 @@ def test_a_failed_write_ends_training(
 def test_what_a_killed_process_left_is_removed_at_the_next_start(
     make_config: Any, console: Any, tmp_path: Path
 ) -> None:
-    cfg = make_config(max_steps=2)
-    train(cfg, console)
+    train(make_config(max_steps=2), console)
     checkpoints = tmp_path / "run" / "checkpoints"
     for name in (".tmp-step-9", ".tmp-best-9", "best-7"):
         (checkpoints / name).mkdir()
-    train(cfg.model_copy(update={"resume_from_checkpoint": "auto"}), console)
+    train(make_config(max_steps=2, **RESUME), console)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best-2", "step-2"]
 
 
