@@ -87,14 +87,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
         # A full disk is found while writing, where Python names no file. An error without a number
         # has a message of its own, which a file name would hide.
-        match error:
-            case OSError(errno=int()) if error.filename in (None, str(temporary)):
-                error.filename = str(path)
+        if error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def replace_bytes(path: Path, chunks: Iterable[bytes]) -> None:

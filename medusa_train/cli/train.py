@@ -143,7 +143,8 @@ def _inspect(cfg: TrainConfig, num_gpus: int, tokens: int | None) -> int:
 
 def _train(cfg: TrainConfig, process: ProcessInfo | None) -> int:
     """Train in the only process, or as rank 0 of several; then export."""
-    console, results = error_console(), table_console()
+    console = error_console()
+    results = table_console()
     if process is None:
         from medusa_train.checkpoint.run_directory import check_output_dir
         from medusa_train.training.preflight import check_files

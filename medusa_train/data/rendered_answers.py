@@ -85,7 +85,10 @@ def render_answer(template: ChatTemplate, messages: Sequence[Message]) -> Render
     # Neither the line break before the next turn nor a token that closes the whole text (Phi-3)
     # belongs to the answer.
     end = _up_to(template.added_tokens, after)[0]
-    lead, turn = ("", "") if start is None else (before[start:], rendered[start:])
+    lead = turn = ""
+    if start is not None:
+        lead = before[start:]
+        turn = rendered[start:]
     return _answer_without_calls(template, message, prompt, turn, lead, end)
 
 

@@ -66,8 +66,19 @@ _SPLIT_WORDS = {
     "train": ("train", "training"),
 }
 _UNSUPPORTED_SUFFIXES = (
-    *(".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".feather", ".pkl"),
-    *(".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"),
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".xlsx",
+    ".arrow",
+    ".feather",
+    ".pkl",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".tar",
 )
 
 #: Called with the name of the work, the amount that is done and the total. Both are 0 if the total

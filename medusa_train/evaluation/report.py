@@ -320,7 +320,8 @@ def _draft(meta: Json) -> str:
         size, depth = _counted(dynamic["size"], "node"), dynamic["depth"]
         parts.append(f"dynamic trees of {size}, up to {depth} deep")
     elif meta["heads"] is not None:
-        nodes, heads = _counted(meta["tree_nodes"], "node"), _counted(meta["heads"], "head")
+        nodes = _counted(meta["tree_nodes"], "node")
+        heads = _counted(meta["heads"], "head")
         parts.append(f"tree of {nodes}, {heads}")
     if meta.get("draft") is not None:
         parts.append(f"draft {meta['draft']}")
