@@ -39,7 +39,7 @@ def _find(name: str, bench: str | None) -> Path:
             f"{name}: holds no evaluation yet; run medusa-eval --model {name} first"
         )
     directories = {file.parent.name: file for file in reports}
-    file = directories.get(bench) or directories.get(name_of_file(Path(bench)))
+    file = directories.get(name_of_file(Path(bench)))
     if file is None:
         others = f", only on {', '.join(sorted(directories))}" if reports else ""
         raise CheckpointError(
